@@ -12,6 +12,7 @@ from torch import nn
 
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.masters.packed import Packed
+from booster.tensors.trees import tensors
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,21 @@ def measure(model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
     with update.shards.local():
         gradients += _bytes([param.grad for param in update.gradients.params() if param.grad is not None], seen)
     device = next((param.device for param in params), torch.device("cpu"))
-    values = [value for own in optimizer.unwrap().state.values() for value in own.values()]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    tensors += [tensor for value in values if isinstance(value, Packed) for tensor in value.tensors]
-    masters = update.kept.master_tensors()
-    away = [t for t in (*masters, *tensors) if t.dim() and t.device.type != device.type]
+    masters, of_optimizer = kept_tensors(optimizer)
+    away = [t for t in (*masters, *of_optimizer) if t.dim() and t.device.type != device.type]
     host = _bytes(away, seen)
-    kept, states = _bytes([*masters, *update.kept.scratch_tensors()], seen), _bytes(tensors, seen)
+    kept, states = _bytes(masters, seen), _bytes(of_optimizer, seen)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return Measured(weights, kept, gradients, states, peak, host)
+
+
+def kept_tensors(optimizer: OptimizerWrapper) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return what a boosted optimizer keeps from step to step: masters with scratch, and states."""
+    kept = update_of(optimizer).kept
+    of_each = optimizer.unwrap().state.values()
+    states = [tensor for own in of_each for tensor in tensors(own)]
+    states += [tensor for own in of_each for v in own.values() if isinstance(v, Packed) for tensor in v.tensors]
+    return [*kept.master_tensors(), *kept.scratch_tensors()], states
 
 
 def _bytes(tensors: Iterable[Any], seen: set[int]) -> int:

@@ -250,12 +250,17 @@ def test_what_comes_after_the_budget_of_time_is_left_out():
     assert "Not measured, because the budget of time was used up: bf16." in found.reasons
 
 
-def test_the_peak_is_that_of_an_estimate():
+@pytest.mark.parametrize("kinds", [frozenset(), hardware.KINDS], ids=["units", "no units"])
+def test_the_peak_is_that_of_an_estimate(kinds, monkeypatch):
+    """With what a step keeps for the next: in the last two, scratch of half weights, which the first step makes."""
+    monkeypatch.setattr(hardware, "slow_products", lambda dtype: kinds)
+
     def wide():
         return nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 4))
 
-    found = advised("bf16_naive", model_fn=wide)
-    for name in ("fp32", "bf16_naive"):
+    halves = ("bf16", "fp16", "bf16_naive", "fp16_naive")
+    found = advised(*halves, model_fn=wide)
+    for name in ("fp32", *halves):
         model = wide()
         told = estimate(model, sgd(model), (INPUTS, LABELS), nn.CrossEntropyLoss(), precision=name)
         assert found[name].peak == pytest.approx(told.peak, rel=0.05), name

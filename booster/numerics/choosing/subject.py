@@ -19,6 +19,7 @@ from booster.ground import arguments
 from booster.ground.device import clock
 from booster.interface.optimizer import update_of
 from booster.memory import Measured, measure
+from booster.memory.measure import kept_tensors
 from booster.memory.tracker import StorageTracker
 from booster.mixed_precision import MixedPrecision
 from booster.plugin import SingleDevice
@@ -127,8 +128,9 @@ class Subject:
 
         The highest point is counted by storages, as operations make and free them; see `StorageTracker`.
         """
-        known = [*self.model.parameters(), *self.model.buffers(), *update_of(self.optimizer).kept.master_tensors()]
-        known += [tensor for state in self.optimizer.unwrap().state.values() for tensor in tensors(state)]
+        known = [*self.model.parameters(), *self.model.buffers()]
+        for kept in kept_tensors(self.optimizer):
+            known += kept
         known += list(tensors((self._batch.args, self._batch.kwargs, self._batch.target)))
         before = sum({(s := tensor.untyped_storage()).data_ptr(): s.nbytes() for tensor in known}.values())
         with StorageTracker(known) as tracker:
