@@ -227,12 +227,13 @@ def _units(cpu: dict[str, Any]) -> str:
 
 def _in_float32(kinds: dict[str, list[str]]) -> str:
     """What a `Booster` leaves no half precision to, which is what is timed below, as a sentence."""
-    slow = [
-        f"{name} ({', '.join(kind if kind == 'attention' else f'{kind}s' for kind in found)})"
-        for name, found in kinds.items()
-        if found
-    ]
-    return f"'auto' computes {' and '.join(slow)} in float32, where this CPU is faster; below is torch's own"
+    names: dict[str, list[str]] = {}  # of precisions, by what they have in common
+    for name, found in kinds.items():
+        if found:
+            words = ", ".join(kind if kind == "attention" else f"{kind}s" for kind in found)
+            names.setdefault(words, []).append(name)
+    slow = [f"{words} of {' and '.join(those)}" for words, those in names.items()]
+    return f"'auto' computes {'; '.join(slow)} in float32, faster here than torch's own, which is timed below"
 
 
 def _probe_row(probe: dict[str, Any], base: float | None) -> tuple[str, ...]:

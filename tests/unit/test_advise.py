@@ -476,5 +476,5 @@ def test_advise_and_estimate_take_the_same_jobs(what, tmp_path, monkeypatch, cap
 def test_named_precisions_are_measured_in_float32_products_where_a_cpu_has_no_units(monkeypatch):
     monkeypatch.setattr(hardware, "half_units", lambda: ())
     _, bf16 = sorted(advised("bf16").rows, key=lambda each: each.name == "bf16")
-    assert bf16.note == "in float32 (half_products='auto'): attention, convolution, matrix product, recurrent layer"
+    assert bf16.note == "products in float32"
     assert bf16.product is None

@@ -49,12 +49,12 @@ def test_units_for_halves_are_named_with_what_onednn_uses_of_them_and_what_is_co
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
         assert main(["check"]) == 0
         found.append(capsys.readouterr().out)
-    every = "matrix products, recurrent layers"
     assert "units for halves: AVX512-FP16, AVX512-BF16\n" in found[0]
     assert "units for halves: AVX512-FP16 (not used by oneDNN), AVX512-BF16\n" in found[1]
     assert "units for halves: AVX512-FP16 (not used by oneDNN), AVX512-BF16 (not used by oneDNN)\n" in found[2]
-    assert f"{every}) and fp16 (attention, convolutions, recurrent layers) in float32" in found[0]
-    assert f"{every}) and fp16 (attention, convolutions, {every}) in float32" in found[2]
+    every = "attention, convolutions, matrix products, recurrent layers"
+    assert "; attention, convolutions, recurrent layers of fp16 in float32" in found[0]
+    assert f"'auto' computes {every} of bf16 and fp16 in float32" in found[2]
 
 
 def test_a_cpu_that_is_fast_in_half_has_no_line_of_what_is_computed_in_float32(capsys, monkeypatch):

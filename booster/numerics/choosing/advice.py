@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from booster.ground import arguments
-from booster.ground.text import columns
+from booster.ground.text import columns, listed
 from booster.mixed_precision import MixedPrecision
 from booster.numerics.choosing.subject import LayerError
 
@@ -129,7 +129,9 @@ class Advice:
 
     def legend(self) -> list[str]:
         """Return lines that say what the columns of the table are, and what is not measured in it."""
-        return [*_LEGEND, *([_REHEARSED] if any(row.status == "rehearsed" for row in self.rows) else []), _PAGE]
+        widened = [_WIDENED] if any(row.note.endswith(IN_FLOAT32) for row in self.rows) else []
+        rehearsed = [_REHEARSED] if any(row.status == "rehearsed" for row in self.rows) else []
+        return [*_LEGEND, *widened, *rehearsed, _PAGE]
 
     def __str__(self) -> str:
         return "\n".join([columns(self.table()), "", *self.legend(), "", *self.reasons])
@@ -171,18 +173,32 @@ def _reasons(best: str | None, rows: Sequence[Row], noise: float) -> list[str]:
         gain = f"{row.ratio:.2f} of float32's time" if row.ratio is not None else ""
         error = f", gradient error {row.gradient_error:.2g}" if row.gradient_error is not None else ""
         said = [f"Take {best}: {gain}{error}."]
+    slow: dict[str, list[Row]] = {}  # by why
+    equal = []
     for row in rows:
         if row.status != "measured" or row.name == "fp32" or row.ratio is None:
             continue
         if row.ratio > 1.0 + noise:
-            why = ""
-            if row.product is not None and row.product >= _EMULATED:
-                why = f", and a product in its format {row.product:.1f} times as long: this processor does not have it"
-            said.append(
-                f"{row.name} is not worth it here for speed: a step takes {row.ratio:.2f} times as long as in fp32{why}."
-            )
+            lacks = row.product is not None and row.product >= _EMULATED
+            slow.setdefault(
+                f", and a product in its format {row.product:.1f} times as long: this processor does not have it"
+                if lacks
+                else "",
+                [],
+            ).append(row)
         elif row.ratio >= 1.0 - noise:
-            said.append(f"{row.name} is no faster than fp32 here: {row.ratio:.2f} of its time, within the noise.")
+            equal.append(row)
+    for why, those in slow.items():
+        names, times = listed([row.name for row in those]), sorted(row.ratio or 0.0 for row in those)
+        span = f"{times[0]:.2f}" if len(those) == 1 else f"{times[0]:.2f} to {times[-1]:.2f}"
+        verb = "is" if len(those) == 1 else "are"
+        said.append(f"{names} {verb} not worth it here for speed: a step takes {span} times as long as in fp32{why}.")
+    if equal:
+        names = listed([row.name for row in equal])
+        ratios = ", ".join(f"{row.ratio:.2f}" for row in equal)
+        said.append(
+            f"{names} {'is' if len(equal) == 1 else 'are'} no faster than fp32 here: {ratios} of its time, within the noise."
+        )
     said += [f"{row.name} would overflow: {row.note}." for row in rows if row.status == "rehearsed" and not row.finite]
     worst = by_name[best].layers if best is not None else ()
     if worst and worst[0].relative > 0:
@@ -202,6 +218,10 @@ _LEGEND = (
     "peak: memory at the highest point of a step",
     "loss err, grad err, cosine: of loss and gradients against float32's",
     "worst layer: the one whose gradient is furthest off, and by how much",
+)
+IN_FLOAT32 = "in float32"
+_WIDENED = (
+    "in float32: this CPU has no units for such products of halves, and half_products='auto' takes those of float32"
 )
 _REHEARSED = "rehearsed: this device lacks the format; its errors are real, its time and memory say nothing"
 _PAGE = "more: docs/guides/advise.md"

@@ -18,8 +18,9 @@ from booster.ground import arguments
 from booster.ground.device import resolve_device
 from booster.ground.randomness import seeded
 from booster.mixed_precision import LowPrecision, MixedPrecision, TF32MixedPrecision, available, make
+from booster.mixed_precision.hardware import KINDS
 from booster.numerics.choosing import subject
-from booster.numerics.choosing.advice import Advice, Budget, Row, ranked
+from booster.numerics.choosing.advice import IN_FLOAT32, Advice, Budget, Row, ranked
 from booster.numerics.choosing.subject import GradientError, LossAndGradients, Subject, Task, gradient_error
 
 _SETTLING = 5  # float32 steps between the two points at which gradients are compared
@@ -203,7 +204,9 @@ class _Measurement:
         dtype = None if "matrix product" in widened else dtype
         return Row(
             status="measured",
-            note=f"in float32 (half_products='auto'): {', '.join(sorted(widened))}" if widened else "",
+            note=f"{'products' if len(widened) == len(KINDS) else ', '.join(sorted(widened))} {IN_FLOAT32}"
+            if widened
+            else "",
             product=None if dtype is None else subject.product_ratio(dtype, self._task.device),
             seconds=seconds,
             ratio=middle,
