@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from booster.ground.torch_internals import gather_whole
-from booster.model.dtensors import is_dtensor
+from booster.model.dtensors import is_dtensor, local_part
 from booster.shards.divided import Divided
 
 Held = torch.Tensor | Divided  # what a rank holds of a tensor
@@ -45,6 +45,21 @@ def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+
+def can_be_read_into(held: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether the bytes of a tensor of `shape` and `dtype`, or this rank's part of them, lie in `held` as in a file."""
+    if held.dtype != dtype or tuple(held.shape) != shape or (is_dtensor(held) and not _is_boxes(held)):
+        return False
+    local = local_part(held)
+    return (
+        local.device.type == "cpu"
+        and type(local) in (torch.Tensor, torch.nn.Parameter)
+        and local.layout is torch.strided
+        and local.is_contiguous()
+        and not (local.is_conj() or local.is_neg() or local.is_inference())
+        and bool(local.numel())
+    )
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):

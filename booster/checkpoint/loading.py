@@ -169,6 +169,7 @@ class _Loading:
                 for what, hand_over in part.steps():
                     with agreed(group, partial(_refused, f"{self.saved.folder} does not load into {what}")):
                         hand_over(undo)
+            self.saved.read_in_place(group)
             undo.pop_all()
         for part in self._parts:
             part.finish()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,31 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from booster.checkpoint.agree import agree_on_success, first_failure
-from booster.checkpoint.layout import Held, LoadPlanner, decode, empty_like_whole, reference, references
+from booster.checkpoint.agree import agree_on_success, agreed, exchange, first_failure
+from booster.checkpoint.layout import (
+    Held,
+    LoadPlanner,
+    can_be_read_into,
+    decode,
+    empty_like_whole,
+    reference,
+    references,
+)
 from booster.checkpoint.manifest import CheckpointError, Tensor, check_sizes, read_manifest
 from booster.checkpoint.storage import ManifestReader
 from booster.checkpoint.tensor_file import dtype_of
 from booster.checkpoint.tree import read_tree
 from booster.interface.optimizer import OptimizerWrapper, updates_of
+from booster.model.dtensors import is_dtensor, local_part
+from booster.shards.divided import Divided
 from booster.update.checkpoint import STATE_KEY
 
 
 class Saved:
     """A checkpoint, opened. tree: what is no tensor, by kind of object and name, with a reference in each tensor's place.
 
-    First everything is wanted (`want`, `want_part`, `want_all`), then all of it is read at once, then `value` gives it.
+    First everything is wanted (`want`, `want_part`, `want_all`), then all of it is read at once, then `value` gives it. But
+    what is wanted in place is read by `read_in_place`, once nothing else can refuse; before, it is known to be whole.
     notes: what the user is to be told if the load succeeds. Raises OSError or CheckpointError if it cannot be
     opened.
     """
@@ -37,6 +49,7 @@ class Saved:
         self.tree: dict[str, Any] = read_tree(folder, self.manifest)
         self.notes: list[str] = []
         self._targets: dict[str, Held] = {}
+        self._in_place: dict[str, Callable[[], Held]] = {}
 
     # ------------------------------------------------------------------ what there is
 
@@ -151,12 +164,43 @@ class Saved:
     def want(self, name: str | None, like: torch.Tensor | None) -> None:
         """Read the tensor `name`, where there is one, in the layout of `like`; whole where that is None."""
         entry = self.entry(name)
-        if name is not None and entry is not None and name not in self._targets:
+        if name is not None and entry is not None and (name not in self._targets or self._in_place.pop(name, None)):
             self._targets[name] = empty_like_whole(entry.shape, dtype_of(entry), like)
 
-    def want_part(self, name: str | None, param: torch.Tensor, optimizer: OptimizerWrapper) -> None:
-        """Read what this rank steps of a state of `param`; all of it where it has another shape."""
+    def want_in_place(self, name: str | None, held: Held | None, where: Callable[[], Held]) -> bool:
+        """Read the tensor `name` in the end, into what `where` gives then; returns False where that cannot be.
+
+        held: what is there now, and stands for it until then; its numbers mean nothing.
+        """
         entry = self.entry(name)
+        if name is None or entry is None or held is None or name in self._targets:
+            return False
+        parts = [view for *_, view in held.boxes()] if isinstance(held, Divided) else [held]
+        shape = tuple(held.shape) if isinstance(held, torch.Tensor) else entry.shape
+        fits = all(
+            can_be_read_into(part, shape if part is held else tuple(part.shape), dtype_of(entry)) for part in parts
+        )
+        if not fits or not parts or shape != entry.shape:
+            return False
+        self._targets[name], self._in_place[name] = held, where
+        return True
+
+    def is_in_place(self, name: str | None) -> bool:
+        """Return whether a tensor is read in the end, into what holds it here."""
+        return name in self._in_place
+
+    def want_part(
+        self, name: str | None, param: torch.Tensor, optimizer: OptimizerWrapper, state: str | None = None
+    ) -> None:
+        """Read what this rank steps of a state of `param`; all of it where it has another shape.
+
+        state: what the optimizer calls it, where that may be read in place.
+        """
+        entry = self.entry(name)
+        if state is not None:
+            where = partial(_state_here, optimizer, param, state)
+            if self.want_in_place(name, where(), where):  # type: ignore[arg-type]
+                return
         if name is not None and entry is not None and name not in self._targets and entry.shape == tuple(param.shape):
             (update,) = updates_of([optimizer])
             part = update.shards.part_to_read(param, dtype_of(entry))
@@ -174,20 +218,49 @@ class Saved:
 
         Raises CheckpointError on every rank if any of them finds damage, or cannot read.
         """
+        targets = {name: held for name, held in self._targets.items() if name not in self._in_place}
+        try:
+            self._read(targets, None, group)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; nothing was loaded") from error
+
+    def read_in_place(self, group: dist.ProcessGroup | None) -> None:
+        """Read what was wanted in place, and compare the files that have it with their hashes once more; a collective.
+
+        Raises CheckpointError on every rank if a file changed since `read`, or cannot be read any more.
+        """
+        with agreed(group):
+            targets = {name: where() for name, where in self._in_place.items()}
+        files = {chunk.file for name in targets for chunk in self.manifest.tensors[name].chunks}
+        files = {file for of_rank in exchange(sorted(files), group) for file in of_rank}
+        if not files:
+            return
+        try:
+            self._read(targets, files, group)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}. It was whole when it was read first, and another process changed it meanwhile: weights and "
+                "optimizer states of this job hold parts of it, and all else is as it was; load a checkpoint before you go on"
+            ) from error
+        changed = [held.values if isinstance(held, Divided) else held for held in targets.values()]
+        torch.autograd.graph.increment_version([*changed, *(local_part(held) for held in changed if is_dtensor(held))])
+
+    def _read(self, targets: dict[str, Held], files: set[str] | None, group: dist.ProcessGroup | None) -> None:
+        """Read `targets`, and compare `files`, or all where that is None, with their hashes."""
         rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        reader = ManifestReader(self.folder, self.manifest, rank, num_ranks)
+        reader = ManifestReader(self.folder, self.manifest, rank, num_ranks, files)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
                 dcp.load(
-                    self._targets,
+                    targets,
                     storage_reader=reader,
                     planner=LoadPlanner(),
                     process_group=group,
                     no_dist=group is None,
                 )
         except CheckpointException as error:
-            raise CheckpointError(f"reading {self.folder} failed {first_failure(error)}; nothing was loaded") from error
+            raise CheckpointError(f"reading {self.folder} failed {first_failure(error)}") from error
         agree_on_success(CheckpointError("; ".join(reader.damage)) if reader.damage else None, group)
 
     def tensor(self, name: str | None) -> Held:
@@ -197,3 +270,17 @@ class Saved:
     def value(self, tree: Any) -> Any:
         """Return what a part of the tree stands for, with the tensors that were read."""
         return decode(tree, self._targets)
+
+
+def _state_here(optimizer: OptimizerWrapper, param: torch.Tensor, key: str) -> Held | None:
+    """Return what this rank holds of a state of `param`, where a load makes what it is given the state, as it is; else None."""
+    (update,) = updates_of([optimizer])
+    if not update.kept.adopts(param):
+        return None
+    held = update.kept.state.get(param, {}).get(key)
+    if not isinstance(held, torch.Tensor):
+        return None
+    part = update.shards.part_to_read(param, held.dtype)
+    if part is None or not held.is_contiguous() or held.numel() != part.values.numel():
+        return held if part is None else None
+    return part.with_values(held.view(-1))

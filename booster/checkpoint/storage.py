@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -128,16 +128,21 @@ class ManifestReader(StorageReader):
 
     Every file is compared with its hash by one of the `world_size` ranks, in the same pass in which that rank reads its own
     part of it. `damage` has what `rank` found wrong; as long as another may have found something, what was read counts for
-    nothing.
+    nothing. files: those that are compared; all where that is None.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1, files: Collection[str] | None = None
+    ) -> None:
         self.folder = folder
         self.manifest = manifest
         self.damage: list[str] = []
         # Ranks read mostly what they have written themselves, where the layout is the same.
         of_tensors = {chunk.file for tensor in manifest.tensors.values() for chunk in tensor.chunks}
-        names = sorted(manifest.files, key=lambda name: (name not in of_tensors, name))
+        names = sorted(
+            (name for name in manifest.files if files is None or name in files),
+            key=lambda name: (name not in of_tensors, name),
+        )
         self._verified_here = names[rank::world_size]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

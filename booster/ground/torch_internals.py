@@ -221,6 +221,11 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def loads_with_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether anybody's code runs when `optimizer` loads a state."""
+    return bool(optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks)
+
+
 def writes(tensors: Sequence[Any]) -> int:
     """Return how often DTensors `tensors` and what this rank holds of them were written in place, in sum."""
     return sum(map(_VERSION, tensors)) + sum(map(_VERSION, map(_LOCAL, tensors)))
@@ -873,6 +878,10 @@ NAMES: Mapping[str, Callable[[], Any]] = {
     ),
     "torch.distributed._compute_bucket_assignment_by_size": lambda: dist._compute_bucket_assignment_by_size,
     "Tensor._version": lambda: torch.Tensor._version,
+    "Optimizer._optimizer_load_state_dict_pre_hooks": lambda: (
+        torch.optim.Optimizer.__init__,
+        torch.optim.SGD([torch.zeros(1)])._optimizer_load_state_dict_pre_hooks,
+    ),
     "torch.autograd._unsafe_preserve_version_counter": lambda: torch.autograd._unsafe_preserve_version_counter,
     "torch._amp_foreach_non_finite_check_and_unscale_": lambda: torch._amp_foreach_non_finite_check_and_unscale_,
     "torch._int_mm": lambda: torch._int_mm,

@@ -124,6 +124,9 @@ class KeptMasters(KeptState):
     def has_master(self, param: torch.Tensor) -> bool:
         return param.requires_grad and has_half_elements(param)
 
+    def adopts(self, param: torch.Tensor) -> bool:
+        return False  # they are copied into buckets
+
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return self.masters.optimizer_state_dict(), {"masters": self.masters.state_dict()}
 

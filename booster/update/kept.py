@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.ground.torch_internals import loads_with_hooks
 from booster.model.params import load_states
 from booster.update.job import Job
 
@@ -31,6 +32,13 @@ class KeptState:
     def has_master(self, param: torch.Tensor) -> bool:
         """Return whether float32 numbers stand behind `param`, a whole parameter, as checkpoints keep them."""
         return False
+
+    def adopts(self, param: torch.Tensor) -> bool:
+        """Return whether a load makes the tensors that it is given the states of `param`, and looks at none of their numbers.
+
+        torch's own optimizers do, where nobody hooked their load, for states of the parameter's dtype.
+        """
+        return type(self.optimizer).__module__.startswith("torch.optim.") and not loads_with_hooks(self.optimizer)
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Torch's state dict of what the optimizer's groups hold, and what is kept besides. Inside `local()`."""

@@ -67,7 +67,11 @@ def save_and_go_on(rank, world_size, precision, layout, folder, num_blocks):
 def load_and_go_on(rank, world_size, precision, layout, folder, num_blocks):
     run = Run(precision, LAYOUTS[layout], seed=11, num_blocks=num_blocks)
     run.load(folder)
-    return run.wide(), run.losses(AFTER)
+    found = run.wide(), run.losses(AFTER)
+    run.load(folder)  # once more, into the states that are there now
+    assert not differing(found[0], run.wide())
+    assert run.losses(AFTER) == pytest.approx(found[1], abs=LOSS[precision], rel=0)
+    return found
 
 
 @pytest.fixture(scope="module")

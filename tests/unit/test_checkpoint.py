@@ -85,6 +85,98 @@ def same(first, second):
 # ---- resuming ----
 
 
+OPTIMIZERS = [
+    "AdamW",
+    "SGD",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+    "Adafactor",
+]
+OPTIONS = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_load_into_a_job_that_has_stepped_is_to_the_bit_and_needs_no_second_memory(tmp_path, name, precision):
+    def made(seed):
+        def optimizer(params, lr):
+            return getattr(torch.optim, name)(params, lr=lr, **OPTIONS.get(name, {}))
+
+        return job(precision, seed=seed, optimizer=optimizer)
+
+    def tensors(job):
+        inner = job.parts[1].unwrap()
+        states = [value for own in inner.state.values() for value in own.values() if isinstance(value, torch.Tensor)]
+        return [*job.parts[0].parameters(), *job.parts[0].buffers(), *(value for value in states if value.dim())]
+
+    def go_on(job):
+        model, optimizer, criterion, _, schedule = job.parts
+        losses = []
+        for _ in range(4):
+            losses.append(criterion(model(torch.ones(8, 8)), torch.arange(8) % 4))
+            job.booster.backward(losses[-1], optimizer)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        return losses
+
+    first = made(0)
+    first.train(7)
+    first.booster.save(tmp_path, *first.parts, step=7)
+    expected = go_on(first)
+    second = made(1)
+    second.train(3)
+    before, versions = [t.data_ptr() for t in tensors(second)], [p._version for p in second.parts[0].parameters()]
+    second.booster.load(tmp_path, *second.parts)
+    if precision == "fp32" and name != "Adafactor":  # which has states of other shapes
+        assert [t.data_ptr() for t in tensors(second)] == before
+    assert all(p._version > then for p, then in zip(second.parts[0].parameters(), versions, strict=True))
+    assert go_on(second) == expected
+    assert same(first.state(), second.state())
+
+
+class Replaces:
+    """What is loaded before weights are, and writes other bytes into the checkpoint meanwhile, as a process beside may."""
+
+    def __init__(self, folder, cut):
+        self.folder, self.cut, self.value = folder, cut, 0
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+        (path,) = self.folder.glob("step-*/tensors-*")
+        with path.open("r+b") as file:
+            file.seek(-8, 2)
+            if self.cut:
+                file.truncate()
+            else:
+                file.write(b"\xff" * 8)
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["other bytes", "cut short"])
+def test_a_file_that_changes_between_being_verified_and_being_read_is_told_with_what_holds_parts_of_it(tmp_path, cut):
+    first = job("fp32")
+    first.train(2)
+    first.booster.save(tmp_path, *first.parts, step=2, extra=Replaces(tmp_path, cut))
+    second = job("fp32", seed=1)
+    second.train(3)
+    schedule, extra = second.parts[4].state_dict(), Replaces(tmp_path, cut)
+    extra.value = 3
+    with pytest.raises(
+        CheckpointError, match=r"another process changed it meanwhile: weights and optimizer states of this job"
+    ):
+        second.booster.load(tmp_path / "step-0000000002", *second.parts, extra=extra)
+    assert second.parts[4].state_dict() == schedule
+
+
 # Every precision within an epoch; where in its epochs a run stands is the same to all of them.
 RESUMED = [*((precision, 8) for precision in PRECISIONS), ("fp16", 3), ("fp16", 5), ("bf16_naive", 5)]
 

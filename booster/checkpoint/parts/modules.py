@@ -23,8 +23,9 @@ from booster.ground.arguments import is_whole
 from booster.ground.text import listed
 from booster.interface.model import Choice, Histories, ModelWrapper, Pinned, choice_of, histories_of, pins_of
 from booster.masters.keeps import LoadedWeights
+from booster.model.dtensors import local_part
 from booster.model.modules import bare, parents
-from booster.model.tied import names_of
+from booster.model.tied import names_of, places_of
 from booster.tensors.trees import HALF_DTYPES
 
 _logger = logging.getLogger(__name__)
@@ -74,6 +75,23 @@ def _frozen_names(module: nn.Module) -> frozenset[str]:
     return frozenset(name for param, names in names_of(own).items() if not param.requires_grad for name in names)
 
 
+def _read_by_torch(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of `module`, by name, of which a load does nothing but write into them: those alone may be read in place.
+
+    Without those that have several names, which may differ in a file, and those whose masters take over what is loaded.
+    """
+    own = bare(module.module) if isinstance(module, ModelWrapper) else module
+    if may_refuse(module):
+        return {}
+    watched = LoadedWeights.watched(own)
+    found = {places[0].name: tensor for tensor, places in places_of(own, buffers=True).items() if len(places) == 1}
+    return {name: tensor for name, tensor in found.items() if name not in watched}
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def _is_of(key: str, params: frozenset[str]) -> bool:
     """Whether an entry of a state dict is one of `params`, or belongs to one, as scales of a packed weight under its name."""
     return any(name in params for name in (key, *parents(key)))
@@ -100,13 +118,14 @@ class _Entry:
         frozen = _frozen_names(self.module) if left_out else frozenset()
         missing = [key for key in current if key not in saved and not _is_of(key, frozen)]
         # A rank of a pipeline holds some layers; what no rank wants cannot be seen from here.
-        partial = getattr(getattr(self.module, "module", None), "is_partial", False)
-        extra = [] if partial else [key for key in saved if key not in current]
+        in_parts = getattr(getattr(self.module, "module", None), "is_partial", False)
+        extra = [] if in_parts else [key for key in saved if key not in current]
         for keys, text in ((missing, "are not in the checkpoint"), (extra, "are not in this model")):
             if keys and strict:
                 yield f"{self.what}: {listed(keys, 8)} {text}"
             elif keys:
                 self._saved.notes.append(f"{self.what}: {listed(keys, 8)} {text}")
+        own = _read_by_torch(self.module)
         for key, value in current.items():
             if key not in saved or not isinstance(value, torch.Tensor):
                 self._saved.want_all(saved.get(key))
@@ -119,14 +138,16 @@ class _Entry:
             if not fits(dtype_of(entry), value.dtype):
                 yield f"{self.what}: {key} has dtype {dtype_of(entry)} in the checkpoint and {value.dtype} here"
                 continue
-            self._saved.want(sources[key], value)
+            in_place = key in own and local_part(own[key]).data_ptr() == local_part(value).data_ptr()
+            if not in_place or not self._saved.want_in_place(sources[key], value, partial(_itself, value)):
+                self._saved.want(sources[key], value)
 
     def state(self) -> dict[str, Any]:
         """Return what was read as the module takes it."""
         saved, current = self._saved.tree[self._kind][self._name], self.module.state_dict()
         sources, state = self._sources(saved, current), {}
         for key, value in current.items():
-            if key not in saved:
+            if key not in saved or (isinstance(value, torch.Tensor) and self._saved.is_in_place(sources[key])):
                 continue
             if isinstance(value, torch.Tensor):
                 state[key] = placed_like(self._saved.tensor(sources[key]), value)  # type: ignore[arg-type]

@@ -101,8 +101,8 @@ class _Entry:
                 yield f"{self.what}: {listed(unknown, 8)} of group {index} are not in that group of the checkpoint"
         params = dict(zip((n for g in groups for n, _ in g), _params(optimizer), strict=True))
         for param_name, param in params.items():
-            for value in (saved["state"].get(param_name) or {}).values():
-                self._saved.want_part(reference(value), param, optimizer)
+            for key, value in (saved["state"].get(param_name) or {}).items():
+                self._saved.want_part(reference(value), param, optimizer, key)
             if update_of(optimizer).kept.has_master(param):
                 self._saved.want_part(self._saved.widest(param_name, name, self._homes.get(param)), param, optimizer)
         for key, value in saved[STATE_KEY].items():
