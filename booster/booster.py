@@ -371,18 +371,19 @@ class Booster:
             optimizers = checks.check_boosted_optimizers(optimizer, "backward")
         if type(loss_id) is not int or loss_id != 0:  # 0 is a scaler of every precision
             self.precision.check_loss_id(loss_id)
-        group, divisor, delayed = None, 1.0, False
+        group, divisor, weight, delayed = None, 1.0, 1.0, False
         if self._accumulations.any_open:
             group = self._accumulations.group_of(optimizers)
             delayed = self._accumulations.leaves_unsynchronised(optimizers)
             if group is not None:
                 group.before_backward()
-                divisor, delayed = group.divisor, delayed or group.delayed
+                divisor, weight, delayed = group.divisor, group.weight, delayed or group.delayed
         run_backward(
             loss,
             gradients_of(optimizers),
             optimizers[0].backward_context,
             divisor=divisor,
+            weight=weight,
             loss_id=loss_id,
             delayed=delayed,
             inputs=inputs,
@@ -392,7 +393,7 @@ class Booster:
         if group is not None:
             group.after_backward()
         if self._shown_loss is not None:
-            self._shown_loss.note(loss)
+            self._shown_loss.note(loss if weight == 1.0 else loss.detach() * weight)
         if self._watcher is not None:
             self._watcher.tape.end_pass(loss, optimizers, divisor)
 

@@ -31,6 +31,8 @@ class Accumulation:
     ) -> None:
         self.optimizers = tuple(optimizers)
         self.divisor = divisor
+        self.weight = num_micro_batches / divisor
+        """Of each loss, so that their mean over the group is what gradients are of: by tokens, not by micro-batches."""
         self._model = model
         self._num_micro_batches = num_micro_batches
         self._no_sync = no_sync

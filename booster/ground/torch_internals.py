@@ -330,6 +330,11 @@ def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
 # ---------------------------------------------------------------------- the compiler
 
 
+def is_counted_step(value: object) -> bool:
+    """Return whether `value` is the `step` that a schedule of torch has put before that of an optimizer's class, to count."""
+    return getattr(value, "_wrapped_by_lr_sched", False) is True
+
+
 def unwrapped(function: Any) -> Any:
     """Return a function of an optimizer without what torch puts around it.
 
@@ -896,6 +901,7 @@ NAMES: Mapping[str, Callable[[], Any]] = {
     "SGD(fused)._need_device_dtype_check_for_fused": lambda: (
         _an_optimizer(torch.optim.SGD)._need_device_dtype_check_for_fused
     ),
+    "Optimizer.step._wrapped_by_lr_sched": lambda: _scheduled().step._wrapped_by_lr_sched,
     "Optimizer.step.hooked": lambda: type(_an_optimizer()).step.hooked,
     "Optimizer.step.__wrapped__": lambda: type(_an_optimizer()).step.__wrapped__,
     **{f"{module}.{name}": functools.partial(__getattr__, key) for key, (module, name) in _LATE.items()},
@@ -911,3 +917,9 @@ NAMES: Mapping[str, Callable[[], Any]] = {
 
 def _an_optimizer(kind: type[Any] = torch.optim.Adam) -> Any:
     return kind([nn.Parameter(torch.zeros(1, dtype=torch.float32))], lr=0.1, fused=True)
+
+
+def _scheduled() -> Any:
+    optimizer = _an_optimizer()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer

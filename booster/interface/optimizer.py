@@ -69,7 +69,7 @@ class OptimizerWrapper(Optimizer):
         leave_guards(job.optimizer)  # those of a boosted one before this
         self._own_step = OwnStep(job.optimizer, self)
         self.accumulating = False
-        self._history = StepHistory(job.options.max_consecutive_skips, self._describe_scale)
+        self._history = StepHistory(job.options.max_consecutive_skips, self._update.gradients.scaler)
         release = self._update.gradients.release
         if release is not None:
             release.settle = self._history.settle
@@ -80,6 +80,7 @@ class OptimizerWrapper(Optimizer):
         self._update, self._clip_grad_norm = other._update, other._clip_grad_norm
         self.backward_context, self._after_step = other.backward_context, other._after_step
         self._forget_weights = other._forget_weights
+        self._history.scaler = self._update.gradients.scaler
         leave_guards(self.optimizer)
         self._own_step = OwnStep(self.optimizer, self)
 
@@ -499,9 +500,6 @@ class OptimizerWrapper(Optimizer):
         if gradients.noted is not None:
             gradients.compare_noted()
         return gradients
-
-    def _describe_scale(self) -> str:
-        return self._update.gradients.scaler.describe()
 
     def _refuse_grad_scaler(self) -> None:
         for name in ("grad_scale", "found_inf"):  # torch leaves them where step() raises

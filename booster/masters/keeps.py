@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from booster.masters.masters import Masters, Weights, has_half_elements
 from booster.masters.rounding import rounded
 from booster.model.dtensors import is_dtensor
 from booster.model.tied import names_of
+from booster.shards import Shards
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.checkpoint import IN_MODEL
 from booster.update.job import Job
@@ -154,7 +156,7 @@ class KeptMasters(KeptState):
     def watch(self, model: nn.Module) -> None:
         self._watched = [name for name, param in self._named().items() if param.dtype in HALF_DTYPES]
         self._loaded = LoadedWeights.of(model, self._watched)
-        self.masters.take_weights_from(self._take_loaded)
+        self.masters.take_weights_from(partial(_take_loaded, self._loaded, self._watched, self.names, self.shards))
 
     def take_loaded(self) -> None:
         if self._loaded.values:
@@ -181,13 +183,6 @@ class KeptMasters(KeptState):
         rest = {name: weight for name, weight in weights.items() if name not in own}
         return {**masters, "weights": rest}, {params[name]: weights[name] for name in own}
 
-    def _take_loaded(self) -> Weights:
-        if not self._loaded.values:
-            return {}
-        params = {self.names[p]: p for p in self.masters.params() if p in self.names}
-        values = self.shards.cut_weights(self._loaded.take(self._watched), self.names)
-        return {params[name]: value for name, value in values.items() if name in params}
-
     def _named(self) -> dict[str, torch.Tensor]:
         held = (param for group in self.optimizer.param_groups for param in group["params"])
         return {self.names[param]: param for param in held if param in self.names}
@@ -205,3 +200,14 @@ class KeptMasters(KeptState):
                 self.masters.load_rounding(saved)
 
         return take_over
+
+
+def _take_loaded(
+    loaded: LoadedWeights, watched: list[str], names: Mapping[Any, str], shards: Shards, masters: Masters
+) -> Weights:
+    """Take what was loaded for `watched`, by parameter of `masters`, which hold this."""
+    if not loaded.values:
+        return {}
+    params = {names[param]: param for param in masters.params() if param in names}
+    values = shards.cut_weights(loaded.take(watched), names)
+    return {params[name]: value for name, value in values.items() if name in params}

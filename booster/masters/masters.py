@@ -60,7 +60,7 @@ class Masters:
     Where states are packed, or lie in the host's memory, float32 parameters lie in buckets too, as their own masters.
 
     gradient_of: what a step takes for the gradient of a half parameter, in any floating dtype; its `.grad` by default.
-    loaded_weights: gives, once, float32 values that somebody loaded into half parameters; none by default.
+    loaded_weights: gives, once, float32 values that somebody loaded into half parameters of these; None: nobody watches.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Masters:
         self._places: Places = {}  # of the buckets in `_placed`, which were so many
         self._placed, self._num_placed = self.buckets, 0
         self.gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = own_gradient
-        self.loaded_weights: Callable[[], Weights] = dict
+        self.loaded_weights: Callable[[Masters], Weights] | None = None
         self._names = names
         self.options = options
         self._compiled = compiled
@@ -110,7 +110,7 @@ class Masters:
             if param.stride() != known.stride() or param.shape != known.shape:
                 self._follow_layouts()
                 break
-        loaded = self.loaded_weights()
+        loaded = None if self.loaded_weights is None else self.loaded_weights(self)
         if loaded:
             self._take_loaded(loaded)
         fresh: list[list[torch.Tensor]] = []
@@ -143,8 +143,8 @@ class Masters:
             "requires_grad_(False) and optimizer.zero_grad()"
         )
 
-    def take_weights_from(self, loaded: Callable[[], Weights]) -> None:
-        """Have `loaded` give, once, float32 values that somebody loaded into half parameters."""
+    def take_weights_from(self, loaded: Callable[[Masters], Weights]) -> None:
+        """Have `loaded` of these give, once, float32 values that somebody loaded into half parameters."""
         self.loaded_weights = loaded
 
     def take_gradients_from(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from booster.ground.torch_internals import unwrapped
+from booster.ground.torch_internals import is_counted_step, unwrapped
 from booster.model.optimizer_kinds import untouched
 
 Entries = dict[str, Any]
@@ -51,11 +51,13 @@ def keeps_state(optimizer: Optimizer, group: Entries, device: torch.device) -> b
 
 
 def instance_attributes(optimizer: Optimizer) -> Entries:
-    """Return what a step may read of the instance beside groups and state."""
+    """Return what a step may read of the instance beside groups and state, without what torch's schedules put there."""
     return {
         key: value
         for key, value in vars(optimizer).items()
-        if key not in ("state", "param_groups") and not key.startswith(("_optimizer_", "_zero_grad_", "_warned_"))
+        if key not in ("state", "param_groups")
+        and not key.startswith(("_optimizer_", "_zero_grad_", "_warned_"))
+        and not is_counted_step(value)
     }
 
 

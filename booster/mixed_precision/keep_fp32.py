@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -157,36 +159,56 @@ class Float32Forward:
     parameters, computes in float32 and rounds its output once, without two copies of all activations.
 
     It takes the place of the module's `forward`, and not of hooks around it: an exception or interrupt then cannot leave
-    autocast off, and torch.compile traces it.
+    autocast off, and torch.compile traces it. The module, whose attribute it is, is held weakly.
     """
 
     def __init__(
         self, forward: Callable[..., Any], device_type: str | None, output_dtype: torch.dtype | None = None
     ) -> None:
-        functools.update_wrapper(self, forward)
-        self.forward = forward
+        self.__dict__.update(getattr(forward, "__dict__", {}))
+        names = (name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(forward, name))
+        self.__dict__.update({name: getattr(forward, name) for name in names})
+        own = isinstance(forward, MethodType) and isinstance(forward.__self__, nn.Module)
+        self._module: Any = weakref.ref(forward.__self__) if own else None
+        self._function: Callable[..., Any] = forward.__func__ if own else forward
         self._device_type = device_type
         self._output_dtype = output_dtype
-        self._norm = _norm_of_halves(forward) if output_dtype in HALF_DTYPES else None
+        self._takes_halves = output_dtype in HALF_DTYPES and _normalises_halves(forward)
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """What it takes the place of."""
+        return self._function if self._module is None else MethodType(self._function, self._module())
+
+    __wrapped__ = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._norm is not None and self._norm.weight.dtype is torch.float32:
-            return cast_floats(self.forward(*args, **kwargs), self._output_dtype)
+        module = None if self._module is None else self._module()
+        if self._takes_halves and module.weight.dtype is torch.float32:
+            return cast_floats(self._function(module, *args, **kwargs), self._output_dtype)
         autocast_off = torch.autocast(self._device_type, enabled=False) if self._device_type else nullcontext()
         with autocast_off, disabled(NewTensors):
-            output = self.forward(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
+            args, kwargs = cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32)
+            output = self._function(*args, **kwargs) if module is None else self._function(module, *args, **kwargs)
         return cast_floats(output, self._output_dtype)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_module": None if self._module is None else self._module()}
 
-def _norm_of_halves(forward: Callable[..., Any]) -> nn.Module | None:
-    """The module whose own `forward` this is, if torch normalises half inputs by its float32 parameters in float32.
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        module = state["_module"]
+        self.__dict__.update(state, _module=None if module is None else weakref.ref(module))
+
+
+def _normalises_halves(forward: Callable[..., Any]) -> bool:
+    """Whether this is the own `forward` of a module of torch's that normalises half inputs by float32 parameters in float32.
 
     Also where `fully_shard` has given the module a class of its own, which inherits torch's forward.
     """
     module = getattr(forward, "__self__", None)
     if not isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) or not module.affine:
-        return None
-    return module if getattr(forward, "__func__", None) is BatchNorm.forward else None
+        return False
+    return getattr(forward, "__func__", None) is BatchNorm.forward
 
 
 def compute_in_fp32(module: nn.Module, device_type: str | None, output_dtype: torch.dtype | None = None) -> None:

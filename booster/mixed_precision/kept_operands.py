@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class KeptOperands(saved_tensors_hooks):
 
     def __init__(self) -> None:
         self._operands: dict[int, tuple[WideOperand, torch.Tensor]] = {}
-        super().__init__(self._pack, _unpack)
+        super().__init__(partial(_pack, self._operands), _unpack)
 
     def add(self, operand: WideOperand, wide: torch.Tensor) -> None:
         """Know `wide`, and views of it, as that operand in float32."""
@@ -50,18 +51,19 @@ class KeptOperands(saved_tensors_hooks):
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
-        self._operands = {}  # the graph refers to these hooks, and must not to what they knew
+        self._operands.clear()  # the graph refers to these hooks, and must not to what they knew
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        known = self._operands.get(storage_key(tensor))
-        if known is None:
-            return tensor, version(tensor), None, None
-        operand, wide = known
-        whole = tensor.shape == wide.shape and tensor.stride() == wide.stride()
-        if not whole and is_dtensor(tensor):  # of which torch takes no view by strides
-            return tensor, version(tensor), None, None
-        view = None if whole else (tensor.shape, tensor.stride(), tensor.storage_offset())
-        return operand.half, version(operand.half), operand.keep(), view
+
+def _pack(operands: dict[int, tuple[WideOperand, torch.Tensor]], tensor: torch.Tensor) -> Any:
+    known = operands.get(storage_key(tensor))
+    if known is None:
+        return tensor, version(tensor), None, None
+    operand, wide = known
+    whole = tensor.shape == wide.shape and tensor.stride() == wide.stride()
+    if not whole and is_dtensor(tensor):  # of which torch takes no view by strides
+        return tensor, version(tensor), None, None
+    view = None if whole else (tensor.shape, tensor.stride(), tensor.storage_offset())
+    return operand.half, version(operand.half), operand.keep(), view
 
 
 def _unpack(kept: Any) -> torch.Tensor:

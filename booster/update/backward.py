@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -52,15 +53,24 @@ class JointDecision:
     """Optimizers that share a backward and therefore step together or not at all.
 
     members: the gradients of those that have not stepped yet. What the others contributed to a decision is kept for the last
-    one's report.
+    one's report. One alone, which holds this, is held weakly: a cycle would keep its parameters in memory.
     """
 
     def __init__(self, members: list[Participant]) -> None:
-        self.members = members
+        self.members = members if len(members) > 1 else [weakref.proxy(member) for member in members]
         self.found: Any = None
         self.nonfinite_loss: bool | None = None  # of any rank; None: not asked
         self._losses: list[torch.Tensor] = []
         self._blame: list[Blame] = []
+
+    def leave(self, member: Participant) -> None:
+        """`member` has stepped."""
+        self.members.remove(member)
+        if len(self.members) == 1:
+            self.members[0] = weakref.proxy(self.members[0])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "members": self.members if len(self.members) > 1 else []}
 
     def has_nonfinite_loss(self) -> bool:
         """Return whether a loss on this rank is inf or NaN; waits for the device."""
@@ -117,6 +127,7 @@ def run_backward(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     *,
     divisor: float = 1.0,
+    weight: float = 1.0,
     loss_id: int = 0,
     delayed: bool = False,
     inputs: Any = None,
@@ -126,9 +137,9 @@ def run_backward(
     """Accumulate the gradients of `loss / divisor`, scaled for all of `members` by the smallest of their scales.
 
     loss: one element, any floating dtype; a half loss is widened first, which a large scale would overflow. members: those
-    given together step together, with one decision for all. context: what the pass runs under. loss_id, delayed: see
-    `BackwardPass`. Side effect: the plugin's gradient collectives run inside. If the pass raises, gradients that were set
-    aside for it come back.
+    given together step together, with one decision for all. weight: of the loss in the mean over the passes of a step, for who
+    listens. context: what the pass runs under. loss_id, delayed: see `BackwardPass`. Side effect: the plugin's gradient
+    collectives run inside. If the pass raises, gradients that were set aside for it come back.
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex() or not loss.requires_grad:
         _refuse_loss(loss)
@@ -153,10 +164,11 @@ def run_backward(
     else:
         gradient = torch.full_like(loss, seed, requires_grad=False)
 
+    told = loss if weight == 1.0 else loss.detach() * weight
     try:
         if released:
             engine = functools.partial(_run_engine, context, loss, gradient, create_graph, inputs)
-            run_released(members, loss, engine, lambda: end_backward(this, loss), retain_graph=retain_graph)
+            run_released(members, loss, engine, lambda: end_backward(this, told), retain_graph=retain_graph)
         else:
             with region(context):
                 torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
@@ -165,7 +177,7 @@ def run_backward(
         raise
     if not released:
         for member in members:
-            member.after_backward(loss)
+            member.after_backward(told)
 
 
 def _run_engine(
@@ -193,8 +205,8 @@ def begin_backward(
     if scale is None:
         scale = 1.0
     if len(members) > 1:
-        joined = {id(other): other for member in members for other in member.joint.members}
-        decision = JointDecision(list(joined.values()))
+        known = [member.joint.members if len(member.joint.members) > 1 else [member] for member in members]
+        decision = JointDecision(list({id(other): other for each in known for other in each}.values()))
         for member in decision.members:
             member.join(decision)
     this = BackwardPass(members, loss_id=loss_id, delayed=delayed, create_graph=create_graph)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
@@ -75,6 +76,11 @@ class Gradients:
         # A copy is not listened to: who listens, such as an open record, knows this one.
         return {**self.__dict__, "listeners": [], "noted": None}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not self.joint.members:  # a weak reference is not copied
+            self.joint.members.append(weakref.proxy(self))
+
     def reset(self, scale: Any) -> None:
         """Forget what belongs to one step. scale: what `.grad` is multiplied by now; None: nothing that we know of."""
         self.scale: Any = scale
@@ -90,7 +96,7 @@ class Gradients:
         self._differentiable = False  # a graph may lead through gradients at rest
         self._present = None
         if len(self.joint.members) > 1:
-            self.joint.members.remove(self)
+            self.joint.leave(self)
             self.joint = JointDecision([self])
         self.joint.found = None
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from booster.ground import arguments
+from booster.loss_scaler import LossScaler
 
 SkippedReason = Literal["nonfinite_loss", "nonfinite_grad"]
 
@@ -219,18 +220,18 @@ class LossScaleError(RuntimeError):
 class StepHistory:
     """Counters of one optimizer's steps, and what waits for the outcome of the last ones.
 
-    max_consecutive_skips: so many skips in a row raise `LossScaleError` on settling; None never does. describe_scale: what
-    its message says about the loss scale.
+    max_consecutive_skips: so many skips in a row raise `LossScaleError` on settling; None never does. scaler: of the next
+    steps, which the message describes.
     """
 
-    def __init__(self, max_consecutive_skips: int | None, describe_scale: Callable[[], str]) -> None:
+    def __init__(self, max_consecutive_skips: int | None, scaler: LossScaler) -> None:
         self.num_steps = 0
         self.num_applied = 0
         self.num_consecutive_skips = 0
         self.progress = 0  # applied in this process, never restored
         self.last: StepResult | None = None
         self._max_consecutive_skips = max_consecutive_skips
-        self._describe_scale = describe_scale
+        self.scaler = scaler
         self.waiting: list[tuple[StepResult, list[Callable[[], None]]]] = []
         """Steps that are not counted yet, each with what waits for it."""
         self.num_looks = 0  # how often somebody wanted all to be counted
@@ -303,7 +304,7 @@ class StepHistory:
         return (
             f"{self.num_consecutive_skips} optimizer steps in a row were skipped, up to step {number}; "
             f"{f'the last finite one was step {last}' if last else 'none was finite'}. Reason: {result.skipped_reason}; "
-            f"not finite: {', '.join(result.culprit) or 'gradients of another rank'}; loss scale {self._describe_scale()}. "
+            f"not finite: {', '.join(result.culprit) or 'gradients of another rank'}; loss scale {self.scaler.describe()}. "
             "Look at these parameters' module and its inputs, lower the learning rate, keep the module in float32 "
             "(keep_fp32=...), or raise Booster(max_consecutive_skips=...), which is "
             f"{self._max_consecutive_skips}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,14 @@ def _nothing_waits() -> None:
 class Release:
     """How the gradients of one update are released, and what of that is known between passes.
 
-    mode: "exact" or "previous_norm". max_norm: to clip to; 0 does not. decision: the `Decision` by which a pass steps.
+    mode: "exact" or "previous_norm". max_norm: to clip to; 0 does not. decision: the `Decision` by which a pass steps, which
+    holds the gradients that hold this, and so is held weakly.
     uncounted: a pass has stepped, or decided to skip, and `step()` is still to count it. previous: the norm of the last step,
     where that is what clips.
     """
 
     def __init__(self, mode: str, max_norm: float, decision: Any) -> None:
-        self.decision = decision
+        self.decision_is(decision)
         self.mode = mode
         self.max_norm = max_norm
         self.uncounted = False
@@ -27,6 +29,13 @@ class Release:
         """Counts the last step: schedules that wait for it write the learning rates by which a pass steps."""
         self.previous: Any = None  # a float, or a 0-dim tensor where a device decides
         self._torn = ""
+
+    def decision_is(self, decision: Any) -> None:
+        """Step by `decision` from now on."""
+        self.decision = weakref.proxy(decision)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "decision"}
 
     def check_weights(self) -> None:
         """Raise RuntimeError if a pass raised after some parameters were stepped."""

@@ -31,6 +31,11 @@ class Update:
         self.shards = gradients.shards
         self.names = gradients.parameters.names
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.gradients.release is not None:
+            self.gradients.release.decision_is(self.decision)
+
     @contextmanager
     def set_aside(self, scale: float) -> Iterator[None]:
         """Inside, gradients are as before any pass, nobody listens, and losses are multiplied by `scale`; afterwards all

@@ -426,3 +426,18 @@ def test_a_compiled_step_starts_from_weights_that_somebody_else_wrote(compiler, 
     run.train(1)
     assert len(calls) > before
     assert equal(run.params, written)
+
+
+def test_a_schedule_that_was_made_before_boost_leaves_the_update_compiled(compiler, calls, caplog):
+    model = nn.Linear(8, 4)
+    optimizer = optim.RMSprop(model.parameters(), lr=0.01)
+    schedule = optim.lr_scheduler.StepLR(optimizer, 2)  # which puts a `step` of its own before the optimizer's
+    b = Booster("cpu", "bf16_naive", fused_optimizer="compile")
+    with caplog.at_level(logging.WARNING, logger="booster"):
+        model, optimizer, *_ = b.boost(model, optimizer, lr_scheduler=schedule)
+        for _ in range(3):
+            b.backward(model(torch.ones(4, 8)).float().square().mean(), optimizer)
+            assert optimizer.step().applied
+            optimizer.zero_grad()
+    # The first, which makes the states, is not compiled.
+    assert (len(calls), [record.message for record in caplog.records]) == (2, [])

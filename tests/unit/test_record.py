@@ -110,6 +110,20 @@ def test_the_loss_of_several_passes_is_their_mean(tmp_path):
     assert read_run(tmp_path).steps["0"][0].loss == pytest.approx(sum(losses) / 3, rel=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+def test_the_loss_of_losses_summed_over_tokens_is_their_mean_per_token(tmp_path, precision):
+    booster, model, optimizer = boost(precision)
+    losses, sizes = [], (16, 5)
+    with booster.record(tmp_path):
+        with booster.accumulate(model, optimizer, 2, num_tokens=sum(sizes)):
+            for size in sizes:
+                losses.append(model(torch.ones(size, 8)).float().square().sum())
+                booster.backward(losses[-1], optimizer)
+        optimizer.step()
+    found = read_run(tmp_path).steps["0"][0].loss
+    assert found == pytest.approx(sum(losses).item() / sum(sizes), rel=1e-6)
+
+
 def test_a_step_with_a_closure_is_written_with_the_loss_that_it_returned(tmp_path):
     booster, model, optimizer = boost("fp32")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -97,8 +98,11 @@ class GradientReducer(ABC):
 
     def _listen(self) -> None:
         """See to it that gradients are noticed as they come."""
+        this = weakref.ref(
+            self
+        )  # what a hook of a parameter refers to lives as long, and the collector does not see it
         for index, param in enumerate(self._all):
-            self._handles.append(param.register_post_accumulate_grad_hook(partial(self._on_gradient, index)))
+            self._handles.append(param.register_post_accumulate_grad_hook(partial(_on_gradient, this, index)))
 
     def leave(self) -> None:
         """Notice no gradient any more."""
@@ -198,26 +202,6 @@ class GradientReducer(ABC):
         self._sent: deque[_Sent] = deque()
         self._waiting: list[tuple[int, torch.Tensor]] = []  # until it is known which were reached
 
-    def _on_gradient(self, place: int, param: torch.Tensor) -> None:
-        if not self.synchronises:
-            self.left = True
-            return
-        # In a mode that a precision keeps on in backward every look at a tensor would be a call of it.
-        with without_function_modes():
-            if self._task is None:
-                self.begin()
-            index = self._bucket[place]
-            if index < self._next:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(param.shape)} got a second gradient in one backward after the first was "
-                    "averaged, as reentrant activation checkpointing of a shared module does; use "
-                    "checkpoint(..., use_reentrant=False), or stage=1"
-                )
-            self._take(index, place, param)
-            self._note(index, place)
-            if not self._missing[index]:
-                self._send_full()
-
     def _note(self, index: int, place: int) -> None:
         """What is to come of the parameter at `place`, in the bucket at `index`, is there."""
         if not self._came[place]:
@@ -297,3 +281,27 @@ class GradientReducer(ABC):
         self._waiting.clear()
         self.left = False
         self._task = None
+
+
+def _on_gradient(this: weakref.ref[GradientReducer], place: int, param: torch.Tensor) -> None:
+    reducer = this()
+    if reducer is None:
+        return
+    if not reducer.synchronises:
+        reducer.left = True
+        return
+    # In a mode that a precision keeps on in backward every look at a tensor would be a call of it.
+    with without_function_modes():
+        if reducer._task is None:
+            reducer.begin()
+        index = reducer._bucket[place]
+        if index < reducer._next:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} got a second gradient in one backward after the first was "
+                "averaged, as reentrant activation checkpointing of a shared module does; use "
+                "checkpoint(..., use_reentrant=False), or stage=1"
+            )
+        reducer._take(index, place, param)
+        reducer._note(index, place)
+        if not reducer._missing[index]:
+            reducer._send_full()

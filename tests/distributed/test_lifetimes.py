@@ -1,0 +1,110 @@
+"""What was boosted is gone with its last reference: nothing waits for Python's collector, which does not know of a GPU's
+memory, and does not see through hooks that autograd holds."""
+
+import gc
+import tempfile
+import weakref
+
+import pytest
+import torch
+from matrix import PARALLELISMS, SCALE, VOCABULARY, Transformer, loss_of
+
+from booster import Booster
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
+
+PRECISIONS = {
+    "fp32": lambda: "fp32",
+    "bf16": lambda: "bf16",
+    "fp16": lambda: FP16TorchMixedPrecision(init_scale=SCALE),
+    "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=SCALE),
+    "bf16_naive": BF16NaiveMixedPrecision,
+    "8bit": lambda: BF16NaiveMixedPrecision(master_weights="split24", states="8bit"),
+}
+
+
+DIVIDING = ("DDP", "ZeRO-1", "ZeRO-2")
+OPTIONS = {
+    "plain": {},
+    "clip": {"clip_grad_norm": 0.5},
+    "release": {"release_gradients": "exact"},
+    "not fused": {"fused_optimizer": False},
+    "offload": {"offload_states": True},
+    "compile": {"fused_optimizer": "compile"},
+}
+
+
+def job(refs, precision, layout, options, record):
+    """Train for three steps, and note what should be gone afterwards. record: keep a record of the run."""
+    torch.manual_seed(0)
+    raw = Transformer()
+    optimizer = torch.optim.AdamW(raw.parameters(), lr=1e-3)
+    refs["the user's model"], refs["the user's optimizer"] = weakref.ref(raw), weakref.ref(optimizer)
+    booster = Booster("cpu", PRECISIONS[precision](), PARALLELISMS[layout].plugin(), **options)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer, criterion, _, schedule = booster.boost(raw, optimizer, loss_of, lr_scheduler=schedule)
+    refs["the model"], refs["the optimizer"] = weakref.ref(model), weakref.ref(optimizer)
+    refs["the schedule"], refs["the criterion"] = weakref.ref(schedule), weakref.ref(criterion)
+    refs |= {f"parameter {name}": weakref.ref(param) for name, param in model.named_parameters()}
+    if record:
+        reads = {"every": None} if "release_gradients" in options else {"every": 1, "activations": "blocks.*"}
+        booster.record(tempfile.mkdtemp(), **reads)
+    for _ in range(3):
+        tokens = torch.randint(VOCABULARY, (4, 8))
+        booster.execute_pipeline(iter([(tokens, tokens)]), model, criterion, optimizer)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    for number, state in enumerate(optimizer.unwrap().state.values()):
+        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        refs |= {f"state {key} {number}": weakref.ref(value) for key, value in tensors.items()}
+
+
+def survivors(rank, world_size, precision, layout, options, record=False):
+    """What is alive after a job."""
+    job({}, precision, layout, options, record)  # torch imports and compiles at the first
+    refs = {}
+    gc.collect()
+    gc.disable()
+    try:
+        job(refs, precision, layout, options, record)
+        return sorted(name for name, ref in refs.items() if ref() is not None)
+    finally:
+        gc.enable()
+
+
+ONE_DEVICE = [
+    *((precision, "plain", False) for precision in PRECISIONS),
+    *((precision, "release", False) for precision in ("fp32", "fp16", "bf16_naive")),
+    ("fp16", "clip", True),
+    ("fp16_naive", "clip", True),
+    ("bf16_naive", "offload", False),
+    ("fp32", "not fused", False),
+    pytest.param("bf16_naive", "compile", False, marks=pytest.mark.slow),
+    *(pytest.param(p, "release", True, marks=pytest.mark.slow) for p in ("bf16", "fp16_naive", "8bit")),
+]
+ON_RANKS = [
+    ("ZeRO-2", "fp32", "plain", False),
+    ("ZeRO-2", "8bit", "release", False),
+    ("ZeRO-1", "fp16_naive", "release", True),
+    ("DDP", "bf16", "release", False),
+]
+OTHERS_ON_RANKS = [
+    (layout, precision, options, record)
+    for layout in DIVIDING
+    for precision in PRECISIONS
+    for options, record in (("plain", False), ("release", False), ("clip", True))
+    if (layout, precision, options, record) not in ON_RANKS
+]
+
+
+@pytest.mark.parametrize(("precision", "options", "record"), ONE_DEVICE)
+def test_deleting_frees_all_at_once_with_the_collector_off(precision, options, record):
+    assert survivors(0, 1, precision, "single", OPTIONS[options], record) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "options", "record"),
+    [*ON_RANKS, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS_ON_RANKS)],
+)
+def test_deleting_frees_all_at_once_on_ranks_too(ranks2, layout, precision, options, record):
+    assert ranks2(survivors, precision, layout, OPTIONS[options], record) == [[], []]
