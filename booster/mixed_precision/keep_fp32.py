@@ -168,9 +168,10 @@ class Float32Forward:
         self.__dict__.update(getattr(forward, "__dict__", {}))
         names = (name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(forward, name))
         self.__dict__.update({name: getattr(forward, name) for name in names})
-        own = isinstance(forward, MethodType) and isinstance(forward.__self__, nn.Module)
-        self._module: Any = weakref.ref(forward.__self__) if own else None
-        self._function: Callable[..., Any] = forward.__func__ if own else forward
+        self._module: Any = None
+        self._function: Callable[..., Any] = forward
+        if isinstance(forward, MethodType) and isinstance(forward.__self__, nn.Module):
+            self._module, self._function = weakref.ref(forward.__self__), forward.__func__
         self._device_type = device_type
         self._output_dtype = output_dtype
         self._takes_halves = output_dtype in HALF_DTYPES and _normalises_halves(forward)
@@ -183,7 +184,7 @@ class Float32Forward:
     __wrapped__ = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = None if self._module is None else self._module()
+        module: Any = None if self._module is None else self._module()
         if self._takes_halves and module.weight.dtype is torch.float32:
             return cast_floats(self._function(module, *args, **kwargs), self._output_dtype)
         autocast_off = torch.autocast(self._device_type, enabled=False) if self._device_type else nullcontext()
