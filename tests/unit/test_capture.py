@@ -1184,9 +1184,10 @@ def test_a_loss_scale_with_a_rule_on_the_host_is_refused_by_name():
 
     booster = Booster("cpu", FP16TorchMixedPrecision(scale=Own()))
     net = nn.Linear(6, 3)
-    booster.boost(net, OPTIMIZERS["AdamW"](net.parameters()))
+    kept = booster.boost(net, OPTIMIZERS["AdamW"](net.parameters()))
     with pytest.raises(RuntimeError, match="the rule of its loss scale, Own, runs on the host"):
         booster._captured(lambda x: x, (torch.zeros(1),), RecordedGraphs(), 8)
+    del kept
 
 
 def test_several_ranks_are_refused_by_name():
