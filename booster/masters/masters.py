@@ -81,7 +81,7 @@ class Masters:
         self._placed, self._num_placed = self.buckets, 0
         self.gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = own_gradient
         self.loaded_weights: Callable[[Masters], Weights] | None = None
-        self._names = names
+        self.names = names
         self.options = options
         self._compiled = compiled
         self.released = released
@@ -136,7 +136,7 @@ class Masters:
     def refuse_gone(self) -> None:
         """Raise RuntimeError for parameters that lie in buckets, and in no group of the optimizer any more."""
         held = {param for group in self.optimizer.param_groups for param in group["params"]}
-        names = [self._names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in self._layouts if p not in held]
+        names = [self.names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in self._layouts if p not in held]
         raise RuntimeError(
             f"{listed(names, 5)} {'was' if len(names) == 1 else 'were'} taken out of the groups of the optimizer after "
             "boost(), but masters or states of it lie in one piece with those of others; put it back, and stop training it by "
@@ -534,8 +534,8 @@ class Masters:
         return self._formats[dtype]
 
     def _name(self, param: torch.Tensor) -> str:
-        if param in self._names:
-            return self._names[param]
+        if param in self.names:
+            return self.names[param]
         return next(
             name_of_stranger(index, place)
             for index, group in enumerate(self.optimizer.param_groups)

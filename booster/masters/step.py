@@ -44,7 +44,7 @@ from booster.masters.plain import StateLayouts, laid_like, lots
 from booster.model.optimizer_kinds import KNOWN
 from booster.tensors.flat import SMALLEST_BUCKET
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.application import AS_THEY_ARE, Told, honours_grad_scale, start_late_momentum
+from booster.update.application import AS_THEY_ARE, FusedKernel, Told, honours_grad_scale, start_late_momentum
 from booster.update.gradual import Restricted, bare_step, hooks_once
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -60,6 +60,7 @@ class MasterStep:
     def __init__(self, masters: Masters) -> None:
         self.masters = masters
         self._layouts = StateLayouts()
+        self._kernel = FusedKernel(masters.optimizer, masters.names)
         self._bare: Callable[..., Any] = bare_step  # the optimizer's `step` without hooks, found once in a step
 
     @torch.no_grad()
@@ -144,8 +145,13 @@ class MasterStep:
             self.masters.refuse_gone()
         plain = self.plain()
         if any(plain):
+            self.check_plain(plain)
             self._layouts.follow([param for params in plain for param in params], self.masters.optimizer.state)
         return plain
+
+    def check_plain(self, plain: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Raise RuntimeError for parameters without a master that a fused kernel cannot step; see `FusedKernel`."""
+        self._kernel.prepare([p for own in plain for p in own if p.grad is not None], looks_alone=True)
 
     def refuse_sparse(self, buckets: Iterable[Bucket]) -> None:
         """Raise RuntimeError if a parameter that lies in one of `buckets` has a sparse gradient."""

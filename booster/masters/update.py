@@ -60,6 +60,7 @@ class MasterGradualStep(GradualStep):
         for param in params:
             if param not in self._buckets:
                 plain[self._place[param][0]].append(param)
+        self._whole.check_plain(plain)
         self._whole.step_those(buckets, plain, Told(divisor), self._restricted)
 
     def rest(self, params: Sequence[torch.Tensor]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, compress, repeat
 from operator import attrgetter, methodcaller
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +28,9 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 # What every step asks of every group and parameter, without a Python call for each.
 _FUSED = methodcaller("get", "fused")
-_DTYPE, _GRAD = attrgetter("dtype"), attrgetter("grad")
+_DTYPE, _GRAD, _SHAPE = attrgetter("dtype"), attrgetter("grad"), attrgetter("shape")
+_ADDRESS = torch.Tensor.data_ptr
+_NO_STATE: dict[str, Any] = {}
 
 
 class Told:
@@ -115,7 +119,7 @@ class Application:
     def __init__(self, job: Job) -> None:
         self.optimizer: Any = job.optimizer
         self.shards = job.shards
-        self.kernel = FusedKernel(job.optimizer, switched=job.switched)
+        self.kernel = FusedKernel(job.optimizer, job.names, switched=job.switched)
 
     def step(self, gradients: Gradients, params: list[torch.Tensor], told: Told) -> bool:
         """Step `params` on `gradients` divided as `told`, a number; the division is the optimizer's own where it can be.
@@ -253,24 +257,32 @@ class FusedKernel:
     """Keeps the fused kernel of `optimizer` to what it can step; does nothing for an optimizer without.
 
     The kernels walk raw memory. Where parameter, gradient and states do not lie alike, elements meet their neighbours'
-    numbers, on CPU without a word, and parameters with gaps between their elements have what lies there overwritten.
+    numbers, on CPU without a word, and parameters with gaps between their elements have what lies there overwritten. Where
+    these are of other shapes, as after a vocabulary was resized in place, memory of others is. That all are on one device and
+    of one dtype torch looks for itself.
 
-    switched: the implementation was chosen by `switch_to_fused`, not by the user, and may be given up.
+    names: of parameters, for messages. switched: the implementation was chosen by `switch_to_fused`, not by the user, and may
+    be given up.
     """
 
-    def __init__(self, optimizer: Optimizer, *, switched: bool = False) -> None:
+    def __init__(
+        self, optimizer: Optimizer, names: Mapping[Any, str] = MappingProxyType({}), *, switched: bool = False
+    ) -> None:
         self.optimizer = optimizer
+        self._names = names
+        self._fitting: Any = None  # shapes of parameters and their states that were found to fit
         self.switched = switched
         self._state: Any = None  # that was looked at; torch replaces it when it loads one
         # Of parameters that are not contiguous, or once were not.
         self._strides: dict[torch.Tensor, tuple[int, ...]] = {}
 
-    def prepare(self, params: Sequence[torch.Tensor]) -> bool:
+    def prepare(self, params: Sequence[torch.Tensor], *, looks_alone: bool = False) -> bool:
         """Before each step on the gradients of `params`: give gradients and states the memory order of their parameters.
         Returns `honours_grad_scale` of the optimizer.
 
         What a kernel cannot step makes the optimizer go back to torch's default implementation, for good; if fused=True
-        was the user's, RuntimeError is raised. Costs two calls for each contiguous parameter.
+        was the user's, RuntimeError is raised, as where gradients or states are of another shape than their parameter. Costs
+        no Python call for a parameter that is contiguous, and what it was. looks_alone: of shapes, and no more.
         """
         groups = self.optimizer.param_groups
         fused = list(map(_FUSED, groups))
@@ -278,8 +290,17 @@ class FusedKernel:
             return False
         if not all(fused):
             params = [p for group in groups if group.get("fused") for p in group["params"] if p.grad is not None]
-        half = type(self.optimizer) is SGD and not HALF_DTYPES.isdisjoint(map(_DTYPE, params))
+        # Without a Python call where nothing changed.
+        held = list(chain.from_iterable(map(dict.values, map(self.optimizer.state.get, params, repeat(_NO_STATE)))))
+        held = list(compress(held, map(isinstance, held, repeat(torch.Tensor))))
+        now = len(params), list(map(_SHAPE, chain(params, map(_GRAD, params), held)))
         contiguous = torch.Tensor.is_contiguous
+        if now != self._fitting or not all(map(_ADDRESS, chain(params, held))) or not all(map(contiguous, held)):
+            self.check_shapes(params)
+            self._fitting = now
+        if looks_alone:
+            return False
+        half = type(self.optimizer) is SGD and not HALF_DTYPES.isdisjoint(map(_DTYPE, params))
         alike = not self._strides and all(map(contiguous, params)) and all(map(contiguous, map(_GRAD, params)))
         if half or not alike:
             reason = self._unfit(params)
@@ -293,6 +314,40 @@ class FusedKernel:
         if type(self.optimizer) is SGD:
             start_late_momentum(self.optimizer)
         return all(fused) and type(self.optimizer) in KERNELS
+
+    def check_shapes(self, params: Sequence[torch.Tensor]) -> None:
+        """Raise RuntimeError if a gradient or a state of `params`, all of which have a gradient, has another shape than its
+        parameter, or no memory. Lays states anew that somebody put there and that lie otherwise."""
+        for param in params:
+            own = self.optimizer.state.get(param, _NO_STATE)
+            self._check_shape(param, param.grad, own)  # type: ignore[arg-type]
+            lay_states(param, own)
+
+    def _check_shape(self, param: torch.Tensor, grad: torch.Tensor, own: Mapping[str, Any]) -> None:
+        row = known(self.optimizer)
+        tensors = {f"state {name!r}": own[name] for name in row.states if isinstance(own.get(name), torch.Tensor)}
+        tensors |= {"gradient": grad}
+        wrong = {what: tuple(value.shape) for what, value in tensors.items() if value.shape != param.shape}
+        wrong |= {
+            f"state {name!r}": tuple(own[name].shape)
+            for name in row.counts
+            if isinstance(own.get(name), torch.Tensor) and own[name].numel() != 1
+        }
+        name = self._names.get(param, "a parameter")
+        if wrong:
+            what = " and ".join(f"its {each} has shape {shape}" for each, shape in wrong.items())
+            raise RuntimeError(
+                f"{name} has shape {tuple(param.shape)} now, and {what}: a fused kernel would read and write memory of "
+                "others. It was not stepped. Where a parameter changed its shape after its first step, as by resizing a "
+                f"vocabulary, drop its state (optimizer.state.clear(), or {type(self.optimizer).__name__} made anew and "
+                "boosted), and its gradient, before the next backward pass"
+            )
+        freed = [what for what, value in {"weight": param, **tensors}.items() if _lacks_memory(value)]
+        if freed:
+            raise RuntimeError(
+                f"the memory of {name} was freed: its {' and '.join(freed)} has elements and no storage, so that a fused "
+                "kernel cannot step it"
+            )
 
     def _unfit(self, params: Sequence[torch.Tensor]) -> str | None:
         """Return why the kernel cannot step `params`; None, with all gradients laid like their parameters, if it can."""
@@ -380,6 +435,10 @@ def start_late_momentum(optimizer: Optimizer) -> None:
         if late and len(late) < len(params):
             for param in late:
                 state[param]["momentum_buffer"] = torch.zeros_like(param)
+
+
+def _lacks_memory(value: torch.Tensor) -> bool:
+    return value.layout == torch.strided and value.numel() > 0 and value.data_ptr() == 0
 
 
 def lay_states(param: Any, state: dict[str, Any]) -> None:
