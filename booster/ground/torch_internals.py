@@ -96,7 +96,13 @@ def graph_task() -> int:
 
 def has_saved_tensors_hooks() -> bool:
     """Return whether what autograd saves goes through hooks of the thread, as inside a checkpoint that is not reentrant."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return saved_tensors_hooks_around() is not None
+
+
+# What it asks, and whether a transform of `torch.func`, such as vmap or grad, runs around: None where not. Functions of C, as
+# each product asks.
+saved_tensors_hooks_around = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+interpreters_around = torch._C._functorch.peek_interpreter_stack
 
 
 def when_backward_ends(action: Callable[[], None]) -> None:
@@ -160,11 +166,6 @@ def uninterceptable(function: Any) -> Any:
     return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
 
 
-def in_transform() -> bool:
-    """Return whether a transform of `torch.func`, such as vmap or grad, runs around."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def default_device_mode() -> Any | None:
     """Return the mode by which `torch.set_default_device` acts, or None."""
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
@@ -216,9 +217,8 @@ def gather_whole(tensor: Any) -> torch.Tensor:
     return whole
 
 
-def version(tensor: torch.Tensor) -> int:
-    """Return how often `tensor` was written in place; writes through `.data` do not count."""
-    return tensor._version
+# Of a tensor, how often it was written in place; writes through `.data` do not count. Asked without a Python call.
+version = attrgetter("_version")
 
 
 def loads_with_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -228,7 +228,7 @@ def loads_with_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def writes(tensors: Sequence[Any]) -> int:
     """Return how often DTensors `tensors` and what this rank holds of them were written in place, in sum."""
-    return sum(map(_VERSION, tensors)) + sum(map(_VERSION, map(_LOCAL, tensors)))
+    return sum(map(version, tensors)) + sum(map(version, map(_LOCAL, tensors)))
 
 
 def of_same_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
@@ -275,7 +275,7 @@ def set_fused_flags(optimizer: Optimizer, fused: bool) -> None:
 
 # Module and name of what `torch.save` has its tensors and parameters rebuilt by.
 REBUILDERS = tuple(f"torch._utils _rebuild_{what}" for what in ("tensor", "tensor_v2", "tensor_v3", "parameter"))
-_VERSION, _LOCAL = attrgetter("_version"), attrgetter("_local_tensor")  # asked without a Python call
+_LOCAL = attrgetter("_local_tensor")  # asked without a Python call
 _PLAIN = frozenset((torch.Tensor,))
 _IS_GUARD = OwnStep.__instancecheck__  # asked without a Python call
 

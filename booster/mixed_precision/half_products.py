@@ -18,7 +18,13 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from booster.ground import arguments
-from booster.ground.torch_internals import has_saved_tensors_hooks, in_transform, uninterceptable, version
+from booster.ground.torch_internals import (
+    has_saved_tensors_hooks,
+    interpreters_around,
+    saved_tensors_hooks_around,
+    uninterceptable,
+    version,
+)
 from booster.mixed_precision import hardware
 from booster.mixed_precision.engine import run_engine
 from booster.mixed_precision.kept_operands import KeptOperands, WideOperand
@@ -27,6 +33,10 @@ from booster.tensors.trees import HALF_DTYPES
 
 Choice = Literal["auto", "native", "float32"]
 CHOICES: tuple[Choice, ...] = ("auto", "native", "float32")
+
+# Elements of an operand that autograd keeps in float32, as it saves it: to keep the half and widen that again costs more time
+# than such a product, and the bytes that it saves are fewer than those of the gradients that come after.
+SMALL = 2**12
 
 _logger = logging.getLogger(__name__)
 _SEEN: ContextVar[bool] = ContextVar("whether products ran here that a backward pass may run again", default=False)
@@ -173,7 +183,7 @@ class WideProducts(CastMode):
         self._kinds = kinds
         self._recomputation = recomputation
         self._training = training
-        self._weights: dict[int, tuple[torch.Tensor, int, torch.Tensor, WideOperand]] = {}
+        self._weights: dict[int, tuple[torch.Tensor, int, torch.Tensor, torch.Tensor, WideOperand | None]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -207,29 +217,33 @@ class WideProducts(CastMode):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        half = self._common_half((query, key, value), {}, torch.is_autocast_enabled(self._device_type))
+        autocast = torch.is_autocast_enabled(self._device_type)
+        half, small = self._common_half((query, key, value), {}, autocast)
         if half is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.float()
-        kept, caches = self._begin()
+        kept, caches = self._begin(autocast, small=small)
         wide = [self._widened(each, half, kept, caches) for each in (query, key, value)]
-        out: torch.Tensor = self._computed(F.scaled_dot_product_attention, kept, (*wide, attn_mask, *args), kwargs)
+        whole = (*wide, attn_mask, *args)
+        out: torch.Tensor = self._computed(F.scaled_dot_product_attention, kept, whole, kwargs, autocast)
         return out.to(half)
 
-    def _begin(self) -> tuple[KeptOperands | None, bool]:
-        """Of a product that is about to be made: what takes note of its operands, where autograd keeps them in half; and
-        whether weights that it widens are kept for others in this region."""
-        if self._training:
+    def _begin(self, autocast: bool, *, small: bool) -> tuple[KeptOperands | None, bool]:
+        """Of a product that is about to be made: what takes note of its operands, where autograd keeps them in half, and not
+        where they are `small`; and whether weights that it widens are kept for others in this region."""
+        compiles, records = torch.compiler.is_compiling(), torch.is_grad_enabled()
+        hooked = not compiles and saved_tensors_hooks_around() is not None
+        if self._training and (compiles or hooked or not records):
             self._recomputation.look()
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or in_transform():
+        if compiles or not records or interpreters_around() is not None:
             return None, False
-        caches = torch.is_autocast_cache_enabled() or not torch.is_autocast_enabled(self._device_type)
-        return None if has_saved_tensors_hooks() else KeptOperands(), caches
+        caches = not autocast or torch.is_autocast_cache_enabled()
+        return (None if small or hooked else KeptOperands()), caches
 
     def _product(self, func: Any, cast: bool, instead: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         autocast = torch.is_autocast_enabled(self._device_type)
-        half = self._common_half(args, kwargs, autocast and cast)
+        half, small = self._common_half(args, kwargs, autocast and cast)
         if half is None:
             return func(*args, **kwargs)
         into = args[0] if instead is not None else kwargs.get("out")
@@ -237,12 +251,30 @@ class WideProducts(CastMode):
             if into.dtype != half or (instead is None and (_records(args) or into.requires_grad)):
                 return func(*args, **kwargs)
             kwargs = {key: value for key, value in kwargs.items() if key != "out"}
-        kept, caches = self._begin()
-        wide_args = tuple([self._widened(each, half, kept, caches) for each in args])
+        kept, caches = self._begin(autocast, small=small)
+        wide_args = []
+        for each in args:
+            if not isinstance(each, torch.Tensor):
+                wide = each if each is None else self._widened(each, half, kept, caches)
+            elif kept is not None or (caches and each.requires_grad and each.is_leaf):
+                wide = self._widened(each, half, kept, caches)
+            else:
+                wide = each.to(half).float() if each.is_floating_point() else each
+            wide_args.append(wide)
         wide_kwargs = (
             {key: self._widened(value, half, kept, caches) for key, value in kwargs.items()} if kwargs else kwargs
         )
-        out = self._computed(instead or func, kept, wide_args, wide_kwargs)
+        if kept is None and not autocast:
+            out = (instead or func)(*wide_args, **wide_kwargs)
+        elif kept is None and not torch.compiler.is_compiling():
+            # Instead of a context, which would cost as much as a small product.
+            torch.set_autocast_enabled(self._device_type, False)
+            try:
+                out = (instead or func)(*wide_args, **wide_kwargs)
+            finally:
+                torch.set_autocast_enabled(self._device_type, True)
+        else:
+            out = self._computed(instead or func, kept, wide_args, wide_kwargs, autocast)
         if into is not None:
             if into.shape != out.shape:
                 return func(*args, **kwargs) if instead is not None else func(*args, out=into, **kwargs)
@@ -252,36 +284,33 @@ class WideProducts(CastMode):
             return out.to(result)
         return type(out)(each.to(result) for each in out)
 
-    def _computed(self, func: Any, kept: KeptOperands | None, args: Any, kwargs: Any) -> Any:
+    def _computed(self, func: Any, kept: KeptOperands | None, args: Any, kwargs: Any, autocast: bool) -> Any:
         """The product in float32, with autocast off."""
         if kept is not None:
             with kept:
-                return self._computed(func, None, args, kwargs)
-        if not torch.is_autocast_enabled(self._device_type):
+                return self._computed(func, None, args, kwargs, autocast)
+        with torch.autocast(self._device_type, enabled=False) if autocast else nullcontext():
             return func(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            with torch.autocast(self._device_type, enabled=False):
-                return func(*args, **kwargs)
-        torch.set_autocast_enabled(self._device_type, False)  # as a context this would cost as much as a small product
-        try:
-            return func(*args, **kwargs)
-        finally:
-            torch.set_autocast_enabled(self._device_type, True)
 
-    def _common_half(self, args: tuple[Any, ...], kwargs: dict[str, Any], cast: bool) -> torch.dtype | None:
-        """The half dtype that operands have, or are `cast` to by autocast; None where the product is torch's own affair."""
+    def _common_half(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], cast: bool
+    ) -> tuple[torch.dtype | None, bool]:
+        """The half dtype that operands have, or are `cast` to by autocast; None where the product is torch's own affair. And
+        whether all of them are small."""
         found: torch.dtype | None = None
+        small = True
         for value in (*args, *kwargs.values()) if kwargs else args:
             for each in value if isinstance(value, (list, tuple)) else (value,):
                 if not isinstance(each, torch.Tensor) or not each.is_floating_point():
                     continue
                 dtype = each.dtype
-                if cast and dtype is torch.float32 or cast and dtype in HALF_DTYPES:
+                if cast and (dtype is torch.float32 or dtype in HALF_DTYPES):
                     dtype = torch.get_autocast_dtype(self._device_type)
                 if dtype not in HALF_DTYPES or found not in (None, dtype) or each.device.type != self._device_type:
-                    return None
+                    return None, False
                 found = dtype
-        return found
+                small = small and each.numel() <= SMALL
+        return found, small
 
     def _widened(self, value: Any, half: torch.dtype, kept: KeptOperands | None, caches: bool) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -291,19 +320,20 @@ class WideProducts(CastMode):
             return value
         is_weight = caches and value.requires_grad and value.is_leaf
         if is_weight:
+            written = version(value)
             known = self._weights.get(id(value))
-            if known is not None and known[0] is value and known[1] == version(value):  # it was not written to
+            if known is not None and known[0] is value and known[1] == written:  # it was not written to
                 if kept is not None:
-                    kept.add(known[3], known[2])
+                    kept.add(WideOperand(known[3]) if known[4] is None else known[4], known[2])
                 return known[2]
         narrow = value if value.dtype is half else value.to(half)
         wide = narrow.float()
-        if is_weight or kept is not None:
+        operand = None
+        if kept is not None:
             operand = WideOperand(narrow)
-            if is_weight:
-                self._weights[id(value)] = value, version(value), wide, operand
-            if kept is not None:
-                kept.add(operand, wide)
+            kept.add(operand, wide)
+        if is_weight:
+            self._weights[id(value)] = value, written, wide, narrow, operand
         return wide
 
 

@@ -56,7 +56,8 @@ def whole(precision, make=torch.optim.AdamW, depth=1, **options):
     torch.manual_seed(0)
     hidden = [layer for _ in range(depth) for layer in (nn.Linear(16, 16), nn.ReLU())]
     layers = nn.Sequential(*hidden, nn.Linear(16, 4))
-    b = Booster("cpu", precision() if callable(precision) else precision, half_products="native", **options)
+    options = {"half_products": "native", **options}
+    b = Booster("cpu", precision() if callable(precision) else precision, **options)
     model, optimizer, criterion, *_ = b.boost(layers, make(layers.parameters(), 1e-3), nn.CrossEntropyLoss())
     x, y = torch.randn(8, 16), torch.randint(0, 4, (8,))
 

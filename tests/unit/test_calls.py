@@ -48,6 +48,21 @@ def test_a_whole_step_stays_within_its_calls_and_files(name):
     assert found[1] <= most_files, found
 
 
+# Calls that products in float32 add, of two layers, around forward and criterion; and those of one layer more.
+WIDENED = {"bf16": (24, 7), "fp16": (24, 7), "bf16_naive": (20, 7)}
+
+
+@pytest.mark.parametrize("precision", WIDENED)
+def test_products_in_float32_add_few_calls_to_a_step_and_to_each_layer(precision):
+    most, most_of_one = WIDENED[precision]
+    native, few, many = (
+        whole(precision, depth=depth, half_products=choice)[0]
+        for choice, depth in (("native", 1), ("float32", 1), ("float32", 5))
+    )
+    assert few - native <= most, (native, few)
+    assert (many - few) / 4 <= most_of_one, (few, many)
+
+
 # (calls, files, depth). One call is the guard's on the user's own model, in the first 100 steps.
 FORWARD = {
     "fp32": (6, 4, 3),

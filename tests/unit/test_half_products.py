@@ -22,6 +22,7 @@ from booster.mixed_precision import (
     FP16ApexMixedPrecision,
     FP16NaiveMixedPrecision,
     FP16TorchMixedPrecision,
+    half_products,
     hardware,
 )
 from booster.mixed_precision.half_products import HalfProducts, Recomputation, WideProducts
@@ -347,6 +348,13 @@ def _scaled_dot_product_attention(g):
     return F.scaled_dot_product_attention, ((2, 2, 8, 4),) * 3, {}, 8
 
 
+@pytest.fixture
+def none_is_small(monkeypatch):
+    """Operands of a few elements are kept as large ones are."""
+    monkeypatch.setattr(half_products, "SMALL", -1)
+
+
+@pytest.mark.usefixtures("none_is_small")
 @pytest.mark.parametrize("naive", [True, False], ids=["half weights", "autocast"])
 @pytest.mark.parametrize("make", [*OPERATIONS.values(), _lstm, _scaled_dot_product_attention])
 def test_autograd_keeps_operands_in_half(make, naive):
@@ -364,6 +372,48 @@ def test_autograd_keeps_operands_in_half(make, naive):
     assert all(operand.grad is not None for operand in operands)
 
 
+@pytest.mark.parametrize("naive", [True, False], ids=["half weights", "autocast"])
+@pytest.mark.parametrize("make", [*OPERATIONS.values(), _lstm, _scaled_dot_product_attention])
+def test_what_autograd_keeps_of_small_operands_changes_no_bit_and_is_widened_once(make, naive, monkeypatch):
+    function, shapes, options, _ = make(torch.Generator().manual_seed(0))
+    found = []
+    for small in (-1, half_products.SMALL):
+        monkeypatch.setattr(half_products, "SMALL", small)
+        g = torch.Generator().manual_seed(1)
+        operands = [numbers(shape, torch.bfloat16 if naive else torch.float32, g).requires_grad_() for shape in shapes]
+        with torch.autocast("cpu", torch.bfloat16, enabled=not naive), widened():
+            out = function(*operands, **options)
+        grad = numbers(out.shape, out.dtype, g)
+        with Casts() as casts:
+            gradients = torch.autograd.grad(out, operands, grad)
+        found.append((out, *gradients))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert len(casts.memory) <= 1 + (0 if naive else len(operands))  # the gradient that comes, and those that go
+
+
+@pytest.mark.parametrize("size", [half_products.SMALL, half_products.SMALL + 1])
+def test_one_large_operand_has_all_of_a_product_kept_in_half(size):
+    vectors = [torch.ones(size).bfloat16().requires_grad_() for _ in range(2)]
+    with Casts() as casts, widened():
+        out = torch.dot(*vectors)
+    assert [memory.expired() for memory in casts.memory] == [size > half_products.SMALL] * 2
+    out.float().backward()
+
+
+def test_a_weight_of_a_small_product_and_of_a_large_one_is_widened_once_and_freed():
+    weight = torch.randn(4, 4).bfloat16().requires_grad_()
+    x = torch.randn(2, 4).bfloat16()
+    with Casts() as casts, widened():
+        loss = F.linear(x, weight).float().sum() + F.linear(x.repeat(half_products.SMALL, 1), weight).float().sum()
+        assert len(casts.memory) == 3 + 2  # the sums, too
+    loss.backward()
+    exactly = (half_products.SMALL + 1) * x.double().sum(0)
+    torch.testing.assert_close(weight.grad.double(), exactly.expand(4, 4), rtol=2**-8, atol=0)
+    del loss
+    assert all(memory.expired() for memory in casts.memory)
+
+
+@pytest.mark.usefixtures("none_is_small")
 def test_a_weight_that_products_share_is_widened_once_in_the_backward_pass():
     x, weight = torch.randn(2, 4).bfloat16(), torch.randn(4, 4).bfloat16().requires_grad_()
     with widened():
@@ -377,6 +427,7 @@ def test_a_weight_that_products_share_is_widened_once_in_the_backward_pass():
     assert all(memory.expired() for memory in casts.memory)
 
 
+@pytest.mark.usefixtures("none_is_small")
 @pytest.mark.parametrize("context", [nullcontext, widened])
 def test_an_operand_that_is_written_to_before_backward_raises_as_in_torch(context):
     x, weight = torch.randn(2, 4).bfloat16(), torch.randn(4, 4).bfloat16().requires_grad_()
