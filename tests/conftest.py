@@ -109,6 +109,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Tests that `make kernels` runs are skipped in one line, not in one of each file."""
+    for report in terminalreporter.stats.get("skipped", ()):
+        if isinstance(report.longrepr, tuple) and "`make kernels` runs it" in report.longrepr[2]:
+            report.longrepr = str(Path(__file__).parent), None, "Skipped: needs Triton; `make kernels` runs it"
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     count, config = session.config.getoption("--forks"), session.config
     if (
