@@ -6,9 +6,10 @@ Linear layers of width 1024 in float32 with AdamW, so 12 bytes a parameter. Ever
 disk: `torch.save` is followed by fsync, the file-system writer of DCP syncs its files. Every load ends with the state
 in model and optimizer. Files are read from the system's cache, by all alike; with `--cold` from the disk, by all alike.
 Wall time, and the CPU time of this process, which other jobs on the machine disturb less; interleaved in shuffled
-order, a ratio is the median over rounds of that within a round. "again" is the A/A control. `--ranks` times the same on
-so many gloo ranks under TorchDDPPlugin, where torch.save is called on rank 0 alone. Peak memory is what a call
-allocates beyond what was there, watched from another process.
+order, a ratio is the median over rounds of that within a round. "again" is the A/A control. safetensors and Accelerate are
+timed where they are installed: the first copies all tensors of a mapped file, the second is save_state and load_state.
+`--ranks` times the same on so many gloo ranks under TorchDDPPlugin, where torch.save is called on rank 0 alone. Peak memory
+is what a call allocates beyond what was there, watched from another process.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import importlib.util
 import os
 import random
 import shutil
@@ -59,6 +61,7 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.root = root
+        self._made: Any = None
         self.first = not self.several or dist.get_rank() == 0
 
     def num_bytes(self) -> int:
@@ -104,6 +107,55 @@ class Run:
         self.plain_model.load_state_dict(state["model"])
         self.plain_optimizer.load_state_dict(state["optimizer"])
 
+    def mapped_load(self) -> None:
+        state = torch.load(self.root / "plain.pt", weights_only=True, mmap=True)
+        self._copy_from(state["model"], state["optimizer"]["state"])
+
+    def safetensors_save(self) -> None:
+        from safetensors.torch import save_file
+
+        if self.first:
+            save_file(self._flat(), self.root / "flat.safetensors")
+            with (self.root / "flat.safetensors").open("rb+") as file:
+                os.fsync(file.fileno())
+        self.meet()
+
+    def safetensors_load(self) -> None:
+        from safetensors import safe_open
+
+        with torch.no_grad(), safe_open(self.root / "flat.safetensors", "pt") as file:
+            for name, tensor in self._flat().items():
+                tensor.copy_(file.get_tensor(name))
+
+    def accelerate_save(self) -> None:
+        self._accelerator().save_state(str(self.root / "accelerate"))
+
+    def accelerate_load(self) -> None:
+        self._accelerator().load_state(str(self.root / "accelerate"))
+
+    def _accelerator(self) -> Any:
+        if self._made is None:
+            from accelerate import Accelerator
+
+            self._made = Accelerator(cpu=True)
+            self._made.prepare(self.plain_model, self.plain_optimizer)
+        return self._made
+
+    def _flat(self) -> dict[str, torch.Tensor]:
+        state = self._state()
+        states = state["optimizer"]["state"].items()
+        own = {f"{number}/{key}": value for number, held in states for key, value in held.items()}
+        return {**state["model"], **own}
+
+    @torch.no_grad()
+    def _copy_from(self, model: dict[str, Any], states: dict[int, Any]) -> None:
+        here = self._state()
+        for name, tensor in here["model"].items():
+            tensor.copy_(model[name])
+        for number, own in here["optimizer"]["state"].items():
+            for key, tensor in own.items():
+                tensor.copy_(states[number][key])
+
     def booster_load(self) -> None:
         self.booster.load(self.root / "booster", self.model, self.optimizer)
 
@@ -139,6 +191,7 @@ def timed(
             if cold:
                 forget_files(run.root)
                 run.meet()
+            ctypes.CDLL(None).malloc_trim(0)  # so that each pays for the memory that it takes, as a first call does
             start, start_cpu = time.perf_counter(), time.process_time()
             variants[name]()
             took = torch.tensor([time.perf_counter() - start, time.process_time() - start_cpu], dtype=torch.float64)
@@ -203,9 +256,16 @@ def measure(rank: int, args: argparse.Namespace, root: str) -> None:
     loads = {
         "torch.load": run.torch_load,
         "torch.load again": run.torch_load,
+        "torch.load(mmap=True), copied": run.mapped_load,
         "DCP": run.dcp_load,
+        "DCP again": run.dcp_load,
         "booster": run.booster_load,
     }
+    if args.ranks == 1:
+        for package in ("safetensors", "accelerate"):
+            if importlib.util.find_spec(package) is not None:
+                name = {"safetensors": "safetensors", "accelerate": "Accelerate"}[package]
+                saves[name], loads[name] = getattr(run, f"{package}_save"), getattr(run, f"{package}_load")
     blocking = {"a copy of the state": run.copy, "again": run.copy, "booster, async_save": run.booster_async}
     if args.zero:
         saves, loads, blocking = {"booster": run.booster_save}, {"booster": run.booster_load}, {}

@@ -31,7 +31,7 @@ def load(root: Path, objects: Objects, *, strict: bool, group: dist.ProcessGroup
     """Load the checkpoint that `root` is, or the newest valid one below it, into `objects`; a collective.
 
     Files are compared with their hashes as they are read. If it raises, on any rank, it raises on all, and no object has
-    changed.
+    changed; but where a file changes after it was verified, weights and states hold parts of it, which the error says.
     """
     new_hash()  # raises on every rank where xxhash is missing
     passed_over: list[str] = []

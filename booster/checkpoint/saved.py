@@ -164,7 +164,8 @@ class Saved:
     def want(self, name: str | None, like: torch.Tensor | None) -> None:
         """Read the tensor `name`, where there is one, in the layout of `like`; whole where that is None."""
         entry = self.entry(name)
-        if name is not None and entry is not None and (name not in self._targets or self._in_place.pop(name, None)):
+        if name is not None and entry is not None and (name not in self._targets or name in self._in_place):
+            self._in_place.pop(name, None)  # somebody else wants its numbers before
             self._targets[name] = empty_like_whole(entry.shape, dtype_of(entry), like)
 
     def want_in_place(self, name: str | None, held: Held | None, where: Callable[[], Held]) -> bool:

@@ -214,8 +214,8 @@ def save_weights(
                     use_safetensors=use_safetensors,
                 )
                 if shard:
-                    read = Stored(between, manifest.tensors).whole
-                    apart = ends_that_differ(described, partial(_same, entries, read))
+                    whole = Stored(between, manifest.tensors).whole
+                    apart = ends_that_differ(described, partial(_same, entries, whole))
                     write_config(path, described, entries, quantization, untied=apart is not None)
             finally:
                 remove(between)
