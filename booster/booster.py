@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -40,7 +41,7 @@ from booster.interface.model import (
     pins_of,
     watch_raw_calls,
 )
-from booster.interface.optimizer import OptimizerWrapper, gradients_of, update_of
+from booster.interface.optimizer import OptimizerWrapper, gradients_of, update_of, updates_of
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule, make
 from booster.mixed_precision.low_precision.autopilot import Look, Pilot
@@ -310,6 +311,8 @@ class Booster:
             each for each in ([boosted_optimizer] if several is None else boosted_optimizer) if each is not None
         ]
         wrapped_models: list[ModelWrapper] = [boosted] if isinstance(model, nn.Module) else boosted
+        for update in updates_of(wrappers):
+            update.models = list(map(weakref.ref, wrapped_models))
         for place, one in enumerate(wrapped_models):
             own = (boosted_criterion, wrappers) if place == 0 else (None, [])  # what is of all is kept once
             self._boosted.add(models[place], one, *own, built[place], alone=len(models) == 1)

@@ -77,6 +77,7 @@ class OptimizerWrapper(Optimizer):
     def become(self, other: OptimizerWrapper) -> None:
         """Step as `other` does from now on, which was made of the same optimizer; counters, and who listens, stay."""
         other._update.gradients.listen_as(self._update.gradients)
+        other._update.models = self._update.models
         self._update, self._clip_grad_norm = other._update, other._clip_grad_norm
         self.backward_context, self._after_step = other.backward_context, other._after_step
         self._forget_weights = other._forget_weights

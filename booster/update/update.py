@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
+from booster.ground.text import listed
 from booster.ranks import agreement
 from booster.update.decision import Decision
 from booster.update.gradients import WHOLE, Gradients
@@ -30,6 +33,11 @@ class Update:
         self.optimizer = gradients.optimizer
         self.shards = gradients.shards
         self.names = gradients.parameters.names
+        self.models: list[weakref.ref[nn.Module]] = []
+        """Whose parameters these were at `boost`, for the error of `step` where they are others by now."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "models": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -63,6 +71,7 @@ class Update:
             try:
                 params = gradients.enter_step()
                 if params is None:
+                    self._refuse_strangers()
                     self.decision.application.step_none()
                     next_scale = gradients.next_scale
                     gradients.reset(gradients.scale)
@@ -76,6 +85,19 @@ class Update:
             shards.publish()
         gradients.reset(scale)
         return result
+
+    def _refuse_strangers(self) -> None:
+        """Raise RuntimeError if parameters that came into the model after boost have gradients, and none of these has one."""
+        models = [model for each in self.models if (model := each()) is not None]
+        named = [pair for model in models for pair in model.named_parameters() if pair[1] not in self.names]
+        strangers = [name for name, param in named if param.grad is not None]
+        if strangers:
+            raise RuntimeError(
+                f"no parameter of the optimizer has a gradient, and {listed(strangers, 3)} of its model, which came into the "
+                "model after boost(), do: nothing would train. What replaces parameters, as peft's load_adapter does for half "
+                "weights, comes before boost(); afterwards load values into those that are there, by model.load_state_dict or "
+                "peft's set_peft_model_state_dict"
+            )
 
     def _finish(self, release: Release) -> StepResult:
         """Do what a step does besides updating parameters, which were updated within backward."""

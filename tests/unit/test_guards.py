@@ -425,3 +425,18 @@ def test_a_compiled_model_stays_one_graph_under_the_guards(compiled_first):
     model, optimizer, *_ = b.boost(compiled(net) if compiled_first else net, own)
     train(b, model if compiled_first else compiled(model), optimizer, torch.randn(4, 8), 3)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive", "fp16_naive"])
+def test_a_step_without_a_gradient_names_parameters_that_came_into_the_model_after_boost_and_have_one(precision):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    b = Booster("cpu", precision)
+    model, optimizer, *_ = b.boost(net, torch.optim.AdamW(net.parameters()))
+    assert optimizer.step().applied  # nothing has a gradient
+    for layer in net:
+        layer.weight, layer.bias = (nn.Parameter(p.detach().clone()) for p in (layer.weight, layer.bias))
+    b.backward(model(torch.ones(3, 4)).float().square().mean(), optimizer)
+    with pytest.raises(
+        RuntimeError, match=r"no parameter .* a gradient, and 0\.weight, 0\.bias, 1\.weight .* after boost"
+    ):
+        optimizer.step()
