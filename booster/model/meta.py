@@ -33,7 +33,8 @@ def materialise(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Give what `modules` themselves, not their children, hold on the meta device memory on `device` and initial values.
 
     Values are those of each module's `reset_parameters()`, called children first, as constructors do. Tied parameters
-    stay tied where all their modules are among `modules`. Call `check_meta` first.
+    stay tied where all their modules are among `modules`. Call `check_meta` first. Raises ValueError for a parameter or
+    buffer that it left as it was.
     """
     memo: dict[int, torch.Tensor] = {}
     held: list[torch.Tensor] = []  # so that no id is used again meanwhile
@@ -45,15 +46,27 @@ def materialise(modules: Iterable[nn.Module], device: torch.device) -> None:
                     continue
                 held.append(tensor)
                 if id(tensor) not in memo:
-                    empty = torch.empty_like(tensor, device=device)
+                    empty = _unset(torch.empty_like(tensor, device=device))
                     is_param = isinstance(tensor, nn.Parameter)
                     memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_param else empty
                 store[name] = memo[id(tensor)]  # type: ignore[assignment]
+    made = set(map(id, memo.values()))
     for module in waiting:
         initialise = _initialiser(module)
         if initialise is not None:
             with torch.no_grad():
                 getattr(module, initialise)()
+    left = [
+        f"{name} of {type(module).__name__}"
+        for module in waiting
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and id(tensor) in made and _is_unset(tensor)
+    ]
+    if left:
+        raise ValueError(
+            f"reset_parameters() left parameters or buffers that were on the meta device without values: {listed(left)}. Have "
+            "it set every parameter and buffer of its module, as the constructor does, or build the model on the CPU"
+        )
 
 
 def arrive(module: nn.Module, device: torch.device) -> nn.Module:
@@ -65,6 +78,28 @@ def arrive(module: nn.Module, device: torch.device) -> nn.Module:
     check_meta(inner)
     materialise(reversed(list(inner.modules())), device)
     return module.to(device)
+
+
+@torch.no_grad()
+def _unset(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill `tensor` with what nobody sets: NaN, the least whole number, or True and False in turns; and return it."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.copy_(torch.full_like(tensor, torch.nan, dtype=_wide(tensor)))
+    if tensor.dtype == torch.bool:
+        return tensor.copy_((torch.arange(tensor.numel(), device=tensor.device) % 2 == 0).view(tensor.shape))
+    return tensor.fill_(torch.iinfo(tensor.dtype).max if tensor.dtype == torch.uint8 else torch.iinfo(tensor.dtype).min)
+
+
+@torch.no_grad()
+def _is_unset(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is as `_unset` made it; of floats, whether any element is."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.to(_wide(tensor)).isnan().any())
+    return tensor.numel() > 1 and torch.equal(tensor, _unset(torch.empty_like(tensor)))
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float32 if tensor.dtype.itemsize == 1 else tensor.dtype  # float8 has few functions
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:

@@ -85,6 +85,9 @@ class Replica:
     module: the placed module, wrapped or, where it has nothing to train, not. What is frozen now is never averaged.
     """
 
+    averaged = False
+    """Whether a backward pass was averaged."""
+
     def __init__(self, module: nn.Module) -> None:
         self._frozen = [param for param in bare(module).parameters() if not param.requires_grad]
         self._params = list(bare(module).parameters())
@@ -154,6 +157,7 @@ class Replica:
         if before and not touched:
             return
         if self._prepared:
+            self.averaged = True
             self._unsynchronised = False
             self._alone = []
         elif self._follows_forward:

@@ -261,3 +261,48 @@ def test_without_a_process_group_training_is_that_of_a_single_device():
             model = Net()
         booster.boost(model)
         assert not any(param.is_meta for param in model.parameters())
+
+
+class Partly(nn.Module):
+    """Its constructor computes what its reset_parameters() leaves out: `left`."""
+
+    def __init__(self, left):
+        super().__init__()
+        self.left = left
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        self.register_buffer("angles", torch.linspace(1, 2, 4), persistent=False)
+        self.register_buffer("order", torch.arange(4))
+        self.register_buffer("mask", torch.ones(4, 4).tril().bool())
+        self.register_buffer("low", torch.ones(4).to(torch.float8_e4m3fn))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        values = {
+            "angles": torch.linspace(1, 2, 4),
+            "order": torch.arange(4),
+            "mask": torch.ones(4, 4).tril().bool(),
+            "low": torch.ones(4).to(torch.float8_e4m3fn),
+            "weight": torch.eye(4),
+        }
+        for name, value in values.items():
+            if name != self.left:
+                getattr(self, name).data.copy_(value)
+        if self.left == "half of weight":
+            self.weight.data[2:] = torch.nan
+
+
+@pytest.mark.parametrize("left", ["angles", "order", "mask", "low", "weight", "half of weight"])
+def test_what_reset_parameters_leaves_without_values_is_named(left):
+    with torch.device("meta"):
+        model = nn.Sequential(Partly(left))
+    with pytest.raises(ValueError, match=rf"without values: {left.split()[-1]} of Partly\."):
+        materialise(reversed(list(model.modules())), torch.device("cpu"))
+
+
+def test_what_reset_parameters_sets_is_what_the_constructor_sets():
+    with torch.device("meta"):
+        model = nn.Sequential(Partly(None), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    materialise(reversed(list(model.modules())), torch.device("cpu"))
+    for name, tensor in Partly(None).state_dict().items():
+        assert torch.equal(model[0].state_dict()[name].float(), tensor.float())
+    assert model[0].angles.tolist() == torch.linspace(1, 2, 4).tolist()

@@ -235,6 +235,10 @@ class TorchDDPPlugin(Plugin):
         return cast_parameters(module, policy)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        if self._ddp_options["static_graph"] and module in self._replicas and not self._replicas[module].averaged:
+            return (
+                nullcontext()
+            )  # torch learns the graph in a first pass that it averages; later ones add up with it as well
         return module.no_sync() if isinstance(module, (DistributedDataParallel, ReducedModule)) else nullcontext()
 
 
