@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def random_state() -> dict[str, Any]:
@@ -103,3 +105,68 @@ def seeded(seed: int, device: torch.device) -> Iterator[Callable[[int], None]]:
         yield begin
     finally:
         set_random_state(before)
+
+
+class SharedRandom:
+    """Has the ranks that divide the layers of `module` draw alike in its forward passes, whatever each of them drew before.
+
+    Passes run from a state of torch's generators that goes on from pass to pass; outside of them each rank has its own.
+    Python's and numpy's generators are left alone. share: gives the bytes of the first of these ranks to all, in place; called
+    in the first pass. copy: which copy of the model this is; others draw otherwise.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, share: Callable[[torch.Tensor], None], *, copy: int
+    ) -> None:
+        self._device, self._share, self._copy = device, share, copy
+        self._depth = 0
+        self._own: list[torch.Tensor] = []
+        self.state: list[torch.Tensor] | None = None  # of the CPU's generator, and the GPU's
+        module.register_forward_pre_hook(torch.compiler.disable(self._enter), prepend=True)
+        module.register_forward_hook(torch.compiler.disable(self._leave), always_call=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedRandom:
+        return self  # a process group cannot be copied
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._own = self._read()
+            if self.state is None:
+                self.state = self._first()
+            self._write(self.state)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.state = self._read()
+            self._write(self._own)
+
+    def _first(self) -> list[torch.Tensor]:
+        states = [state.clone() for state in self._own]
+        for state in states:
+            self._share(state)
+        if not self._copy:
+            return states
+        seed = zlib.crc32(bytes(states[0].tolist()) + self._copy.to_bytes(4, "big"))
+        return [torch.Generator(device).manual_seed(seed).get_state() for device in self._devices()]
+
+    def _devices(self) -> list[torch.device]:
+        return [torch.device("cpu"), *[self._device] * (self._device.type == "cuda")]
+
+    def _read(self) -> list[torch.Tensor]:
+        if self._device.type == "cuda":
+            return [torch.get_rng_state(), torch.cuda.get_rng_state(self._device)]
+        return [torch.get_rng_state()]
+
+    def _write(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(states[1], self._device)
+
+
+def shared_random(model: nn.Module) -> list[SharedRandom]:
+    """Return what ranks that divide layers of `model` draw by, in the order of its modules."""
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    owners = [getattr(getattr(hook, "__wrapped__", hook), "__self__", None) for hook in hooks]
+    return [owner for owner in owners if isinstance(owner, SharedRandom)]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.ground import arguments
+from booster.ground.randomness import SharedRandom
 from booster.launch import environment_world_size
 from booster.mixed_precision.policy import (
     DtypePolicy,
@@ -41,6 +42,7 @@ from booster.plugin.pipeline.layers_loaded import LayersLoaded
 from booster.plugin.pipeline.schedule import check_count, check_style
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
 from booster.plugin.tensor_parallel.plan import TPPlan, check_tp_plan
+from booster.ranks.communicate import broadcast, communication_device
 
 PipelineStyle = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 
@@ -212,6 +214,9 @@ class HybridParallelPlugin(ShardingPlugin):
         apply_tensor_parallel(model, **tensor_parallel)
         whole = list(model.state_dict())
         roots = [module] if plan is None else plan.cut(self.pipeline_rank)
+        if self.tp_size > 1:
+            for root in roots:
+                SharedRandom(bare(root), device, self._share_bytes, copy=self.data_parallel_rank)
         for root in roots:
             # What lies on other stages has stand-ins without parameters here.
             own = dataclasses.replace(
@@ -247,6 +252,13 @@ class HybridParallelPlugin(ShardingPlugin):
         )
         self._pipelines[pipeline] = None
         return pipeline
+
+    def _share_bytes(self, values: torch.Tensor) -> None:
+        """Give the bytes of the first of the ranks that divide a layer to all of them, in place."""
+        group = next(iter(self._meshes.values()))["tp"].get_group()
+        there = values.to(communication_device(values.device, group))
+        broadcast(there, 0, group)
+        values.copy_(there)
 
     @property
     def fixed_dtypes(self) -> str | None:

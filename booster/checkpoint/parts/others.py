@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from booster.checkpoint.parts.part import Collection, Found, Part, Step
 from booster.checkpoint.tensor_file import dtype_of
 from booster.checkpoint.way_back import way_back
 from booster.data import DRAWS, OWN_STATE, DataLoaderWrapper, skips
-from booster.ground.randomness import random_state, set_random_state
+from booster.ground.randomness import SharedRandom, of_torch, random_state, set_random_state, shared_random
 from booster.interface.model import ModelWrapper
 from booster.interface.scheduler import LRSchedulerWrapper, known_state
 
@@ -204,7 +205,12 @@ class Random(Part):
     of_ranks = ("random",)
 
     def collect(self, into: Collection) -> dict[str, Any]:
-        return {"random": into.alone(random_state(), f"random/{into.rank}")}
+        models = {name: [each.state for each in shared] for name, shared in self._shared().items()}
+        return {"random": into.alone({**random_state(), "models": models}, f"random/{into.rank}")}
+
+    def _shared(self) -> dict[str, list[SharedRandom]]:
+        """By the name of a model, what ranks that divide its layers draw by."""
+        return {name: shared_random(model.module) for name, model in self.objects.models.items()}
 
     def compare(self, found: Found) -> Iterator[str]:
         ranks = found.saved.tree["random"]
@@ -225,8 +231,13 @@ class Random(Part):
 
     def _hand_over(self, undo: ExitStack) -> None:
         undo.callback(set_random_state, random_state())
+        for each in chain.from_iterable(self._shared().values()):
+            undo.callback(setattr, each, "state", each.state)
         self.finish()
 
     def finish(self) -> None:
         if self._state is not None:
             set_random_state(self._state)
+            for name, shared in self._shared().items():
+                for each, state in zip(shared, self._state.get("models", {}).get(name, ()), strict=False):
+                    each.state = state if state is None else list(map(of_torch, state))
