@@ -190,7 +190,12 @@ class HybridParallelPlugin(ShardingPlugin):
         def num_holders(param: torch.Tensor) -> int:
             return max((pipeline.num_copies(param) for pipeline in pipelines), default=1)
 
-        return {"num_stages": self.pp_size, "num_holders": num_holders}
+        options = {"num_stages": self.pp_size, "num_holders": num_holders}
+        return {**options, "layer_ranks": self._layer_ranks} if self.tp_size > 1 else options
+
+    @property
+    def _layer_ranks(self) -> dist.ProcessGroup:
+        return next(iter(self._meshes.values()))["tp"].get_group()
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         mesh, model = self._mesh(device.type), bare(module)
@@ -255,9 +260,8 @@ class HybridParallelPlugin(ShardingPlugin):
 
     def _share_bytes(self, values: torch.Tensor) -> None:
         """Give the bytes of the first of the ranks that divide a layer to all of them, in place."""
-        group = next(iter(self._meshes.values()))["tp"].get_group()
-        there = values.to(communication_device(values.device, group))
-        broadcast(there, 0, group)
+        there = values.to(communication_device(values.device, self._layer_ranks))
+        broadcast(there, 0, self._layer_ranks)
         values.copy_(there)
 
     @property

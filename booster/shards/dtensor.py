@@ -14,14 +14,27 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
+from booster.ground.text import listed
 from booster.ground.torch_internals import gather_whole, own_part, own_parts, placed_unlike
 from booster.model.dtensors import around
 from booster.model.optimizer_kinds import kind_of, known, unknown
+from booster.ranks.agreement import all_names
+from booster.ranks.communicate import communication_device
 from booster.shards.base import Shards, State, StateOfParts, world_size
 from booster.tensors.trees import HALF_DTYPES
 
 _GRAD = attrgetter("grad")
 _SECOND = itemgetter(1)
+# Relative, of float32 and half gradients: the same sums in another order at most.
+_TOLERANCE = {False: 1e-3, True: 5e-2}
+_NOT_FINITE = "not finite"
+_LOOKS = 3  # steps in which gradients of whole parameters are compared among the ranks that divide layers
+PARTIAL = (
+    "the gradient of {names}, which each rank of tensor parallelism has whole, differs among these ranks: each has the terms "
+    "of its own heads or features alone, so that ranks would drift apart. In tp_plan give a module that reads what a "
+    "column-wise layer returns, as a norm of every head, 'replicated_with_grad_allreduce', and one whose output each rank "
+    "reads for its own heads, as keys that all heads share, 'replicated_with_output_grad_allreduce'"
+)
 
 
 class DTensorShards(Shards):
@@ -31,7 +44,8 @@ class DTensorShards(Shards):
     plain and DTensor parameters. Those that need whole tensors step the DTensors, with torch's error where unsupported.
 
     group: the ranks that step together. num_stages: into how many pipeline stages they are divided. num_holders: on how
-    many stages a parameter lies. Raises ValueError for an optimizer that is known as neither.
+    many stages a parameter lies. layer_ranks: those that divide layers among them, of tensor parallelism; None: no rank does.
+    Raises ValueError for an optimizer that is known as neither.
     """
 
     sharded = True
@@ -43,8 +57,11 @@ class DTensorShards(Shards):
         group: dist.ProcessGroup | None,
         num_stages: int = 1,
         num_holders: Callable[[torch.Tensor], int] = lambda param: 1,
+        layer_ranks: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(optimizer)
+        self._group, self._layer_ranks = group, layer_ranks
+        self._looks = 0 if layer_ranks is None else _LOOKS
         self._steps_parts = check_steps_parts(optimizer)
         self._ranks_of_stage = world_size(group) // num_stages
         self._num_holders = num_holders
@@ -85,6 +102,41 @@ class DTensorShards(Shards):
         own = own_part(self._params[part]).detach()
         own.copy_(part)
         part.data = own
+
+    def check_gradients(self) -> None:
+        if self._looks:
+            self._compare_whole()
+
+    def _compare_whole(self) -> None:
+        """Raise RuntimeError, on all ranks, if gradients of parameters that no rank divides differ among those that divide
+        layers."""
+        told = all_names(self._apart(), self._group)
+        if _NOT_FINITE in told:
+            return  # of a step that is skipped, most likely
+        self._looks -= 1
+        if told:
+            raise RuntimeError(PARTIAL.format(names=listed(told, 5)))
+
+    @torch.no_grad()
+    def _apart(self) -> tuple[str, ...]:
+        held = [param for group in self.optimizer.param_groups for param in group["params"]]
+        whole = [param for param in held if not isinstance(param, DTensor) or "tp" not in _dims(param)]
+        if not whole:
+            return ()
+        missing = torch.tensor([-1.0, 0.0], dtype=torch.float64)
+        found = torch.stack([missing if param.grad is None else _digest(param.grad).cpu() for param in whole])
+        known = found.where(found.isfinite(), torch.inf)  # a maximum may lose a NaN
+        ends = torch.stack([known, -known]).to(communication_device(whole[0].device, self._layer_ranks))
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._layer_ranks)
+        most, least = ends[0].cpu(), -ends[1].cpu()
+        if not (most.isfinite().all() and least.isfinite().all()):
+            return (_NOT_FINITE,)
+        norms = most[:, 0].clamp(min=0.0)
+        wide = torch.tensor([_TOLERANCE[param.dtype in HALF_DTYPES] for param in whole], dtype=torch.float64)
+        counts = torch.tensor([float(max(param.numel(), 1)) for param in whole], dtype=torch.float64).sqrt()
+        allowed = wide[:, None] * torch.stack([norms, norms * counts], dim=1) + 1e-6 * norms.max()
+        apart = ((most - least) > allowed).any(dim=1).tolist()
+        return tuple(self.name_of(param) for param, differs in zip(whole, apart, strict=True) if differs)
 
     def _lay_out(self, params: list[Any], given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
         """Put parts in the places of DTensors in `params`, each with its gradient, and note them in `given`."""
@@ -252,6 +304,17 @@ def check_own(value: Any, param: DTensor) -> None:
             f"mesh, and this rank is at {here}: it was saved on another rank. Save on every rank, in a file each, or make "
             "tensors whole with full_tensor() before saving on one"
         )
+
+
+def _dims(param: DTensor) -> tuple[str, ...]:
+    return param.device_mesh.mesh_dim_names or ()
+
+
+def _digest(grad: torch.Tensor) -> torch.Tensor:
+    """Return norm and sum of what this rank has of `grad`, float64."""
+    own = (own_part(grad) if isinstance(grad, DTensor) else grad).double()
+    own = own.coalesce().values() if own.is_sparse else own
+    return torch.stack([own.norm(), own.sum()])
 
 
 def add_up_terms(params: Iterable[Any]) -> None:

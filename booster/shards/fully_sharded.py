@@ -64,6 +64,8 @@ class FullyShardedShards(DTensorShards):
         self._left = left
 
     def check_gradients(self) -> None:
+        if self._looks:
+            self._compare_whole()
         for module in self._alive():
             self._left.take_over(module)
         if not self._unreduced:

@@ -49,6 +49,7 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
     "packed_colwise": lambda module: Colwise(num_parts=2),
     "replicate": lambda module: Region(),
     "replicated_with_grad_allreduce": lambda module: Region(partial_gradients=True),
+    "replicated_with_output_grad_allreduce": lambda module: Region(out="copy"),
     "rowwise": _rowwise,
     "rowwise_rep": lambda module: Rowwise(split_input=True),
     "rowwise_split_input": lambda module: Rowwise(split_input=True),

@@ -229,7 +229,8 @@ class Region(LocalStyle):
 
     partial_gradients: own parameters meet only a part of the tokens or heads here, so their gradients are sums over the ranks.
     into: "gather" joins the sequence of the first argument, "split" cuts it; None leaves it.
-    out: "gather" joins the sequence of the (first) output, "reduce" sums it over ranks; None leaves it.
+    out: "gather" joins the sequence of the (first) output, "reduce" sums it over ranks, "copy" sums its gradient, where each
+        rank reads it for its own heads or features; None leaves it.
     sequence_dim: the dimension of the sequence.
     divide: attributes to divide by the number of ranks.
     assign: attributes to set; None are none.
@@ -242,7 +243,7 @@ class Region(LocalStyle):
         *,
         partial_gradients: bool = False,
         into: Literal["gather", "split"] | None = None,
-        out: Literal["gather", "reduce"] | None = None,
+        out: Literal["gather", "reduce", "copy"] | None = None,
         sequence_dim: int = 1,
         divide: tuple[str, ...] = (),
         assign: Mapping[str, Any] | None = None,
@@ -253,7 +254,7 @@ class Region(LocalStyle):
             raise TypeError(arguments.refusal("assign", assign, "a dict from names of attributes to values", "None"))
         self.partial_gradients = arguments.flag("partial_gradients", partial_gradients)
         self.into = arguments.choice("into", into, (None, "gather", "split"))
-        self.out = arguments.choice("out", out, (None, "gather", "reduce"))
+        self.out = arguments.choice("out", out, (None, "gather", "reduce", "copy"))
         self.sequence_dim = _dim(sequence_dim)
         self.divide = _names("divide", divide)
         self.assign = dict(assign or {})
@@ -325,6 +326,8 @@ class Region(LocalStyle):
     def _move_out(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         if self.out == "reduce":
             return boundary.reduce(x, mesh)
+        if self.out == "copy":
+            return boundary.copy(x, mesh)
         return boundary.gather(x, mesh, self.sequence_dim, sum_gradients=False)
 
 

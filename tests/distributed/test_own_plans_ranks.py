@@ -1,0 +1,102 @@
+"""Plans of one's own for tensor parallelism: what they leave out is named, and what all heads share is right."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from booster import Booster
+from booster.plugin import HybridParallelPlugin
+
+DIM, HEADS = 8, 4
+
+
+class MultiQuery(nn.Module):
+    """Attention whose heads share keys and values; a norm of every head's queries, and a temperature of all."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp = nn.Linear(DIM, DIM)
+        self.q, self.kv, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM // HEADS), nn.Linear(DIM, DIM)
+        self.norm = nn.LayerNorm(DIM // HEADS)
+        self.temperature = nn.Parameter(torch.ones(1))
+
+    def forward(self, x, temperature=False):
+        x = x + torch.tanh(self.inp(x))
+        q = self.norm(self.q(x).unflatten(-1, (-1, DIM // HEADS))).transpose(1, 2)
+        k, v = self.kv(x).chunk(2, dim=-1)
+        q = q * self.temperature if temperature else q + 0 * self.temperature.detach()
+        heads = F.scaled_dot_product_attention(q, *(each.unsqueeze(1).expand_as(q) for each in (k, v)))
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+
+PLAN = {
+    "q": "colwise",
+    "out": "rowwise",
+    "norm": "replicated_with_grad_allreduce",
+    "kv": "replicated_with_output_grad_allreduce",
+}
+LEFT_OUT = {
+    "norm": "norm.weight, norm.bias",
+    "kv": "inp.weight, inp.bias, kv.weight, kv.bias",
+    "temperature": "temperature",
+}
+
+
+def boosted(precision, plan, **options):
+    model = MultiQuery()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    booster = Booster("cpu", precision, HybridParallelPlugin(tp_size=2, pp_size=1, tp_plan=plan, **options))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    return before, booster, model, optimizer
+
+
+def batch(number):
+    return torch.randn(2, 5, DIM, generator=torch.Generator().manual_seed(number))
+
+
+def told(rank, world_size, precision, options):
+    found = {}
+    for left in ("", "norm", "kv", "temperature"):
+        plan = {name: style for name, style in PLAN.items() if name != left}
+        _, booster, model, optimizer = boosted(precision, plan, **options)
+        try:
+            for number in range(4):
+                booster.backward(model(batch(number), left == "temperature").float().square().mean(), optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+        except RuntimeError as error:
+            found[left] = str(error).partition(", which each rank")[0].removeprefix("the gradient of ")
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_naive"])
+def test_parameters_with_the_terms_of_this_rank_s_heads_are_named_before_the_first_step(ranks2, precision):
+    assert ranks2(told, precision, {}) == [LEFT_OUT] * 2
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_they_are_named_where_data_parallel_ranks_divide_them_once_more(ranks4, zero_stage):
+    assert ranks4(told, "fp32", {"zero_stage": zero_stage}) == [LEFT_OUT] * 4
+
+
+def change(rank, world_size, precision):
+    before, booster, model, optimizer = boosted(precision, PLAN)
+    booster.backward(model(batch(0)).float().square().mean(), optimizer)
+    optimizer.step()
+    return {
+        name: (param.full_tensor() if isinstance(param, DTensor) else param).detach().float() - before[name]
+        for name, param in booster.unwrap(model).named_parameters()
+    }
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_keys_and_values_that_all_heads_share_step_as_in_one_process(ranks2, precision):
+    model = MultiQuery()
+    model(batch(0)).square().mean().backward()
+    for found in ranks2(change, precision):
+        for name, param in model.named_parameters():
+            right = torch.zeros_like(param) if param.grad is None else -param.grad
+            assert (found[name] - right).norm() <= (1e-5 if precision == "fp32" else 0.2) * right.norm() + 1e-7, name
