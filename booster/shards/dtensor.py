@@ -121,13 +121,14 @@ class DTensorShards(Shards):
     def _apart(self) -> tuple[str, ...]:
         held = [param for group in self.optimizer.param_groups for param in group["params"]]
         whole = [param for param in held if not isinstance(param, DTensor) or "tp" not in _dims(param)]
-        if not whole:
+        ranks = self._layer_ranks
+        if not whole or ranks is None:
             return ()
         missing = torch.tensor([-1.0, 0.0], dtype=torch.float64)
         found = torch.stack([missing if param.grad is None else _digest(param.grad).cpu() for param in whole])
         known = found.where(found.isfinite(), torch.inf)  # a maximum may lose a NaN
-        ends = torch.stack([known, -known]).to(communication_device(whole[0].device, self._layer_ranks))
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._layer_ranks)
+        ends = torch.stack([known, -known]).to(communication_device(whole[0].device, ranks))
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=ranks)
         most, least = ends[0].cpu(), -ends[1].cpu()
         if not (most.isfinite().all() and least.isfinite().all()):
             return (_NOT_FINITE,)
