@@ -22,6 +22,7 @@ NAMES = [
     "packed_colwise",
     "replicate",
     "replicated_with_grad_allreduce",
+    "replicated_with_output_grad_allreduce",
     "rowwise",
     "rowwise_rep",
     "rowwise_split_input",
