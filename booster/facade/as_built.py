@@ -16,6 +16,7 @@ from booster.mixed_precision.keep_fp32 import Float32Forward
 from booster.model.modules import bare
 from booster.model.params import Done, set_tensors
 from booster.tensors.trees import HALF_DTYPES
+from booster.tensors.weak import WeakForward
 
 
 class AsBuilt:
@@ -88,7 +89,7 @@ class AsBuilt:
         for name, child in bare(model).named_modules():
             own = self._forwards.get(name)
             chain = _chain(child.__dict__.get("forward"), own) or []
-            placed = [each for each in chain if not isinstance(each, Float32Forward)]
+            placed = [each for each in chain if not isinstance(each, (Float32Forward, WeakForward))]
             if placed:
                 around[name] = placed
             if chain:

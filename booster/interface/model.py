@@ -23,8 +23,9 @@ from booster.interface.transparent import TransparentModule
 from booster.model.dtensors import is_dtensor, is_part
 from booster.model.fast_path import fast_path_off
 from booster.model.modules import bare, wait_for_weights
-from booster.tensors.cast_regions import both, cast_floats, region
+from booster.tensors.cast_regions import both, cast_floats, cast_inputs, region
 from booster.tensors.trees import HALF_DTYPES, tensors
+from booster.tensors.weak import plain
 
 
 class ForwardPrecision(Protocol):
@@ -66,7 +67,8 @@ class PrecisionModule(TransparentModule):
     _precision: ForwardPrecision
     _input_dtype: torch.dtype | None
     _output_dtype: torch.dtype | None
-    _cast = staticmethod(cast_floats)  # what becomes of inputs and outputs
+    _cast = staticmethod(cast_floats)  # what becomes of outputs
+    _cast_in = staticmethod(cast_inputs)  # and of inputs
     _tape: Tape | None = None
     _raw_calls: RawCalls | None = None
     _passed_over = False  # by a path of torch's own, which reads weights; see `model.fast_path`
@@ -92,7 +94,8 @@ class PrecisionModule(TransparentModule):
             _refuse_trace()
         wanted = self._input_dtype
         if wanted is not None:  # outside of the region, whose function modes would see it
-            args, kwargs = self._cast(args, wanted), (self._cast(kwargs, wanted) if kwargs else kwargs)
+            cast = self._cast if wanted is torch.float32 else self._cast_in
+            args, kwargs = cast(args, wanted), (cast(kwargs, wanted) if kwargs else kwargs)
         try:
             with region(self._off_path if self._passed_over else self._precision.forward_context):
                 output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
@@ -111,7 +114,7 @@ class PrecisionModule(TransparentModule):
 
     def cast_inputs(self, tree: Any) -> Any:
         """Inputs of the model, in whatever containers, as the precision wants them."""
-        return self._cast(tree, self._input_dtype)
+        return self._cast_in(tree, self._input_dtype)
 
     def cast_outputs(self, tree: Any) -> Any:
         """Outputs of the model, likewise."""
@@ -167,7 +170,7 @@ class PrecisionModule(TransparentModule):
                 f"model.{name}() returned tensors with gradients, but {type(self.module).__name__} synchronises only "
                 "what goes through forward. Compute the loss in forward, or call the method under torch.no_grad()"
             )
-        return self.cast_outputs(output)
+        return self.cast_outputs(plain(output))
 
 
 def _refuse_trace() -> None:

@@ -15,7 +15,7 @@ from booster.ground.text import listed
 from booster.masters.options import MasterOptions
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.half_products import HalfProducts
-from booster.mixed_precision.keep_fp32 import KeptModules, compute_in_fp32
+from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules, compute_in_fp32
 from booster.mixed_precision.new_tensors import NewTensors
 from booster.mixed_precision.policy import DtypePolicy, Placement, half_policy
 from booster.model.meta import arrive
@@ -32,6 +32,8 @@ class HalfPrecision(MixedPrecision):
 
     half_products: HalfProducts
     _cache_enabled = True  # of autocast
+    _half_buffers: tuple[KeepFP32, ...] = ()
+    _fp32_buffers: tuple[KeepFP32, ...] = ()
     _new_tensors: torch.dtype | None = None  # dtype of those that a forward makes without saying which
 
     @property
@@ -61,8 +63,16 @@ class HalfPrecision(MixedPrecision):
         policy = super().policy_for(model)
         if policy.param is None:
             return policy
-        half = half_policy(model, policy.param, keep_fp32=self._keep_fp32, output=policy.output)
-        return dataclasses.replace(policy, keep_fp32=half.keep_fp32, store=self._store)
+        half = half_policy(
+            model,
+            policy.param,
+            keep_fp32=self._keep_fp32,
+            output=policy.output,
+            half_buffers=self._half_buffers,
+            fp32_buffers=self._fp32_buffers,
+        )
+        named = {field: getattr(half, field) for field in ("keep_fp32", "half_buffers", "fp32_buffers")}
+        return dataclasses.replace(policy, store=self._store, **named)
 
     def check(self, model: nn.Module) -> None:
         if self.policy.compute is None:

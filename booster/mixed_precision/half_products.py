@@ -30,6 +30,7 @@ from booster.mixed_precision.engine import run_engine
 from booster.mixed_precision.kept_operands import KeptOperands, WideOperand
 from booster.tensors.cast_regions import CastMode
 from booster.tensors.trees import HALF_DTYPES
+from booster.tensors.weak import settled
 
 Choice = Literal["auto", "native", "float32"]
 CHOICES: tuple[Choice, ...] = ("auto", "native", "float32")
@@ -192,6 +193,8 @@ class WideProducts(CastMode):
             if func is torch.autograd.backward and self.enabled:
                 return self._backward(func, args, kwargs)
             return func(*args, **kwargs)
+        if types:  # before what it decides by dtypes, as weak tensors come to their own rule last
+            args, kwargs = settled(func, args, kwargs)
         kind, cast, instead = product
         if func is F.multi_head_attention_forward:
             with self:  # in its body, which hands all of it to the mode otherwise

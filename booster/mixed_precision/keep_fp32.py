@@ -5,13 +5,10 @@ Modules of a model that begin to compute in float32 during the run, because they
 
 from __future__ import annotations
 
-import functools
 import math
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from torch import nn
 
 from booster.ground import arguments
 from booster.ground.shares import exact
+from booster.ground.text import listed
 from booster.ground.torch_internals import BatchNorm
 from booster.mixed_precision.new_tensors import NewTensors
 from booster.model.blocks import repeated_blocks
@@ -26,6 +24,7 @@ from booster.model.modules import matcher, parents
 from booster.model.tied import places_of
 from booster.tensors.cast_regions import cast_floats, disabled
 from booster.tensors.trees import HALF_DTYPES
+from booster.tensors.weak import InPlaceOfForward, plain, weakly
 
 _MARK = "booster_keep_fp32"
 
@@ -149,39 +148,33 @@ def normalise_keep_fp32(
     return entries
 
 
-class Float32Forward:
+class Float32Forward(InPlaceOfForward):
     """The forward of one module, in float32: floating inputs cast up, autocast off until it returns.
 
     device_type: where autocast may be on; None where it never is. output_dtype: what floating outputs are cast to, for a
-    module amid half-precision ones; None leaves them in float32, as autocast wants.
+    module amid half-precision ones; None leaves them in float32, as autocast wants. weakly: they are float32 that is rounded to
+    `output_dtype` where it meets such, and stays what it is where the model returns it; see `tensors/weak.py`.
 
     A BatchNorm amid half-precision modules is given its half inputs as they are: torch's own reads them beside float32
     parameters, computes in float32 and rounds its output once, without two copies of all activations.
 
     It takes the place of the module's `forward`, and not of hooks around it: an exception or interrupt then cannot leave
-    autocast off, and torch.compile traces it. The module, whose attribute it is, is held weakly.
+    autocast off, and torch.compile traces it.
     """
 
     def __init__(
-        self, forward: Callable[..., Any], device_type: str | None, output_dtype: torch.dtype | None = None
+        self,
+        forward: Callable[..., Any],
+        device_type: str | None,
+        output_dtype: torch.dtype | None = None,
+        *,
+        weakly: bool = False,
     ) -> None:
-        self.__dict__.update(getattr(forward, "__dict__", {}))
-        names = (name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(forward, name))
-        self.__dict__.update({name: getattr(forward, name) for name in names})
-        self._module: Any = None
-        self._function: Callable[..., Any] = forward
-        if isinstance(forward, MethodType) and isinstance(forward.__self__, nn.Module):
-            self._module, self._function = weakref.ref(forward.__self__), forward.__func__
+        super().__init__(forward)
         self._device_type = device_type
         self._output_dtype = output_dtype
+        self._weakly = weakly
         self._takes_halves = output_dtype in HALF_DTYPES and _normalises_halves(forward)
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """What it takes the place of."""
-        return self._function if self._module is None else MethodType(self._function, self._module())
-
-    __wrapped__ = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = None if self._module is None else self._module()
@@ -189,16 +182,13 @@ class Float32Forward:
             return cast_floats(self._function(module, *args, **kwargs), self._output_dtype)
         autocast_off = torch.autocast(self._device_type, enabled=False) if self._device_type else nullcontext()
         with autocast_off, disabled(NewTensors):
+            if self._weakly:
+                args, kwargs = plain(args), plain(kwargs)
             args, kwargs = cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32)
             output = self._function(*args, **kwargs) if module is None else self._function(module, *args, **kwargs)
+        if self._weakly and self._output_dtype is not None:
+            return weakly(output, self._output_dtype)
         return cast_floats(output, self._output_dtype)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_module": None if self._module is None else self._module()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        module = state["_module"]
-        self.__dict__.update(state, _module=None if module is None else weakref.ref(module))
 
 
 def _normalises_halves(forward: Callable[..., Any]) -> bool:
@@ -212,13 +202,15 @@ def _normalises_halves(forward: Callable[..., Any]) -> bool:
     return getattr(forward, "__func__", None) is BatchNorm.forward
 
 
-def compute_in_fp32(module: nn.Module, device_type: str | None, output_dtype: torch.dtype | None = None) -> None:
+def compute_in_fp32(
+    module: nn.Module, device_type: str | None, output_dtype: torch.dtype | None = None, *, weakly: bool = False
+) -> None:
     """Make `module` compute in float32, in place; the arguments are those of `Float32Forward`.
 
     Doing it again replaces what was said the first time, it does not add to it.
     """
     forward = module.forward.forward if isinstance(module.forward, Float32Forward) else module.forward
-    module.forward = Float32Forward(forward, device_type, output_dtype)
+    module.forward = Float32Forward(forward, device_type, output_dtype, weakly=weakly)
 
 
 def compute_as_before(module: nn.Module) -> None:
@@ -242,6 +234,60 @@ def set_fp32_attr_to_module(module: nn.Module) -> None:
 def is_marked(name: str, module: nn.Module) -> bool:
     """A predicate for `keep_fp32`: modules that `set_fp32_attr_to_module` marked."""
     return getattr(module, _MARK, False)
+
+
+def asked_for(model: nn.Module, dtype: torch.dtype) -> Callable[[str, nn.Module], bool]:
+    """A predicate for `keep_fp32`: modules that classes of transformers list as float32 in a model of `dtype`.
+
+    That is `_keep_in_fp32_modules` in float16, and `_keep_in_fp32_modules_strict` in both. A name there is part of the name of
+    a module, or that of a parameter of one without children, which then is kept as a whole.
+    """
+    lists = ["_keep_in_fp32_modules_strict"] + ["_keep_in_fp32_modules"] * (dtype == torch.float16)
+    wished = {
+        tuple(entry.split("."))
+        for module in model.modules()
+        for attribute in lists
+        for entry in getattr(module, attribute, None) or ()
+        if isinstance(entry, str)
+    }
+
+    def selects(name: str, module: nn.Module) -> bool:
+        parts = tuple(name.split("."))
+        if any(parts[-len(each) :] == each for each in wished):
+            return True
+        is_leaf = next(module.children(), None) is None
+        return is_leaf and any(
+            (*parts, own)[-len(each) :] == each
+            for own, param in module._parameters.items()
+            if param is not None
+            for each in wished
+        )
+
+    return selects
+
+
+def selected_buffers(model: nn.Module, entries: KeepFP32 | Iterable[KeepFP32], option: str) -> frozenset[str]:
+    """Return the names of the float buffers of `model` that `entries` select: by name, or with the module that holds them.
+
+    option: what the argument is called, for messages. Raises ValueError for a name or type that selects none.
+    """
+    floats = [name for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_floating_point()]
+    found: set[str] = set()
+    for entry in normalise_keep_fp32(entries, option):
+        if isinstance(entry, (Blocks, Ends)):
+            modules = set(entry.names_in(model))
+        else:
+            selects = _selects(entry)
+            modules = {name for name, module in model.named_modules() if selects(name, module)}
+        matches = matcher(entry) if isinstance(entry, str) else modules.__contains__
+        chosen = {name for name in floats if matches(name) or "" in modules or not modules.isdisjoint(parents(name))}
+        if not chosen and isinstance(entry, (str, type)):
+            raise ValueError(
+                f"{option}={entry!r} selects no float buffer of {type(model).__name__}, which has "
+                f"{listed(floats) if floats else 'none'}"
+            )
+        found |= chosen
+    return frozenset(found)
 
 
 def is_batch_norm(name: str, module: nn.Module) -> bool:

@@ -46,6 +46,9 @@ class NaiveMixedPrecision(HalfPrecision):
     default_dtype: tensors that forward makes without saying in which dtype, as by `torch.zeros`, are `dtype` too, and not
         float32, which half weights do not multiply with.
     states: how optimizer states are kept: "fp32" as they are, "bf16" in 2 bytes an element, "8bit" in 1.0625.
+    half_buffers: float buffers stored in half like weights, by their name or by modules that hold them, as in keep_fp32. Others
+        stay as they were registered, and do not widen halves.
+    fp32_buffers: float buffers that make float32 of halves that they meet, as torch has it; likewise.
 
     A model that arrives in float32 lends its weights to the masters before it is cast; one in half gives what it has.
     """
@@ -65,6 +68,8 @@ class NaiveMixedPrecision(HalfPrecision):
         sdpa_fp32: bool | Literal["auto"] = "auto",
         default_dtype: bool = False,
         states: States = "fp32",
+        half_buffers: KeepFP32 | Iterable[KeepFP32] = (),
+        fp32_buffers: KeepFP32 | Iterable[KeepFP32] = (),
     ) -> None:
         arguments.flag("output_to_fp32", output_to_fp32)
         count_zeros = arguments.flag("log_num_zeros_in_grad", log_num_zeros_in_grad)
@@ -72,6 +77,8 @@ class NaiveMixedPrecision(HalfPrecision):
         verbose = arguments.flag("verbose", verbose)
         self._update_on_masters = functools.partial(choose_master_update, count_zeros=count_zeros, verbose=verbose)
         self._keep_fp32 = normalise_keep_fp32(keep_fp32)
+        self._half_buffers = normalise_keep_fp32(half_buffers, "half_buffers")
+        self._fp32_buffers = normalise_keep_fp32(fp32_buffers, "fp32_buffers")
         self._sync_buffer = arguments.flag("sync_buffer", sync_buffer)
         self.kept = MasterOptions(master_weights=master_weights, rounding=rounding, states=states)
         arguments.flag("default_dtype", default_dtype)
@@ -140,6 +147,9 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
     default_dtype: tensors that forward makes without saying in which dtype, as by `torch.zeros`, are float16 too, and not
         float32, which half weights do not multiply with.
     states: how optimizer states are kept: "fp32" as they are, "bf16" in 2 bytes an element, "8bit" in 1.0625.
+    half_buffers: float buffers stored in half like weights, by their name or by modules that hold them, as in keep_fp32. Others
+        stay as they were registered, and do not widen halves.
+    fp32_buffers: float buffers that make float32 of halves that they meet, as torch has it; likewise.
     scale: a `LossScaler` in place of the options of the scale; every boosted optimizer gets a copy of it. None makes one.
     """
 
@@ -167,6 +177,8 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
         default_dtype: bool = False,
         *,
         states: States = "fp32",
+        half_buffers: KeepFP32 | Iterable[KeepFP32] = (),
+        fp32_buffers: KeepFP32 | Iterable[KeepFP32] = (),
         scale: LossScaler | None = None,
     ) -> None:
         super().__init__(
@@ -181,6 +193,8 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
             sdpa_fp32=sdpa_fp32,
             default_dtype=default_dtype,
             states=states,
+            half_buffers=half_buffers,
+            fp32_buffers=fp32_buffers,
         )
         arguments.flag("dynamic_grad_scale", dynamic_grad_scale)
         options: dict[str, Any] = {
@@ -221,6 +235,9 @@ class BF16NaiveMixedPrecision(NaiveMixedPrecision):
     default_dtype: tensors that forward makes without saying in which dtype, as by `torch.zeros`, are bfloat16 too, and not
         float32, which half weights do not multiply with.
     states: how optimizer states are kept: "fp32" as they are, "bf16" in 2 bytes an element, "8bit" in 1.0625.
+    half_buffers: float buffers stored in half like weights, by their name or by modules that hold them, as in keep_fp32. Others
+        stay as they were registered, and do not widen halves.
+    fp32_buffers: float buffers that make float32 of halves that they meet, as torch has it; likewise.
     """
 
     dtype = torch.bfloat16

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,22 +15,27 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.ground import arguments
+from booster.ground.text import listed
 from booster.interface.model import Choice
 from booster.mixed_precision.keep_fp32 import (
     Float32Forward,
     KeepFP32,
     KeptModules,
+    asked_for,
     check_untied,
     compute_in_fp32,
     is_batch_norm,
     is_marked,
     normalise_keep_fp32,
+    selected_buffers,
 )
 from booster.mixed_precision.products import product_modules
 from booster.model.modules import bare, parents
 from booster.model.params import Done, set_tensors
 from booster.model.tied import places_of
 from booster.shards import Shards
+from booster.tensors.trees import HALF_DTYPES
+from booster.tensors.weak import read_plainly, read_weakly
 from booster.update.outcome import StepListener
 
 
@@ -51,6 +55,10 @@ class DtypePolicy:
     keep_fp32: names of modules that keep float32 parameters and compute in float32.
     release: gradients are used within backward, each as soon as it is complete on all ranks, and freed, so that a plugin must
     not keep them, or memory for them.
+    half_buffers: names of float buffers that are stored in `param` like parameters; None: all. Others stay in the dtype that
+    they were registered in, and those of float32 do not widen halves that they meet, see `tensors/weak.py`; None also has kept
+    modules return halves.
+    fp32_buffers: names of float buffers that torch sees as they are, so that they do widen them.
     fp8_weights: names of modules whose `weight` nothing reads but products that round it to e4m3 under one float32 scale of the
     whole. A plugin that shards weights gathers these as e4m3, so that the products read the same numbers. Where nothing is
     gathered it changes nothing.
@@ -65,6 +73,8 @@ class DtypePolicy:
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
     keep_fp32: frozenset[str] = frozenset()
+    half_buffers: frozenset[str] | None = frozenset()
+    fp32_buffers: frozenset[str] = frozenset()
     release: bool = False
     fp8_weights: frozenset[str] = frozenset()
 
@@ -83,10 +93,12 @@ class DtypePolicy:
                 f"gather={given} is not what is computed in, so weights would be rounded; choose {legal}, or None"
             )
         arguments.flag("release", self.release)
-        for field in ("keep_fp32", "fp8_weights"):
+        for field in ("keep_fp32", "half_buffers", "fp32_buffers", "fp8_weights"):
             names = getattr(self, field)
+            if names is None and field == "half_buffers":
+                continue
             if not isinstance(names, (set, frozenset)) or not all(isinstance(name, str) for name in names):
-                raise TypeError(arguments.refusal(field, names, "a frozenset of names of modules"))
+                raise TypeError(arguments.refusal(field, names, "a frozenset of names"))
 
 
 def half_policy(
@@ -95,10 +107,14 @@ def half_policy(
     *,
     keep_fp32: KeepFP32 | Iterable[KeepFP32] = is_batch_norm,
     output: torch.dtype | None = torch.float32,
+    half_buffers: KeepFP32 | Iterable[KeepFP32] = (),
+    fp32_buffers: KeepFP32 | Iterable[KeepFP32] = (),
 ) -> DtypePolicy:
     """The policy of a `model` whose parameters, activations and gradients are `dtype`, but for those kept in float32.
 
-    Kept are those that `keep_fp32` selects (see `KeptModules`) and those that `set_fp32_attr_to_module` marked.
+    Kept are those that `keep_fp32` selects (see `KeptModules`), those that `set_fp32_attr_to_module` marked, and those that
+    the model's own class asks for, see `asked_for`.
+    half_buffers, fp32_buffers: see `DtypePolicy`; selected by the name of the buffer, or as modules that hold them.
     output: see `DtypePolicy`. `model` is not changed: give it and the policy to `cast_parameters`, or to a plugin's
     `place`. Inputs are for the caller to cast: `casting.cast_floats(args, dtype)`, or `ModelWrapper(input_dtype=dtype)`.
 
@@ -110,17 +126,24 @@ def half_policy(
             f"the whole {type(model).__name__} is marked by set_fp32_attr_to_module, so nothing of it would run in {dtype}; "
             "mark submodules, or train in fp32"
         )
-    names = KeptModules(model, (*normalise_keep_fp32(keep_fp32), is_marked)).names
+    wish = asked_for(model, dtype)
+    names = KeptModules(model, (*normalise_keep_fp32(keep_fp32), is_marked, wish)).names
     check_untied(model, names)
-    return DtypePolicy(param=dtype, output=output, keep_fp32=names)
+    stored = selected_buffers(model, half_buffers, "half_buffers")
+    seen = selected_buffers(model, fp32_buffers, "fp32_buffers")
+    if stored & seen:
+        raise ValueError(
+            f"half_buffers and fp32_buffers both select {listed(sorted(stored & seen))}; name it in one of them"
+        )
+    return DtypePolicy(param=dtype, output=output, keep_fp32=names, half_buffers=stored, fp32_buffers=seen)
 
 
 def cast_parameters(module: nn.Module, policy: DtypePolicy) -> nn.Module:
-    """Cast floating parameters and buffers of `module` to the dtype in which `policy` stores them, in place.
+    """Cast floating parameters of `module`, and buffers of `policy.half_buffers`, to the dtype in which `policy` stores them.
 
-    Those of `policy.keep_fp32` become float32 without a detour through half, and these modules compute in float32
-    from now on, see `install_keep_fp32`. Integer and complex tensors stay. Gradients are cast along. Does nothing where the
-    policy names no dtype. Returns `module`.
+    In place. Other buffers stay as they were registered. What modules of `policy.keep_fp32` hold becomes float32 without a
+    detour through half, and these modules compute in float32 from now on, see `install_keep_fp32`. Integer and complex tensors
+    stay. Gradients are cast along. Does nothing where the policy names no dtype. Returns `module`.
     """
     if policy.store is None and policy.param is None:
         return module
@@ -138,16 +161,16 @@ def store_parameters(module: nn.Module, policy: DtypePolicy) -> None:
     if dtype is None:
         return
     inner = bare(module)
-    kept = {
-        id(tensor): tensor  # held, so that no other tensor gets its id meanwhile
-        for name in policy.keep_fp32
-        for tensor in _tensors(inner.get_submodule(name))
+    to: dict[int, tuple[torch.Tensor, torch.dtype]] = {  # with the tensor, so that no other gets its id meanwhile
+        id(tensor): (tensor, dtype) for tensor in (*_parameters(inner), *half_buffers(inner, policy))
     }
+    for name in policy.keep_fp32:
+        kept = inner.get_submodule(name)
+        to |= {id(tensor): (tensor, torch.float32) for tensor in (*_parameters(kept), *kept.buffers())}
 
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        return tensor.to(torch.float32 if id(tensor) in kept else dtype)
+    def cast(tensor: torch.Tensor) -> torch.Tensor:  # also of what is neither, such as the states of a metric
+        known = to.get(id(tensor))
+        return tensor if known is None or not tensor.is_floating_point() else tensor.to(known[1])
 
     module._apply(cast)
 
@@ -158,23 +181,59 @@ def cast_placed(module: nn.Module, policy: DtypePolicy) -> None:
     if dtype is None:
         return
     done: Done = {}
+    halves = {id(buffer) for buffer in half_buffers(bare(module), policy)}
     for name, child in bare(module).named_modules():
         kept = not policy.keep_fp32.isdisjoint((name, *parents(name)))
-        set_tensors(child, partial(_cast_to, torch.float32 if kept else dtype), done)
 
+        def cast(own: str, tensor: torch.Tensor, kept: bool = kept) -> torch.Tensor:
+            if not kept and not isinstance(tensor, nn.Parameter) and id(tensor) not in halves:
+                return tensor
+            return tensor.detach().to(torch.float32 if kept else dtype)
 
-def _cast_to(dtype: torch.dtype, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to(dtype)
+        set_tensors(child, cast, done)
 
 
 def install_keep_fp32(module: nn.Module, policy: DtypePolicy) -> None:
-    """Make the modules of `module` that `policy` keeps in float32 take inputs in it and return `policy.param`, in place.
+    """Make the modules of `module` that `policy` keeps in float32 take inputs in it, and float buffers be read, in place.
 
-    For plugins that cast parameters themselves; `cast_parameters` does it too. Repeating it changes nothing.
+    What they return, and float buffers of other modules, are float32 and do not widen the halves that they meet, see
+    `weak.Weak`. For plugins that cast parameters themselves; `cast_parameters` does it too. Repeating it changes nothing.
     """
     inner = bare(module)
+    half, weakly = policy.param, reads_weakly(policy)
+    read_plainly(inner)
     for name in policy.keep_fp32:
-        compute_in_fp32(inner.get_submodule(name), None, policy.param)
+        compute_in_fp32(inner.get_submodule(name), None, half, weakly=weakly)
+    if half is not None and weakly:
+        read_weakly(inner, half, weak_buffers(inner, policy), returns=bool(policy.keep_fp32))
+
+
+def reads_weakly(policy: DtypePolicy) -> bool:
+    """Whether float32 numbers amid the half weights of `policy` leave those as they are."""
+    return policy.param in HALF_DTYPES and policy.half_buffers is not None
+
+
+def weak_buffers(model: nn.Module, policy: DtypePolicy) -> list[str]:
+    """Return the names of the float buffers of `model` that are stored as registered, and read by `weak.Weak`."""
+    if not reads_weakly(policy):
+        return []
+    other = (policy.half_buffers or frozenset()) | policy.fp32_buffers
+    return [
+        name
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if buffer.dtype in (torch.float32, torch.float64)
+        and name not in other
+        and policy.keep_fp32.isdisjoint(parents(name))
+    ]
+
+
+def half_buffers(model: nn.Module, policy: DtypePolicy) -> list[torch.Tensor]:
+    """Return the float buffers of `model` that `policy` stores as it stores parameters."""
+    return [
+        buffer
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if buffer.is_floating_point() and (policy.half_buffers is None or name in policy.half_buffers)
+    ]
 
 
 def gathered_modules(model: nn.Module, policy: DtypePolicy) -> frozenset[str]:
@@ -207,8 +266,7 @@ def dtypes_read(model: nn.Module, half: torch.dtype | None, *, weights: bool) ->
     return found
 
 
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.buffers()
+def _parameters(module: nn.Module) -> Iterator[torch.Tensor]:
     for param in module.parameters():
         yield param
         if param.grad is not None:

@@ -224,9 +224,10 @@ class HybridParallelPlugin(ShardingPlugin):
                 SharedRandom(bare(root), device, self._share_bytes, copy=self.data_parallel_rank)
         for root in roots:
             # What lies on other stages has stand-ins without parameters here.
+            kept = policy.keep_fp32 if plan is None else _with_parameters(root, policy.keep_fp32)
             own = dataclasses.replace(
                 policy,
-                keep_fp32=frozenset(_with_parameters(root, policy.keep_fp32)),
+                keep_fp32=frozenset(kept),
                 fp8_weights=frozenset(_with_parameters(root, policy.fp8_weights)),
             )
             if not shards:

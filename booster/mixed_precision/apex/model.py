@@ -23,6 +23,8 @@ class ApexModel(ModelWrapper):
     def _cast(tree: Any, dtype: torch.dtype | None) -> Any:  # type: ignore[override]
         return tree if dtype is None else _cast(tree, dtype)
 
+    _cast_in = _cast
+
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
     return cast_floats(tree, dtype, float64=True, instead=partial(_cast_object, dtype=dtype))

@@ -122,7 +122,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         half = torch.float16 if self.options.patch_torch_functions else dtype
         self.half_products = HalfProducts(half)
         output = cast_model_outputs or (torch.float32 if dtype is not None else None)
-        self.policy = DtypePolicy(param=dtype, output=output)
+        self.policy = DtypePolicy(param=dtype, output=output, half_buffers=None)  # as apex casts
         if verbosity > 0 and (not dist.is_initialized() or dist.get_rank() == 0):
             _logger.info(self.options.report())
         warn_of_static_scale(self.options)

@@ -37,7 +37,14 @@ from booster.ground.torch_internals import (
     settle_dtypes,
     shards_integers,
 )
-from booster.mixed_precision.policy import DtypePolicy, gathered_modules, install_keep_fp32
+from booster.mixed_precision.policy import (
+    DtypePolicy,
+    gathered_modules,
+    half_buffers,
+    install_keep_fp32,
+    reads_weakly,
+    weak_buffers,
+)
 from booster.model.dtensors import around
 from booster.model.meta import check_meta, materialise
 from booster.model.modules import LinearStandIn, bare
@@ -49,6 +56,7 @@ from booster.shards.dtensor import check_own
 from booster.shards.fp8_gather import FP8Gather, WeightScales
 from booster.shards.fully_sharded import LeftGathered, forget_scales, recover, reshard
 from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
+from booster.tensors.weak import settle_inputs
 
 Synchronise = Callable[[Iterable[torch.Tensor]], None]
 ShardPlacement = Callable[[nn.Parameter], Shard | None]
@@ -86,8 +94,9 @@ def shard_module(
     parameters between passes; None where no user comes between them.
 
     Dtypes: shards are `policy.store`, or, where that is None and `policy.param` is given, float32 for whatever trains;
-    gathered parameters and buffers are `policy.param`; modules of `policy.keep_fp32` are float32 throughout, see
-    `policy.install_keep_fp32`. Nothing is cast at the boundary of the module: that is for the caller, as `ModelWrapper` does.
+    gathered parameters, and buffers of `policy.half_buffers`, are `policy.param`; modules of `policy.keep_fp32` are float32
+    throughout, see `policy.install_keep_fp32`. Nothing is cast at the boundary of the module: that is for the caller, as
+    `ModelWrapper` does.
 
     Raises ValueError, before anything is changed, for parameters that cannot be sharded, those of integers before torch 2.13
     among them, or have no values, or have hooks, or get sparse gradients; RuntimeError if a module is sharded already.
@@ -144,6 +153,7 @@ def shard_module(
     memo: dict[int, torch.Tensor] = {}
     held: list[torch.Tensor] = []  # keeps ids in `memo` from being used again
     unused = UnusedParameters(model, mesh, device)
+    weakly = reads_weakly(policy) and bool(policy.keep_fp32 or weak_buffers(model, policy))
     for group in groups:
         # One group at a time, so that no more than one is whole on the device.
         materialise(group.members, device)
@@ -165,8 +175,12 @@ def shard_module(
         unused.after_sharding(group.modules)
         for child in group.modules:
             run_hooks_outside_modes(child)
+            if weakly and not group.pinned and child is not model:
+                # fully_shard hands on inputs as new tensors, which are not weak any more.
+                child.register_forward_pre_hook(settle_inputs(policy.param), with_kwargs=True, prepend=True)  # type: ignore[arg-type]
         if len(group.modules) == 1:  # several are leaves, which return tensors
             see_all_outputs(group.modules[0], tensors)
+    _cast_buffers(model, policy)
     install_keep_fp32(model, policy)
     model.register_load_state_dict_pre_hook(ShardLoaded(policy))
     model.register_forward_pre_hook(_AdmitUnfrozen(model))
@@ -266,11 +280,9 @@ def change_dtypes(
         dtype_of=lambda param, pinned: param.dtype,
         gathered=gathered_modules(model, policy),
     )
-    memo: dict[int, torch.Tensor] = {}
-    held: list[torch.Tensor] = []
     for group in groups:
-        _cast_buffers(group, policy, memo, held)
         set_dtypes(group.modules[0], _mixed_precision(policy, group, reduce_dtype))
+    _cast_buffers(model, policy)
     install_keep_fp32(model, policy)
     follow_policy(model, policy)
     _hand_over(model, policy.fp8_weights, [group.modules[0] for group in groups])  # layers are others now
@@ -396,19 +408,23 @@ def _cast(group: Group, policy: DtypePolicy, memo: dict[int, torch.Tensor], held
                 memo[id(param)] = param if cast_param is None else nn.Parameter(cast_param, param.requires_grad)
                 held.append(param)
             module._parameters[name] = cast(nn.Parameter, memo[id(param)])
-    _cast_buffers(group, policy, memo, held)
 
 
-def _cast_buffers(group: Group, policy: DtypePolicy, memo: dict[int, torch.Tensor], held: list[torch.Tensor]) -> None:
-    buffer_dtype = torch.float32 if group.pinned else policy.param or policy.store
-    for module in group.members:
+def _cast_buffers(model: nn.Module, policy: DtypePolicy) -> None:
+    """Cast the buffers of `model` that `policy` does not leave as they were registered; tied ones stay tied."""
+    half = policy.param or policy.store
+    if half is None:
+        return
+    to = {id(buffer): half for buffer in half_buffers(model, policy)}
+    for name in policy.keep_fp32:
+        to |= {
+            id(buffer): torch.float32 for buffer in model.get_submodule(name).buffers() if buffer.is_floating_point()
+        }
+    known = {id(buffer): buffer for buffer in model.buffers()}  # held, so that no other gets its id meanwhile
+    made = {own: known[own].to(dtype) for own, dtype in to.items()}
+    for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is None or buffer_dtype is None or not buffer.is_floating_point():
-                continue
-            if id(buffer) not in memo:
-                memo[id(buffer)] = buffer.to(buffer_dtype)
-                held.append(buffer)
-            module._buffers[name] = memo[id(buffer)]
+            module._buffers[name] = made.get(id(buffer), buffer)
 
 
 def _tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from booster.plugin.pipeline.skeleton import Skeleton, is_fake
 from booster.plugin.pipeline.split import Split
 from booster.tensors.micro_batch import MicroBatch
 from booster.tensors.trees import leaves as leaves_of
+from booster.tensors.weak import plain
 
 
 class Stage:
@@ -141,8 +142,8 @@ class Stage:
         received = self._received.get(self.current, ())
         values = tuple(
             # A tensor of its own: one that only passes through is a leaf here, and would be detached after backward.
-            (leaves[leaf] if relay is None else received[relay].clone()).contiguous()
-            for leaf, relay in zip(boundary.positions, boundary.relays, strict=True)
+            (plain(leaves[leaf], spec.dtype) if relay is None else received[relay].clone()).contiguous()
+            for leaf, relay, spec in zip(boundary.positions, boundary.relays, boundary.specs, strict=True)
         )
         for number, (value, spec) in enumerate(zip(values, boundary.specs, strict=True)):
             if is_fake(value) or value.dtype != spec.dtype:
