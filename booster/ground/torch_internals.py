@@ -155,6 +155,11 @@ def with_function_modes() -> AbstractContextManager[Any]:
     return torch._C._EnableTorchFunction()
 
 
+def of_class(kind: type[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, detached, as one of `kind` that is no view, where `as_subclass` returns a view."""
+    return torch.Tensor._make_subclass(kind, tensor)
+
+
 def without_subclasses() -> AbstractContextManager[Any]:
     """Return a context in which torch functions go to no subclass's `__torch_function__`, but to modes."""
     return torch._C.DisableTorchFunctionSubclass()
@@ -867,6 +872,7 @@ NAMES: Mapping[str, Callable[[], Any]] = {
     "Node._sequence_nr": lambda: torch.ones(1, dtype=torch.float32, requires_grad=True).exp().grad_fn._sequence_nr,  # type: ignore[union-attr]
     "torch.autograd._get_sequence_nr": lambda: torch.autograd._get_sequence_nr,
     "torch.autograd.graph._engine_run_backward": lambda: torch.autograd.graph._engine_run_backward.__code__,
+    "Tensor._make_subclass": lambda: torch.Tensor._make_subclass,
     "torch._C.DisableTorchFunction": lambda: torch._C.DisableTorchFunction,
     "torch._C._EnableTorchFunction": lambda: torch._C._EnableTorchFunction,
     "Module._compiled_call_impl": lambda: nn.Module._compiled_call_impl,

@@ -224,41 +224,40 @@ class ShownBuffers(_OfAModule):
         self._module = weakref.ref(module)
         self._names, self._half = tuple(names), half
         self._inside = 0
-        self._shown: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # what is shown for a buffer, and that
+        # Where a buffer is held, what is shown for it, and the buffer.
+        self._shown: dict[str, tuple[dict[str, Any], torch.Tensor, torch.Tensor]] = {}
         self._set_anew: frozenset[str] = frozenset()
 
     def enter(self) -> None:
         self._inside += 1
         if self._inside > 1:
             return
-        buffers = self.module._buffers
         for name in self._names:
-            buffer = buffers.get(name)
-            if buffer is None or buffer.dtype not in _WIDE:
+            # In the skeleton of a pipeline a buffer is an attribute.
+            held = self.module._buffers if name in self.module._buffers else self.module.__dict__
+            buffer = held.get(name)
+            if buffer is None or buffer.dtype not in _WIDE or isinstance(buffer, Weak):
                 continue
             if type(buffer) is torch.Tensor:
                 kind = WeakState if name in self._set_anew and module.training else WeakBuffer
                 shown = buffer.as_subclass(kind)
-            elif isinstance(buffer, Weak):
-                continue
             else:  # one without numbers, by which dtypes are found out beforehand, or divided among ranks
                 shown = buffer.to(self._half)
-            buffers[name] = shown
-            self._shown[name] = shown, buffer
+            held[name] = shown
+            self._shown[name] = held, shown, buffer
 
     def leave(self) -> None:
         self._inside -= 1
         if self._inside:
             return
-        buffers = self.module._buffers
-        for name, (shown, buffer) in self._shown.items():
-            now = buffers.get(name)
+        for name, (held, shown, buffer) in self._shown.items():
+            now = held.get(name)
             if now is shown:
-                buffers[name] = buffer
+                held[name] = buffer
             elif now is not None:
                 if now.dtype in HALF_DTYPES:
                     self._set_anew |= {name}
-                buffers[name] = plain(now).to(buffer.dtype)
+                held[name] = plain(now).to(buffer.dtype)
         self._shown.clear()
 
 

@@ -30,6 +30,7 @@ from booster.ground.torch_internals import (
     has_gradient_hooks,
     is_in_forward,
     is_view,
+    of_class,
     run_hooks_outside_modes,
     see_all_outputs,
     set_dtypes,
@@ -438,7 +439,7 @@ class _Own(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
+        return of_class(type(tensor), tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:

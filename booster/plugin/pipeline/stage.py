@@ -14,7 +14,7 @@ from booster.plugin.pipeline.skeleton import Skeleton, is_fake
 from booster.plugin.pipeline.split import Split
 from booster.tensors.micro_batch import MicroBatch
 from booster.tensors.trees import leaves as leaves_of
-from booster.tensors.weak import plain
+from booster.tensors.weak import Weak, plain
 
 
 class Stage:
@@ -140,10 +140,14 @@ class Stage:
         if position != self._split.starts[self.index] or boundary.positions[-1] >= len(leaves):
             raise self._missed(self._split.starts[self.index])
         received = self._received.get(self.current, ())
+        crossing = list(zip(boundary.positions, boundary.relays, boundary.specs, strict=True))
+        for leaf, relay, spec in crossing:
+            if relay is None and isinstance(leaves[leaf], Weak):
+                leaves[leaf] = plain(leaves[leaf], spec.dtype)
         values = tuple(
             # A tensor of its own: one that only passes through is a leaf here, and would be detached after backward.
-            (plain(leaves[leaf], spec.dtype) if relay is None else received[relay].clone()).contiguous()
-            for leaf, relay, spec in zip(boundary.positions, boundary.relays, boundary.specs, strict=True)
+            (leaves[leaf] if relay is None else received[relay].clone()).contiguous()
+            for leaf, relay, _ in crossing
         )
         for number, (value, spec) in enumerate(zip(values, boundary.specs, strict=True)):
             if is_fake(value) or value.dtype != spec.dtype:
