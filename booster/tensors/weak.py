@@ -182,7 +182,7 @@ def _as(kind: type[Weak], tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _OfAModule:
-    """What is an attribute of a module, or held by one, and holds that weakly, so that the module dies with its last reference."""
+    """What a module holds, and holds that module weakly, so that it dies with its last reference."""
 
     _module: Any = None
 
@@ -232,9 +232,10 @@ class ShownBuffers(_OfAModule):
         self._inside += 1
         if self._inside > 1:
             return
+        module = self._module()
         for name in self._names:
             # In the skeleton of a pipeline a buffer is an attribute.
-            held = self.module._buffers if name in self.module._buffers else self.module.__dict__
+            held = module._buffers if name in module._buffers else module.__dict__
             buffer = held.get(name)
             if buffer is None or buffer.dtype not in _WIDE or isinstance(buffer, Weak):
                 continue
