@@ -114,7 +114,8 @@ class PrecisionModule(TransparentModule):
 
     def cast_inputs(self, tree: Any) -> Any:
         """Inputs of the model, in whatever containers, as the precision wants them."""
-        return self._cast_in(tree, self._input_dtype)
+        wanted = self._input_dtype
+        return self._cast_in(tree, wanted) if wanted in HALF_DTYPES else self._cast(tree, wanted)
 
     def cast_outputs(self, tree: Any) -> Any:
         """Outputs of the model, likewise."""

@@ -301,8 +301,8 @@ def read_weakly(model: nn.Module, half: torch.dtype, buffers: Iterable[str], *, 
     read_plainly(model)
     owners: dict[str, list[str]] = {}
     for name in buffers:
-        module, _, own = name.rpartition(".")
-        owners.setdefault(module, []).append(own)
+        owner, _, own = name.rpartition(".")
+        owners.setdefault(owner, []).append(own)
     shown = {name: ShownBuffers(model.get_submodule(name), own, half) for name, own in owners.items()}
     for name, each in shown.items():
         if name:

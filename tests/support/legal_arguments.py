@@ -328,6 +328,8 @@ RANGES: dict[str, Predicate] = {
     # precisions
     "output_dtype": floating,
     "keep_fp32": pins,
+    "half_buffers": pins,
+    "fp32_buffers": pins,
     "keep": pins,
     "tokens": nothing,  # but with convert="measured"
     "compute_dtype": one_of(torch.bfloat16, torch.float32),
@@ -356,6 +358,8 @@ RANGES: dict[str, Predicate] = {
     "KeptModules(model)": a(nn.Module),
     "KeptModules.contains(name)": a(str),
     "DtypePolicy(keep_fp32)": several(text, set, frozenset),
+    "DtypePolicy(half_buffers)": several(text, set, frozenset),
+    "DtypePolicy(fp32_buffers)": several(text, set, frozenset),
     "DtypePolicy(fp8_weights)": several(text, set, frozenset),
     "place": callable,
     "Placement(device)": a(torch.device),
