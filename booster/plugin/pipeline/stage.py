@@ -140,15 +140,12 @@ class Stage:
         if position != self._split.starts[self.index] or boundary.positions[-1] >= len(leaves):
             raise self._missed(self._split.starts[self.index])
         received = self._received.get(self.current, ())
-        crossing = list(zip(boundary.positions, boundary.relays, boundary.specs, strict=True))
-        for leaf, relay, spec in crossing:
-            if relay is None and isinstance(leaves[leaf], Weak):
-                leaves[leaf] = plain(leaves[leaf], spec.dtype)
-        values = tuple(
+        crossing = []
+        for leaf, relay, spec in zip(boundary.positions, boundary.relays, boundary.specs, strict=True):
             # A tensor of its own: one that only passes through is a leaf here, and would be detached after backward.
-            (leaves[leaf] if relay is None else received[relay].clone()).contiguous()
-            for leaf, relay, _ in crossing
-        )
+            value = leaves[leaf] if relay is None else received[relay].clone()
+            crossing.append((plain(value, spec.dtype) if isinstance(value, Weak) else value).contiguous())
+        values = tuple(crossing)
         for number, (value, spec) in enumerate(zip(values, boundary.specs, strict=True)):
             if is_fake(value) or value.dtype != spec.dtype:
                 raise RuntimeError(
