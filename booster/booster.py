@@ -1023,7 +1023,8 @@ class Booster:
     ) -> None:
         """Print on rank 0 of the job alone, as `print` does. No collective: ranks need not all call it.
 
-        values, sep, end, file: as for Python's `print`.
+        values, sep, end: as for Python's `print`.
+        file: a stream to print into; None is standard output.
         flush: True, so that lines of a job whose output goes into a file come at once.
         """
         if is_main():
