@@ -222,6 +222,9 @@ def gather_whole(tensor: Any) -> torch.Tensor:
     return whole
 
 
+plain_functions = torch._C.DisableTorchFunctionSubclass
+"""A context inside which operations take tensors of subclasses for plain ones."""
+
 # Of a tensor, how often it was written in place; writes through `.data` do not count. Asked without a Python call.
 version = attrgetter("_version")
 

@@ -231,12 +231,55 @@ class Masters:
             host.settle()
 
     def view_state(self) -> StateView:
-        """Return the optimizer's state by working parameter, for reading: as `state`, but each made when it is asked for."""
+        """Return the optimizer's state by working parameter: as `state`, but each made when it is asked for. What is written to
+        it is kept."""
         if self._placed is not self.buckets or self._num_placed != len(self.buckets):
             self._placed, self._num_placed = self.buckets, len(self.buckets)
             self._places = places_of(self.buckets)
         self.settle()
-        return StateView(self._places, self.optimizer.state, self._layouts)
+        return StateView(
+            self._places, self.optimizer.state, self._layouts, put=self.put_state, steps=lambda: self.dither.count
+        )
+
+    def put_state(self, param: torch.Tensor, own: State | None) -> None:
+        """Make `own` the state of `param`, which lies in a bucket; None: it has none. Buckets are made anew where `param` can
+        share none any longer. Raises ValueError for a tensor that is neither a number nor of the shape of `param`."""
+        wrong = {
+            key: tuple(value.shape)
+            for key, value in (own or {}).items()
+            if self.kind == "elementwise" and isinstance(value, torch.Tensor) and value.numel() != 1
+            if value.shape != self._layouts[param].shape
+        }
+        if wrong:
+            raise ValueError(
+                f"the state of a parameter of shape {tuple(param.shape)} was given tensors of shapes {wrong}; those of an "
+                "elementwise optimizer have its shape, or are one number"
+            )
+        state = self.optimizer.state
+        states = dict(self.state())
+        if own is None:
+            states.pop(param, None)
+        else:
+            states[param] = dict(own)
+        states = {p: each for p, each in states.items() if p in self._layouts}
+        holds = [bucket for bucket in self.buckets if any(each is param for each in bucket.params)]
+        if not self.takes(states):
+            # Flat ones are views of what is emptied on the way.
+            states = {p: {k: _cloned(v) for k, v in each.items()} for p, each in states.items()}
+            values = {p: value.clone() for p, value in self.values().items()}
+            for bucket in self.buckets:
+                for handle in bucket.handles:
+                    state.pop(handle, None)
+            self.rebuild(states, values)
+            return
+        for bucket in holds:
+            for handle, piece in zip(bucket.handles, bucket.pieces, strict=bucket.whole):
+                if not bucket.whole or piece.param is param:
+                    state.pop(handle, None)
+            made = state_of_bucket(bucket, states)
+            state.update(made if not bucket.whole else {h: s for h, s in made.items() if h not in state})
+            if bucket.host is not None:
+                bucket.host.keep_states(bucket, state)
 
     def state(self) -> defaultdict[Any, State]:
         """Return the optimizer's state by working parameter, in shapes of the parameters, on the host where it lies there.
@@ -554,6 +597,10 @@ class Masters:
         finally:
             for params, old in zip(lists, before, strict=True):
                 params[:] = old
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _laid(lay: Callable[..., list[list[Piece]]], params: Sequence[torch.Tensor], size: int) -> list[list[Piece]]:

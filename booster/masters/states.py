@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
+from booster.ground.torch_internals import plain_functions, version
 from booster.masters.bucket import Bucket, is_elementwise
 from booster.masters.packing import unpacked
 from booster.masters.stand_in import State
 from booster.tensors.flat import flat, flat_like, shaped_like
-from booster.tensors.trees import HALF_DTYPES
+from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
 
 Places = dict[torch.Tensor, list[tuple[Bucket, int]]]
 
@@ -42,9 +43,9 @@ def places_of(buckets: Iterable[Bucket]) -> Places:
 class StateView(Mapping[Any, State]):
     """The optimizer's state by working parameter, in shapes of the parameters, each made when it is asked for.
 
-    For reading, and for dropping all of it: what is asked for twice is made twice. A parameter without state has none of its
-    own here, and an empty one if it is asked for, as in torch. unpacked: the state of buckets by `id`, where somebody made it
-    already.
+    What is asked for twice is made twice. A parameter without state has none of its own here, and an empty one if it is asked
+    for, as in torch. unpacked: the state of buckets by `id`, where somebody made it already. put: makes a state, or None, that
+    of a parameter; with it, writes to what is a copy here reach the optimizer's own state, until the next of the `steps`.
     """
 
     def __init__(
@@ -53,7 +54,10 @@ class StateView(Mapping[Any, State]):
         state: MutableMapping[Any, State],
         layouts: Mapping[torch.Tensor, torch.Tensor],
         unpacked: Mapping[int, State] | None = None,
+        put: Callable[[Any, State | None], None] | None = None,
+        steps: Callable[[], int] = int,
     ) -> None:
+        self._put, self._steps = put, steps
         self._places, self._state, self._layouts = places, state, layouts
         self._unpacked = {} if unpacked is None else unpacked
 
@@ -67,7 +71,47 @@ class StateView(Mapping[Any, State]):
         pieces = [
             self._piece(bucket, index) for bucket, index in self._places[param] if _handle(bucket, index) in self._state
         ]
-        return _assemble(self._layouts[param], sorted(pieces, key=lambda piece: piece[0])) if pieces else {}
+        own = _assemble(self._layouts[param], sorted(pieces, key=lambda piece: piece[0])) if pieces else {}
+        if self._put is None or not own or pieces[0][0] < 0:
+            return own
+        shared = [self._state[bucket.handles[0]] for bucket, _ in self._places[param]]
+        return {
+            key: value
+            if _is_view(value, [own.get(key) for own in shared])
+            else self._written_through(param, key, value)
+            for key, value in own.items()
+        }
+
+    def _written_through(self, param: Any, key: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+
+        at = self._steps()
+
+        def put(now: torch.Tensor) -> None:
+            if self._steps() != at:
+                raise RuntimeError(
+                    f"the state {key!r} was written to after another step, and what optimizer.state gave is a copy of before "
+                    f"it; ask optimizer.state[param][{key!r}] for it again"
+                )
+            own = {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in self[param].items()}
+            self[param] = {**own, key: now}
+
+        return WrittenThrough.of(value, value, put)
+
+    def __setitem__(self, param: Any, own: State) -> None:
+        if param not in self._places or self._put is None:
+            self._state[param] = own
+        else:
+            self._put(param, own)
+
+    def __delitem__(self, param: Any) -> None:
+        if param not in self._places or self._put is None:
+            del self._state[param]
+        elif param in self:
+            self._put(param, None)
+        else:
+            raise KeyError(param)
 
     def get(self, param: Any, default: Any = None) -> Any:
         found = self[param]
@@ -100,6 +144,57 @@ class StateView(Mapping[Any, State]):
             for key, value in shared.items()
         }
         return piece.start, own
+
+
+class WrittenThrough(torch.Tensor):
+    """A copy of a state, or a view of one, whose writes in place are made to the state as well.
+
+    What is computed of it is plain tensors."""
+
+    _whole: torch.Tensor
+    _seen: int
+    _put: Callable[[torch.Tensor], None]
+
+    @classmethod
+    def of(cls, value: torch.Tensor, whole: torch.Tensor, put: Callable[[torch.Tensor], None]) -> WrittenThrough:
+        """Return `value`, a view of the copy `whole`; put: is given that after a write."""
+        made = value.as_subclass(cls)
+        made._whole, made._seen, made._put = whole, version(value), put
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with plain_functions():
+            result = func(*args, **(kwargs or {}))
+            given = [own for own in tensors((args, kwargs or {})) if isinstance(own, cls)]
+            for own in given:
+                if version(own) != own._seen:
+                    own._seen = version(own)
+                    own._put(own._whole)
+
+            def linked(made: torch.Tensor) -> torch.Tensor:
+                if isinstance(made, cls) or made.layout != torch.strided:
+                    return made
+                memory = made.untyped_storage().data_ptr()
+                own = next((own for own in given if own.untyped_storage().data_ptr() == memory), None)
+                return made if own is None else cls.of(made, own._whole, own._put)
+
+            return map_tensors(linked, result)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        with plain_functions():
+            return self.detach().as_subclass(torch.Tensor).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({}).__reduce_ex__(protocol)
+
+
+def _is_view(value: Any, shared: Iterable[Any]) -> bool:
+    """Return whether `value` is a tensor in the memory of one of `shared`, so that writes to it are writes to that."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    memory = value.untyped_storage().data_ptr()
+    return any(isinstance(own, torch.Tensor) and own.untyped_storage().data_ptr() == memory for own in shared)
 
 
 def _handle(bucket: Bucket, index: int) -> torch.Tensor:

@@ -414,3 +414,97 @@ def test_a_step_may_put_new_tensors_in_the_place_of_weights(form):
     optimizer.step()
     for param, old, sign in zip(model.parameters(), before, signs, strict=True):
         assert torch.allclose(param.float(), old - 0.1 * sign, rtol=2.0**-7, atol=2.0**-9)
+
+
+# ---- writes into optimizer.state ----
+
+STATE_FORMS = ["split", "float32 masters", "8-bit states", "packed masters", "fp32"]
+
+
+def with_moments(form):
+    """A parameter that lies in several buckets, and small ones that share one; every parameter with moments."""
+    precision, options = FORMS[form]
+    model = wide()
+    b = Booster("cpu", precision() if callable(precision) else precision, **options)
+    model, optimizer, *_ = b.boost(model, torch.optim.Adam(model.parameters(), lr=1e-3))
+    for step in range(2):
+        one_pass(b, model, optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return b, model, optimizer
+
+
+WRITES = {
+    "zero_": lambda m: m.zero_(),
+    "setitem": lambda m: m.__setitem__(slice(None), 0.0),
+    "a row": lambda m: [row.zero_() for row in (m if m.dim() else [m])],
+    "data": lambda m: m.data.mul_(0.0),
+    "foreach": lambda m: torch._foreach_mul_([m], 0.0),
+    "copy_": lambda m: m.copy_(torch.zeros_like(m)),
+    "out": lambda m: torch.mul(m, 0.0, out=m),
+    "init": lambda m: nn.init.zeros_(m),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("form", STATE_FORMS)
+def test_a_write_into_a_state_is_kept_at_every_size_and_leaves_those_beside_it(form, write):
+    b, model, optimizer = with_moments(form)
+    params = dict(model.named_parameters())
+    before = {name: optimizer.state[p]["exp_avg"].clone() for name, p in params.items()}
+    assert all(type(value) is torch.Tensor and value.any() for value in before.values())
+    for name in ("0.weight", "0.bias"):
+        with torch.no_grad():
+            WRITES[write](optimizer.state[params[name]]["exp_avg"])
+    places = {name: index for index, name in enumerate(params)}
+    saved = optimizer.state_dict()["state"]
+    for name, param in params.items():
+        wanted = torch.zeros_like(before[name]) if name in ("0.weight", "0.bias") else before[name]
+        assert torch.equal(optimizer.state[param]["exp_avg"], wanted), name
+        assert torch.equal(saved[places[name]]["exp_avg"], wanted), name
+        assert optimizer.state[param]["exp_avg_sq"].any()
+    one_pass(b, model, optimizer, 5)
+    grads = {name: p.grad.float().clone() for name, p in params.items()}
+    optimizer.step()
+    found = optimizer.state[params["0.bias"]]["exp_avg"]
+    assert torch.allclose(found, 0.1 * grads["0.bias"], rtol=2.0**-4, atol=1e-6 + 0.02 * float(found.abs().max()))
+
+
+@pytest.mark.parametrize("form", STATE_FORMS)
+def test_a_state_can_be_set_whole_and_deleted_and_the_parameter_begins_anew(form):
+    b, model, optimizer = with_moments(form)
+    params = dict(model.named_parameters())
+    weight, bias, other = params["0.weight"], params["0.bias"], params["1.weight"]
+    before = optimizer.state[other]["exp_avg"].clone()
+    optimizer.state[weight] = {
+        "step": torch.tensor(7.0),
+        "exp_avg": torch.ones(weight.shape),
+        "exp_avg_sq": torch.ones(weight.shape),
+    }
+    del optimizer.state[bias]
+    assert bias not in optimizer.state
+    assert float(optimizer.state[weight]["step"]) == 7.0
+    assert torch.equal(optimizer.state[weight]["exp_avg"], torch.ones(weight.shape))
+    assert torch.equal(optimizer.state[other]["exp_avg"], before)
+    one_pass(b, model, optimizer, 5)
+    assert optimizer.step().applied
+    steps = [float(optimizer.state[p]["step"]) for p in (weight, bias, other)]
+    assert steps == [8.0, 1.0, 3.0]
+    with pytest.raises(KeyError):
+        del optimizer.state[nn.Parameter(torch.zeros(2))]
+
+
+@pytest.mark.parametrize("form", ["split", "8-bit states"])
+def test_a_copy_of_a_state_from_before_a_step_takes_no_writes(form):
+    b, model, optimizer = with_moments(form)
+    moments = optimizer.state[model[0].weight]["exp_avg"]
+    one_pass(b, model, optimizer, 5)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="is a copy of before it; ask optimizer.state"):
+        moments[0] = 0.0
+
+
+def test_a_state_of_another_shape_is_refused():
+    _, model, optimizer = with_moments("split")
+    with pytest.raises(ValueError, match=r"was given tensors of shapes \{'exp_avg': \(3,\)\}"):
+        optimizer.state[model[0].weight] = {"exp_avg": torch.zeros(3)}
