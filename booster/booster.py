@@ -455,7 +455,10 @@ class Booster:
         num_micro_batches: how many backward passes the group has; each is divided by it, and only the last synchronises,
             so a short last group passes its own length.
         num_tokens: divide by this instead, for losses summed over tokens: the tokens of the whole group over all micro-batches
-            and data-parallel ranks. None divides by num_micro_batches.
+            and data-parallel ranks, so one number on all of them, as `b.reduce(own_tokens, "sum")` gives. None divides by
+            num_micro_batches.
+
+        On several ranks the first groups of a run are a small collective, and ValueError where ranks gave another num_tokens.
 
             for group in groups:
                 with b.accumulate(model, optimizer, num_micro_batches=len(group)):
@@ -468,6 +471,7 @@ class Booster:
         self._follow()
         placed = self._boosted.own(model, "accumulate").module
         size = self.plugin.data_parallel_size
+        self._accumulations.compare(num_tokens, self.plugin.group)
         # Ranks average their gradients, while tokens count over all of them.
         divisor = float(num_micro_batches) if num_tokens is None else float(num_tokens) / size
         group = Accumulation(

@@ -6,9 +6,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from booster.interface.optimizer import OptimizerWrapper
+from booster.ranks import agreement
+
+_LOOKS = 3  # groups of a run in which ranks compare what they divide by
 
 
 class Accumulation:
@@ -144,8 +148,22 @@ class Accumulations:
     def __init__(self) -> None:
         self._groups: list[Accumulation] = []
         self._unsynchronised: list[Unsynchronised] = []
+        self._looks = _LOOKS
         self.any_open = False
         """Whether anything of either kind is open: without a call, as every backward pass asks."""
+
+    def compare(self, num_tokens: float | None, ranks: dist.ProcessGroup | None) -> None:
+        """Raise ValueError, on all of `ranks`, unless they gave one `num_tokens`. A collective of the first groups of a run."""
+        if not self._looks or ranks is None:
+            return
+        self._looks -= 1
+        least, most = agreement.ends(0.0 if num_tokens is None else num_tokens, ranks)
+        if least != most:
+            raise ValueError(
+                f"accumulate() got num_tokens={num_tokens} on rank {dist.get_rank()}, and ranks gave from {least or None} to "
+                f"{most:g}; it is the tokens of the whole group over all micro-batches and all data-parallel ranks: pass "
+                "num_tokens=b.reduce(own_tokens, 'sum') on every rank, or leave it out on every rank"
+            )
 
     def group_of(self, optimizers: Sequence[OptimizerWrapper]) -> Accumulation | None:
         """Return the open group of `optimizers`. Raises ValueError where it is not of exactly these."""

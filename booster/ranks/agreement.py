@@ -29,6 +29,16 @@ def largest(value: float, group: dist.ProcessGroup | None) -> float:
     return _reduce(value, group, dist.ReduceOp.MAX)
 
 
+def ends(value: float, group: dist.ProcessGroup | None) -> tuple[float, float]:
+    """The smallest and the largest `value` of all ranks of `group`, none of which may be NaN; None means this rank alone."""
+    if group is None:
+        return value, value
+    both = torch.tensor([-value, value], dtype=torch.float64, device=communication_device(torch.device("cpu"), group))
+    _all_reduce(both, dist.ReduceOp.MAX, group)
+    least, most = both.tolist()
+    return -least, most
+
+
 def shared(value: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
     """Reduce `value`, a 0-dim float64 tensor, over the ranks of `group`, where it is: nothing waits for a device.
 
@@ -78,8 +88,8 @@ def require_alike(text: str, what: str, group: dist.ProcessGroup | None) -> None
     if group is None:
         return
     code = float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big"))
-    highest, lowest = largest(code, group), -largest(-code, group)
-    if highest != lowest:
+    least, most = ends(code, group)
+    if least != most:
         raise ValueError(f"ranks differ in {what}; pass states of one kind, saved under one layout, on every rank")
 
 

@@ -330,6 +330,24 @@ def tokens(rank, world_size, precision, counts):
     return norm, flat(model)
 
 
+def own_tokens(rank, world_size, counts):
+    booster, model, optimizer = boost("fp32", world_size)
+    x, y = shard(rank, world_size, *data())
+    for count in counts[rank]:
+        with booster.accumulate(model, optimizer, num_micro_batches=1, num_tokens=count):
+            booster.backward(F.cross_entropy(model(x), y, reduction="sum"), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("counts", [[[8], [24]], [[8, 9], [8, 7]], [[None], [8]]], ids=str)
+def test_tokens_of_each_rank_alone_are_not_taken_for_those_of_all(ranks2, counts):
+    with pytest.raises(
+        Exception, match=r"(?s)num_tokens=.* on rank .*over all micro-batches and all data-parallel ranks"
+    ):
+        ranks2(own_tokens, counts)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_token_counts_that_differ_between_ranks_give_the_mean_over_all_tokens(ranks2, precision):
     counts = [[7, 1], [3, 13]]
