@@ -2,6 +2,7 @@
 
     python tests/support/optimizer_table.py            # every row whose package is installed
     python tests/support/optimizer_table.py timm torch # rows of these packages
+    python tests/support/optimizer_table.py --rest     # what was not tried yet, as after a run that was ended
     python tests/support/optimizer_table.py --page     # the page alone, of the cells that are known
 
 A row is a line of ROWS. Each cell boosts a small model, trains it, saves it half way, resumes, and deletes it. Ranks are two
@@ -78,6 +79,11 @@ class Row(NamedTuple):
         params: Any = list(model.parameters())
         if self.options.get("_matrices"):
             params = [param for param in params if param.dim() == 2]
+        if self.options.get("_muon"):
+            params = [
+                {"params": [param for param in params if (param.dim() == 2) is of], "use_muon": of}
+                for of in (True, False)
+            ]
         return made(params, **{key: value for key, value in self.options.items() if not key.startswith("_")})
 
 
@@ -108,9 +114,10 @@ ROWS = [
         "StableAdamW Tiger Yogi",
     ),
     Row("pytorch_optimizer", "pytorch_optimizer.Prodigy", {"lr": 1.0}),
-    Row("pytorch_optimizer", "pytorch_optimizer.Muon", MATRICES),
+    Row("pytorch_optimizer", "pytorch_optimizer.Muon", {"lr": 1e-2, "_muon": True}),
     Row("pytorch_optimizer", "pytorch_optimizer.ScheduleFreeAdamW", {"lr": 1e-3}, modes=True),
-    *rows_of("torch-optimi", "optimi", "Adam AdamW Adan Lion RAdam Ranger SGD StableAdamW"),
+    *rows_of("torch-optimi", "optimi", "Adam AdamW Adan Lion RAdam Ranger SGD"),
+    Row("torch-optimi", "optimi.StableAdamW", {"lr": 1e-3, "triton": False}),
     *rows_of("bitsandbytes", "bitsandbytes.optim", "Adam8bit AdamW8bit AdamW32bit Lion8bit AdEMAMix8bit"),
     *rows_of("torchao", "torchao.optim", "AdamW8bit AdamW4bit AdamWFp8"),
     Row("schedulefree", "schedulefree.AdamWScheduleFree", {"lr": 1e-2}, modes=True),
@@ -119,8 +126,9 @@ ROWS = [
     *rows_of("lion-pytorch", "lion_pytorch", "Lion"),
     *rows_of("adan-pytorch", "adan_pytorch", "Adan"),
     *rows_of("came-pytorch", "came_pytorch", "CAME"),
-    *rows_of("galore-torch", "galore_torch", "GaLoreAdamW GaLoreAdafactor"),
-    *rows_of("apollo-torch", "apollo_torch", "APOLLOAdamW"),
+    *rows_of("galore-torch", "galore_torch", "GaLoreAdamW"),
+    *rows_of("galore-torch", "galore_torch", "GaLoreAdafactor", relative_step=False, scale_parameter=False),
+    *rows_of("apollo-torch", "apollo_torch", "APOLLOAdamW"),  # not for commercial use, so that no extra installs it
     Row("muon-optimizer", "muon.SingleDeviceMuon", MATRICES),
     *rows_of("kron-torch", "kron_torch", "Kron"),
     *(Row("dadaptation", f"dadaptation.{name}", {"lr": 1.0}) for name in ("DAdaptAdam", "DAdaptSGD", "DAdaptLion")),
@@ -401,8 +409,8 @@ def key_of(row: Row, precision: str, placement: str) -> str:
     return f"{row.path} | {precision} | {placement}"
 
 
-def make(packages: list[str]) -> None:
-    """Make all cells of `packages`, or of all that are installed."""
+def make(packages: list[str], *, rest: bool = False) -> None:
+    """Make all cells of `packages`, or of all that are installed. rest: those alone that are not known."""
     numbers = [n for n, row in enumerate(ROWS) if version(row.package) and (not packages or row.package in packages)]
     stored = known()
 
@@ -413,8 +421,9 @@ def make(packages: list[str]) -> None:
         CELLS.write_text(json.dumps(stored, indent=0, sort_keys=True) + "\n")
 
     for placement in PLACEMENTS:
-        of = [n for n in numbers if placement in placements(ROWS[n])]
-        start([(n, precision, placement) for n in of for precision in PRECISIONS], tell)
+        of = [(n, precision) for n in numbers if placement in placements(ROWS[n]) for precision in PRECISIONS]
+        known_ones = stored["cells"] if rest else {}
+        start([(n, each, placement) for n, each in of if key_of(ROWS[n], each, placement) not in known_ones], tell)
 
 
 INTRODUCTION = """# Optimizers, one by one
@@ -474,5 +483,5 @@ if __name__ == "__main__":
         work([tuple(each) for each in json.loads(sys.argv[2])])
     else:
         if sys.argv[1:] != ["--page"]:
-            make(sys.argv[1:])
+            make([each for each in sys.argv[1:] if each != "--rest"], rest="--rest" in sys.argv)
         PAGE.write_text(page())
