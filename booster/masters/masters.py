@@ -26,7 +26,7 @@ from booster.masters.rounding import Dither, rounded
 from booster.masters.stand_in import State
 from booster.masters.states import Places, StateView, give_back, places_of, signature, state_of_bucket, state_of_params
 from booster.model.dtensors import around, is_dtensor, local_part
-from booster.model.optimizer_kinds import kind_of
+from booster.model.optimizer_kinds import check_attributes, kind_of
 from booster.model.params import load_states
 from booster.tensors.flat import Piece, bucket_size, cut, cut_apart, flat, flat_like, is_dense, pack, shaped_like
 from booster.tensors.trees import HALF_DTYPES
@@ -74,6 +74,13 @@ class Masters:
         released: bool = False,
     ) -> None:
         options.check(optimizer)
+        held = [param for group in optimizer.param_groups for param in group["params"]]
+        takes_all = options.states != "fp32" or options.offload
+        check_attributes(
+            optimizer,
+            held if takes_all else [param for param in held if param.dtype in HALF_DTYPES],
+            "would be stepped on float32 tensors that stand for them",
+        )
         self.optimizer = optimizer
         self.kind = kind_of(optimizer)
         self.buckets: list[Bucket] = []
@@ -372,7 +379,7 @@ class Masters:
             for piece, values in zip(bucket.pieces, bucket.pieces_of(bucket.joined()), strict=True):
                 whole = weights.setdefault(piece.param, torch.empty_like(piece.param, dtype=torch.float32))
                 flat(local_part(whole))[piece.start : piece.stop] = values
-        state: dict[str, Any] = {"weights": {self._name(p): whole.detach() for p, whole in weights.items()}}
+        state: dict[str, Any] = {"weights": {self.name_of(p): whole.detach() for p, whole in weights.items()}}
         rounding = self.rounding_state()
         return state | ({"rounding": rounding} if rounding else {})
 
@@ -391,7 +398,7 @@ class Masters:
     def read_state_dict(self, state: Mapping[str, Any]) -> Weights:
         """Return the weights in `state`, by parameter. Raises ValueError, nothing changed, if they cannot be masters here."""
         weights, rounding = state["weights"], state.get("rounding", {})
-        params = {self._name(p): p for p in self._half_params()}
+        params = {self.name_of(p): p for p in self._half_params()}
         unknown = {
             name: tuple(weight.shape)
             for name, weight in weights.items()
@@ -576,7 +583,8 @@ class Masters:
             self._formats[dtype] = compiled_format(made) if self._compiled else made
         return self._formats[dtype]
 
-    def _name(self, param: torch.Tensor) -> str:
+    def name_of(self, param: torch.Tensor) -> str:
+        """What `param` is called in states and messages."""
         if param in self.names:
             return self.names[param]
         return next(

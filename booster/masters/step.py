@@ -46,6 +46,7 @@ from booster.tensors.flat import SMALLEST_BUCKET
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.application import AS_THEY_ARE, FusedKernel, Told, honours_grad_scale, start_late_momentum
 from booster.update.gradual import Restricted, bare_step, hooks_once
+from booster.update.parameters import KEPT_FLOAT32, SPARSE
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -74,13 +75,26 @@ class MasterStep:
         optimizer = self.masters.optimizer
         plain, buckets = self.prepare()
         hooked = any(step_hooks(optimizer))
-        with hooks_once(optimizer) if hooked else nullcontext():
-            if self.masters.kind == "whole":
-                self._step_whole(told.number, None)
-            else:
-                self._step_buckets(plain, buckets, told)
+        try:
+            with hooks_once(optimizer) if hooked else nullcontext():
+                if self.masters.kind == "whole":
+                    self._step_whole(told.number, None)
+                else:
+                    self._step_buckets(plain, buckets, told)
+        except AttributeError as error:
+            self._explain(error)
+            raise
         if not hooked:
             note_step(optimizer)
+
+    def _explain(self, error: AttributeError) -> None:
+        """Raise RuntimeError if `error` is about an attribute of a parameter, in the place of which there was a handle."""
+        if any(error.obj is handle for bucket in self.masters.buckets for handle in bucket.handles):
+            raise RuntimeError(
+                f"{type(self.masters.optimizer).__name__} reads {error.name!r} of a parameter; here it steps "
+                "float32 tensors that stand for half parameters and have no attributes of theirs. Keep it in the "
+                "optimizer's state, or use mixed_precision='fp32', 'bf16' or 'fp16'"
+            ) from error
 
     @torch.no_grad()
     def step_with_closure(self, closure: Callable[[], Any], grad_scale: Callable[[], float]) -> Any:
@@ -159,16 +173,14 @@ class MasterStep:
             for param in bucket.params:
                 grad = self.masters.gradient_of(param)
                 if grad is not None and grad.is_sparse:
-                    raise RuntimeError(
-                        f"a parameter of shape {tuple(param.shape)}, {param.dtype}, has a sparse gradient, which flat buckets "
-                        f"do not step; build its module with sparse=False{self._kept_outside}"
-                    )
+                    name = self.masters.name_of(param)
+                    raise RuntimeError(SPARSE.format(name=name, dtype=param.dtype) + self._kept_outside)
 
     @property
     def _kept_outside(self) -> str:
         if self.masters.packing is not None:
             return ", or choose states='fp32'"
-        return ", or leave offload_states False" if self.masters.hosts else ", or keep it in float32 (keep_fp32=...)"
+        return ", or leave offload_states False" if self.masters.hosts else KEPT_FLOAT32
 
     def plain(self) -> list[list[torch.Tensor]]:
         """Return, by group, the parameters that are stepped as they are, beside masters."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Literal
 
 import torch
@@ -194,6 +195,36 @@ def unknown(optimizer: Optimizer, would: str, otherwise: str) -> str:
         f"{name} {would}, and is not known to treat every element by itself; if it does, call "
         f"booster.register_elementwise({name}) before boost(), otherwise {otherwise}"
     )
+
+
+def check_attributes(optimizer: Optimizer, params: Iterable[torch.Tensor], would: str) -> None:
+    """Raise ValueError if `params` have attributes that the class of `optimizer` names: a tensor in their place has none.
+
+    would: what would happen to the optimizer, a predicate. torch's own optimizers name none."""
+    there = {name for param in params if type(param) is nn.Parameter for name in vars(param)}
+    if not there:
+        return
+    own = [cls for cls in type(optimizer).__mro__ if not f"{cls.__module__}.".startswith(("torch.", "builtins."))]
+    named: set[str] = set()
+    for cls in own:
+        for value in vars(cls).values():
+            function = inspect.unwrap(getattr(value, "fget", value) or value)
+            if code := getattr(function, "__code__", None):
+                named |= _names_in(code)
+    if kept := sorted(there & named):
+        raise ValueError(
+            f"{type(optimizer).__name__} works with {kept}, attributes of its parameters, and {would}, which have no such "
+            "attributes; use mixed_precision='fp32', 'bf16' or 'fp16' on one device or with TorchDDPPlugin, or keep such "
+            "values in the optimizer's state or groups"
+        )
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return names of attributes in `code`, and strings, which `getattr` may be given."""
+    names = set(code.co_names)
+    for value in code.co_consts:
+        names |= _names_in(value) if isinstance(value, CodeType) else {value} if isinstance(value, str) else set()
+    return names
 
 
 def probe_of(optimizer: Optimizer, group: Mapping[str, object], weights: torch.Tensor) -> Optimizer:

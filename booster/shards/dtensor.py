@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from booster.ground.text import listed
 from booster.ground.torch_internals import gather_whole, own_part, own_parts, placed_unlike
 from booster.model.dtensors import around
-from booster.model.optimizer_kinds import kind_of, known, unknown
+from booster.model.optimizer_kinds import check_attributes, kind_of, known, unknown
 from booster.ranks.agreement import all_names
 from booster.ranks.communicate import communication_device
 from booster.shards.base import Shards, State, StateOfParts, world_size
@@ -291,6 +291,8 @@ def check_steps_parts(optimizer: Optimizer) -> bool:
             f"{name} looks at whole tensors, and torch cannot run its step on the DTensors of sharded parameters; use "
             "LowLevelZeroPlugin(), which deals whole tensors to the ranks, or TorchDDPPlugin()"
         )
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    check_attributes(optimizer, params, "would be stepped on shards of the parameters")
     return kind == "elementwise"
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.ground.torch_internals import version
-from booster.model.optimizer_kinds import Kind, kind_of, unknown
+from booster.model.optimizer_kinds import Kind, check_attributes, kind_of, unknown
 from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards, State, StateOfParts
 from booster.shards.divided import Divided
 from booster.shards.replicated import Reducer, Replica, check_averaged, check_replicas, watch_reduced
@@ -22,7 +22,7 @@ from booster.shards.zero_states import Holding, gather_states
 from booster.tensors.flat import flat_like, shaped_like
 
 SPARSE = (
-    "a parameter of shape {shape} has a sparse gradient, which cannot be divided among ranks; build its module with "
+    "{name} has a sparse gradient, which cannot be divided among ranks; build its module with "
     "sparse=False, or use TorchDDPPlugin"
 )
 
@@ -438,7 +438,7 @@ class ZeroShards(Shards):
                 raise RuntimeError(FROZEN.format(name=self.name_of(param)))
         for param, _ in group.divided:
             if param.grad is not None and param.grad.is_sparse:
-                raise RuntimeError(SPARSE.format(shape=tuple(param.shape)))
+                raise RuntimeError(SPARSE.format(name=self.name_of(param)))
         state = self.optimizer.state
         if brought.isdisjoint(map(id, group.params)):
             return
@@ -510,6 +510,8 @@ def check_parts(optimizer: Optimizer) -> Kind:
     if kind == "whole":
         otherwise = "use TorchDDPPlugin, which keeps optimizer states whole"
         raise ValueError(unknown(optimizer, "would be stepped on each rank's part of the parameters", otherwise))
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    check_attributes(optimizer, params, "would be stepped on tensors of this rank's parts")
     return kind
 
 

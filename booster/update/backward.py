@@ -20,6 +20,7 @@ from booster.shards import Shards
 from booster.tensors.cast_regions import region
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.outcome import Blame, Copy, SkippedReason, SkipReport
+from booster.update.parameters import Parameters
 from booster.update.release import Release
 from booster.update.released_backward import run_released
 
@@ -30,6 +31,7 @@ class Participant(Protocol):
     """What a backward pass, and a decision that several share, need of one optimizer; see `Gradients`."""
 
     optimizer: Optimizer
+    parameters: Parameters
     shards: Shards
     joint: JointDecision
     losses: list[torch.Tensor]
@@ -172,8 +174,11 @@ def run_backward(
         else:
             with region(context):
                 torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
-    except BaseException:
+    except BaseException as error:
         abandon_backward(this)
+        if isinstance(error, RuntimeError) and "sparse" in str(error):
+            for member in members:
+                member.parameters.refuse_sparse_halves()
         raise
     if not released:
         for member in members:

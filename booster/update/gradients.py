@@ -68,6 +68,7 @@ class Gradients:
         self.listeners: list[StepListener] = []
         self._told_touched = False
         self._present: list[torch.Tensor] | None = None  # `params()`, within a step
+        self._in_pass = False
         self._prescribed: float | None = None  # the next scale, for what is beside the run
         self._num_steps = 0
         self.reset(None)
@@ -171,6 +172,7 @@ class Gradients:
             scale = float(scale)
         if self.scale is not None and (self.factor is not None or not _same(self.scale, scale)):
             self.multiply(scale / self.scale * (1.0 if self.factor is None else self.factor))
+        self._in_pass = True
         self._differentiable = self._differentiable or (this is not None and this.create_graph)
         self.scale = self.loss_scale = scale
         self.factor = None
@@ -180,6 +182,7 @@ class Gradients:
 
     def after_backward(self, loss: torch.Tensor | None) -> None:
         """loss: None where another pipeline stage computes it."""
+        self._in_pass = False
         self.num_backwards += 1
         if self.shards.replicas:
             for replica in self.shards.replicas.values():
@@ -194,6 +197,7 @@ class Gradients:
 
     def abandon_backward(self) -> None:
         """The pass raised; `after_backward` is not called."""
+        self._in_pass = False
 
     def compare_noted(self) -> None:
         """One WARNING if somebody else wrote to gradients that are noted; they are noted no longer."""
@@ -398,7 +402,7 @@ class Gradients:
             self.parameters.check_full(params)
         if (not self.num_backwards if self.shards.sharded else not params) and self.nobody_has():
             return None
-        if self.piles_up or not self.num_backwards:
+        if self._in_pass or self.piles_up or not self.num_backwards:
             self.require_backward()
         return params
 
@@ -438,6 +442,13 @@ class Gradients:
 
     def require_backward(self) -> None:
         """Raise RuntimeError for gradients that no pass of ours has brought."""
+        if self.scaler.enabled and self._in_pass:
+            raise RuntimeError(
+                "this was called within b.backward(loss, optimizer), as by a hook of register_post_accumulate_grad_hook: "
+                "under a loss scaler no gradient is used before all of a pass are known to be finite. Call it after "
+                "b.backward, use mixed_precision='bf16' or 'fp32', or have Booster(release_gradients=\"exact\") step "
+                "within backward"
+            )
         if self.scaler.enabled and self.num_backwards == 0:
             raise RuntimeError(
                 "there are gradients, but no b.backward(loss, optimizer) since the last step: under a loss scaler those "

@@ -11,6 +11,9 @@ from torch.optim import Optimizer
 
 from booster.tensors.trees import HALF_DTYPES
 
+SPARSE = "{name}, {dtype}, has a sparse gradient, which flat buckets do not step; build its module with sparse=False"
+KEPT_FLOAT32 = ", or keep it in float32 (keep_fp32=...)"
+
 _DTYPE = attrgetter("dtype")  # of every parameter, without a Python call for each
 
 
@@ -41,6 +44,12 @@ class Parameters:
     def culprits(self, indices: Sequence[int], params: Sequence[torch.Tensor]) -> tuple[str, ...]:
         """The names of those of `params`."""
         return tuple(self.name_of(params[index]) for index in indices)
+
+    def refuse_sparse_halves(self) -> None:
+        """Raise RuntimeError where a half parameter has a sparse gradient, to which torch may not be able to add another."""
+        for param in self.held():
+            if param.dtype in HALF_DTYPES and param.grad is not None and param.grad.is_sparse:
+                raise RuntimeError(SPARSE.format(name=self.name_of(param), dtype=param.dtype) + KEPT_FLOAT32)
 
     def note_dtypes(self) -> None:
         """Note whether parameters are float32 now, so that a step can tell if they were made half since."""

@@ -10,6 +10,8 @@ from torch import nn
 import booster
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
+from booster.shards.dtensor import check_steps_parts
+from booster.shards.zero import check_parts
 
 WIDTH, LAYERS, STEPS = 300, 12, 5
 
@@ -508,3 +510,135 @@ def test_a_state_of_another_shape_is_refused():
     _, model, optimizer = with_moments("split")
     with pytest.raises(ValueError, match=r"was given tensors of shapes \{'exp_avg': \(3,\)\}"):
         optimizer.state[model[0].weight] = {"exp_avg": torch.zeros(3)}
+
+
+class OnParameters(torch.optim.Optimizer):
+    """Steps by the sign of the gradient, as far as a number says that it keeps on each parameter."""
+
+    def __init__(self, params, lr=0.01, when="made"):
+        super().__init__(params, {"lr": lr})
+        self.when = when
+        if when == "made":
+            for param in self.of_groups():
+                param.reach = 1.0
+
+    def of_groups(self):
+        return (param for group in self.param_groups for param in group["params"])
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.of_groups():
+            reach = getattr(param, "reach", 1.0) if self.when == "asked" else param.reach
+            param.sub_(param.grad.sign(), alpha=self.param_groups[0]["lr"] * reach)
+
+
+def boosted_on_parameters(precision, when, **set_by_user):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    model.weight.note = "of the model"  # which the optimizer does not know
+    vars(model.weight).update(set_by_user)
+    b = Booster("cpu", precision)
+    model, optimizer, *_ = b.boost(model, OnParameters(model.parameters(), when=when))
+    before = [param.detach().float().clone() for param in model.parameters()]
+    b.backward(model(torch.ones(3, 4)).float().square().mean(), optimizer)
+    return optimizer, lambda: [
+        float((old - new.detach().float()).abs().amax()) for old, new in zip(before, model.parameters(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("precision", ["bf16_naive", "fp16_naive"])
+@pytest.mark.parametrize(("when", "set_by_user"), [("made", {}), ("asked", {"reach": 3.0})])
+def test_attributes_that_an_optimizer_keeps_or_reads_on_half_parameters_are_refused_by_name(
+    precision, when, set_by_user
+):
+    with pytest.raises(
+        ValueError, match=r"OnParameters works with \['reach'\], attributes of its parameters, and would"
+    ):
+        boosted_on_parameters(precision, when, **set_by_user)
+
+
+def test_an_attribute_that_a_step_misses_on_half_parameters_is_named():
+    optimizer, _ = boosted_on_parameters("bf16_naive", "never")
+    with pytest.raises(RuntimeError, match="OnParameters reads 'reach' of a parameter; here it steps float32 tensors"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_attributes_on_parameters_stay_where_weights_are_float32(precision):
+    optimizer, moved = boosted_on_parameters(precision, "asked", reach=3.0)
+    assert optimizer.step().applied
+    assert moved() == pytest.approx([0.03, 0.01], rel=1e-4)
+
+
+def test_attributes_that_the_optimizer_does_not_know_are_no_reason():
+    optimizer, moved = boosted_on_parameters("bf16_naive", "asked")
+    assert optimizer.step().applied
+    assert min(moved()) > 0.005  # rounded to 8 bits
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("precision", ["bf16_naive", "fp16_naive"])
+def test_sparse_gradients_of_half_weights_are_refused_by_name_in_every_micro_batch(precision, passes):
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+    b = Booster("cpu", precision)
+    model, optimizer, *_ = b.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step():
+        for _ in range(passes):
+            b.backward(model(torch.tensor([1, 2])).float().square().mean(), optimizer)
+        optimizer.step()
+
+    with pytest.raises(
+        RuntimeError, match=r"^0.weight, torch.\w+, has a sparse gradient, .* sparse=False, or keep it in"
+    ):
+        step()
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        lambda: "bf16",
+        lambda: FP16TorchMixedPrecision(init_scale=2.0**8),
+        lambda: FP16NaiveMixedPrecision(initial_scale=2.0**8),
+    ],
+    ids=["bf16", "fp16", "fp16_naive"],
+)
+def test_a_step_in_a_hook_within_backward_runs_or_is_told_why_not(precision, passes):
+    model = nn.Linear(4, 2)
+    b = Booster("cpu", precision())
+    model, optimizer, *_ = b.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def run():
+        b.backward(model(torch.ones(3, 4)).float().square().mean(), optimizer)
+
+    def hook(param):
+        optimizer.step()
+
+    for _ in range(passes):
+        run()
+    hooks = [param.register_post_accumulate_grad_hook(hook) for param in model.parameters()]
+    if b.precision.make_scaler().enabled:
+        with pytest.raises(RuntimeError, match=r"within b.backward\(loss, optimizer\), as by a hook"):
+            run()
+        for each in hooks:
+            each.remove()
+        optimizer.zero_grad()
+        run()
+        optimizer.step()
+    else:
+        run()
+    assert optimizer.last_step.applied
+
+
+@pytest.mark.parametrize("check", [check_parts, check_steps_parts])
+def test_attributes_on_parameters_are_refused_where_ranks_step_parts_of_them(check):
+    class Registered(OnParameters):
+        pass
+
+    booster.register_elementwise(Registered)
+    assert check(Registered([nn.Parameter(torch.ones(2))], when="never"))
+    with pytest.raises(
+        ValueError, match=r"Registered works with \['reach'\], attributes of its parameters, and would be"
+    ):
+        check(Registered([nn.Parameter(torch.ones(2))]))
