@@ -14,12 +14,13 @@ from booster.checkpoint import parts
 from booster.checkpoint.agree import agreed, exchange, is_first
 from booster.checkpoint.folder import checkpoints, damage, manifest_now, standing
 from booster.checkpoint.hashing import new_hash
-from booster.checkpoint.manifest import MANIFEST, CheckpointError
+from booster.checkpoint.manifest import MANIFEST, CheckpointError, Chunk, Tensor
 from booster.checkpoint.objects import Loaded, Objects, named
 from booster.checkpoint.parts.part import Found
 from booster.checkpoint.saved import Saved
+from booster.checkpoint.tensor_file import dtype_of
 from booster.checkpoint.way_back import load_module
-from booster.checkpoint.weights import weights_for
+from booster.checkpoint.weights import entries_of, entry_of, weights_for
 from booster.ground.foreign_files import printable
 from booster.ground.text import listed
 from booster.interface.model import ModelWrapper
@@ -54,6 +55,32 @@ def load(root: Path, objects: Objects, *, strict: bool, group: dist.ProcessGroup
             elif not replaced:  # by a newer one of this name, while it was read
                 raise
     return loading.apply(group)
+
+
+def rehearse(folder: Path, objects: Objects | None, rank: int) -> None:
+    """Raise CheckpointError where no load would take what was just written into `folder`; reads no tensor.
+
+    objects: those that were saved, unless they train on meanwhile: then a load is asked nothing of them.
+    """
+    try:
+        saved = Saved(folder, rehearsed=True)
+        if rank == 0:
+            by_file: dict[str, list[tuple[Chunk, Tensor]]] = {}
+            for tensor in saved.manifest.tensors.values():
+                for chunk in tensor.chunks:
+                    by_file.setdefault(chunk.file, []).append((chunk, tensor))
+            for name, chunks in by_file.items():
+                entries = entries_of(folder / name)
+                for chunk, tensor in chunks:
+                    entry_of(entries, folder / name, chunk, dtype_of(tensor))
+        if objects is not None:
+            loading = _Loading(saved, objects, rank=rank, strict=True)
+            loading.compare()
+            loading.rehearse()
+    except Exception as error:
+        raise CheckpointError(
+            f"what was written would not load: {type(error).__name__}: {error}. Nothing is put in its place or removed"
+        ) from error
 
 
 def _candidate(root: Path, passed_over: list[str], group: dist.ProcessGroup | None) -> Path:
@@ -161,6 +188,11 @@ class _Loading:
         for part in self._parts:
             part.prepare(self._found)
         self._extra = self.saved.value(self.saved.tree["extra"])
+
+    def rehearse(self) -> None:
+        for part in self._parts:
+            part.rehearse(self._found)
+        self.saved.value(self.saved.tree["extra"])
 
     def apply(self, group: dist.ProcessGroup | None) -> Loaded:
         """Hand every object its state: whatever may refuse it, so that it can be undone; then what only copies."""

@@ -162,7 +162,7 @@ class RunCheckpoints:
         taken = snapshot(found, run, group)
         final, step = reserve(root, step, group)
         if not async_save:
-            return write(final, taken, step=step, keep_last=keep_last, group=group)
+            return write(final, taken, step=step, keep_last=keep_last, group=group, objects=found)
         taken, writers = taken.copied(), None if group is None else self._background.group()
         self._background.start(lambda: write(final, taken, step=step, keep_last=keep_last, group=writers))
         return final
@@ -172,12 +172,15 @@ class RunCheckpoints:
         from booster.checkpoint.saving import snapshot, write
 
         root = arguments.path("path", path)
-        taken = snapshot(named(None, optimizer, None, None, lr_scheduler, None), {}, self._group)
-        write(root, taken, step=0, keep_last=None, group=self._group)
+        found = named(None, optimizer, None, None, lr_scheduler, None)
+        taken = snapshot(found, {}, self._group)
+        write(root, taken, step=0, keep_last=None, group=self._group, objects=found)
 
     def wait(self) -> None:
         self._background.wait()
 
+    @torch.inference_mode(False)  # which tensors that are made within it would not leave: no step could write to them
+    @torch.no_grad()
     def load(self, folder: str | os.PathLike[str], given: Given, *, strict: bool) -> Loaded:
         from booster.checkpoint.loading import load
 
@@ -249,6 +252,8 @@ class RunCheckpoints:
 
         save_adapters(model, arguments.path("folder", folder), self._group)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def load_model(self, model: ModelWrapper, path: str | os.PathLike[str], *, strict: bool) -> None:
         from booster.checkpoint.loading import load_model
 

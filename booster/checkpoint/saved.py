@@ -38,12 +38,12 @@ class Saved:
 
     First everything is wanted (`want`, `want_part`, `want_all`), then all of it is read at once, then `value` gives it. But
     what is wanted in place is read by `read_in_place`, once nothing else can refuse; before, it is known to be whole.
-    notes: what the user is to be told if the load succeeds. Raises OSError or CheckpointError if it cannot be
-    opened.
+    notes: what the user is to be told if the load succeeds. rehearsed: what is wanted is not read, and is on the meta
+    device. Raises OSError or CheckpointError if it cannot be opened.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, rehearsed: bool = False) -> None:
+        self.folder, self._rehearsed = folder, rehearsed
         self.manifest = read_manifest(folder)
         check_sizes(folder, self.manifest)
         self.tree: dict[str, Any] = read_tree(folder, self.manifest)
@@ -166,7 +166,10 @@ class Saved:
         entry = self.entry(name)
         if name is not None and entry is not None and (name not in self._targets or name in self._in_place):
             self._in_place.pop(name, None)  # somebody else wants its numbers before
-            self._targets[name] = empty_like_whole(entry.shape, dtype_of(entry), like)
+            if self._rehearsed:
+                self._targets[name] = torch.empty(entry.shape, dtype=dtype_of(entry), device="meta")
+            else:
+                self._targets[name] = empty_like_whole(entry.shape, dtype_of(entry), like)
 
     def want_in_place(self, name: str | None, held: Held | None, where: Callable[[], Held]) -> bool:
         """Read the tensor `name` in the end, into what `where` gives then; returns False where that cannot be.
@@ -174,7 +177,7 @@ class Saved:
         held: what is there now, and stands for it until then; its numbers mean nothing.
         """
         entry = self.entry(name)
-        if name is None or entry is None or held is None or name in self._targets:
+        if name is None or entry is None or held is None or name in self._targets or self._rehearsed:
             return False
         parts = [view for *_, view in held.boxes()] if isinstance(held, Divided) else [held]
         shape = tuple(held.shape) if isinstance(held, torch.Tensor) else entry.shape
@@ -197,8 +200,8 @@ class Saved:
 
         state: what the optimizer calls it, where that may be read in place.
         """
-        entry = self.entry(name)
-        if state is not None:
+        entry = None if self._rehearsed else self.entry(name)
+        if state is not None and entry is not None:
             where = partial(_state_here, optimizer, param, state)
             if self.want_in_place(name, where(), where):  # type: ignore[arg-type]
                 return

@@ -32,6 +32,7 @@ from booster.checkpoint.folder import (
 )
 from booster.checkpoint.hashing import hash_of, new_hash
 from booster.checkpoint.layout import Held, SavePlanner, refuse_made_of_tensors, storable
+from booster.checkpoint.loading import rehearse
 from booster.checkpoint.lock import Lock
 from booster.checkpoint.manifest import (
     LARGEST_NUMBER,
@@ -103,8 +104,19 @@ def reserve(root: Path, step: int | None, group: dist.ProcessGroup | None) -> tu
     return root / name_of(step), step
 
 
-def write(final: Path, taken: Snapshot, *, step: int, keep_last: int | None, group: dist.ProcessGroup | None) -> Path:
+def write(
+    final: Path,
+    taken: Snapshot,
+    *,
+    step: int,
+    keep_last: int | None,
+    group: dist.ProcessGroup | None,
+    objects: Objects | None = None,
+) -> Path:
     """Write `taken` as the checkpoint `final`; a collective over `group`. keep_last: of the numbered ones beside it.
+
+    Before it gets its name it is opened as a load does. objects: what was saved, where that stands still: a load of it is
+    rehearsed, without tensors.
 
     If it raises, on any rank, it raises CheckpointError on all, and what bore the name still does.
     """
@@ -136,9 +148,15 @@ def write(final: Path, taken: Snapshot, *, step: int, keep_last: int | None, gro
             )
         with agreed(group):
             if writer.manifest is not None:
-                assert lock is not None  # the coordinator is the first rank
                 check_text(STATE, takes, writer.manifest.files)
                 write_synced(staging / MANIFEST, writer.manifest.dumps())
+        if taken.tree.keys() > {"random"}:  # not of weights alone, which have no tree
+            with agreed(group):
+                if objects is not None or is_first(group):
+                    rehearse(staging, objects, 0 if group is None else dist.get_rank(group))
+        with agreed(group):
+            if writer.manifest is not None:
+                assert lock is not None  # the coordinator is the first rank
                 publish(staging, final, lock)
                 if keep_last is not None:
                     prune(final.parent, keep_last, final)

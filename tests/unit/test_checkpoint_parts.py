@@ -14,7 +14,7 @@ from booster.checkpoint.parts.part import Part
 class Modes(Part):
     """Whether each model trains, and the mean of its weights, as an example of a part with a tensor."""
 
-    turn = 1
+    turn, legal = 1, bool
 
     def collect(self, into):
         return {
@@ -33,7 +33,7 @@ class Modes(Part):
         for name in self.objects.models:
             if name not in said:
                 found.saved.notes.append(f"models {name!r}: whether it trained is not known")
-            elif not isinstance(said[name]["trains"], bool):
+            elif not isinstance(said[name]["trains"], self.legal):
                 yield f"models {name!r}: its mode is {said[name]['trains']!r}"
 
     def prepare(self, found):
@@ -88,11 +88,13 @@ def test_a_checkpoint_without_it_loads_with_a_note(tmp_path, monkeypatch, caplog
     assert "models '0': whether it trained is not known" in caplog.text
 
 
-def test_what_it_finds_different_is_listed_with_all_else_and_nothing_changes(with_modes, tmp_path):
+def test_what_it_finds_different_is_listed_with_all_else_and_nothing_changes(with_modes, tmp_path, monkeypatch):
     booster = Booster("cpu")
     model, optimizer = job(booster)
     model.training = "perhaps"
-    booster.save(tmp_path, model, optimizer)
+    with monkeypatch.context() as patched:
+        patched.setattr(Modes, "legal", (bool, str))
+        booster.save(tmp_path, model, optimizer)
     torch.manual_seed(1)
     wider = nn.Linear(8, 8)
     other = booster.boost(wider)[0]
@@ -103,6 +105,17 @@ def test_what_it_finds_different_is_listed_with_all_else_and_nothing_changes(wit
     assert "weight has shape (4, 4) in the checkpoint" in str(raised.value)
     assert other.training
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+def test_what_no_load_would_take_fails_when_it_is_saved_and_older_checkpoints_stay(with_modes, tmp_path):
+    booster = Booster("cpu")
+    model, optimizer = job(booster)
+    older = booster.save(tmp_path, model, optimizer, step=1)
+    model.training = "perhaps"
+    with pytest.raises(CheckpointError, match="what was written would not load") as raised:
+        booster.save(tmp_path, model, optimizer, step=2, keep_last=1)
+    assert "models '0': its mode is 'perhaps'" in str(raised.value)
+    assert list(tmp_path.iterdir()) == [older]
 
 
 def test_where_an_object_refuses_its_state_later_the_part_is_taken_back(with_modes, tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.checkpoint.layout import Held, reference
+from booster.checkpoint.layout import Held, reference, references
 from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.objects import Objects
 from booster.checkpoint.parts.part import Collection, Found, Part, Step
@@ -19,7 +19,9 @@ from booster.ground.text import listed
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.model.modules import bare
+from booster.model.optimizer_kinds import kind_of
 from booster.shards.divided import Divided
+from booster.tensors.trees import is_container, tensors
 from booster.update.checkpoint import IN_MODEL, PARAMETERS, STATE_KEY
 from booster.update.loading import Reading, check_own
 
@@ -47,6 +49,10 @@ class Optimizers(Part):
     def prepare(self, found: Found) -> None:
         self._states = [(each.what, each.optimizer, each.state()) for each in self._entries(found)]
         self._readings: list[Reading] = []
+
+    def rehearse(self, found: Found) -> None:
+        for each in self._entries(found):
+            each.state()
 
     def steps(self) -> Iterator[Step]:
         for what, optimizer, state in self._states:
@@ -102,7 +108,10 @@ class _Entry:
         params = dict(zip((n for g in groups for n, _ in g), _params(optimizer), strict=True))
         for param_name, param in params.items():
             for key, value in (saved["state"].get(param_name) or {}).items():
-                self._saved.want_part(reference(value), param, optimizer, key)
+                if (entry := reference(value)) is not None:
+                    self._saved.want_part(entry, param, optimizer, key)
+                for nested in references(value) if entry is None else ():
+                    self._saved.want(nested, param)
             if update_of(optimizer).kept.has_master(param):
                 self._saved.want_part(self._saved.widest(param_name, name, self._homes.get(param)), param, optimizer)
         for key, value in saved[STATE_KEY].items():
@@ -185,6 +194,12 @@ def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
 def _loadable(name: str, optimizer: OptimizerWrapper) -> dict[str, Any]:
     """Return `by_name` of `optimizer`. Raises CheckpointError if no load would take it."""
     state = by_name(optimizer)
+    if nested := _cut_within_containers(optimizer, state["state"]):
+        raise CheckpointError(
+            f"optimizers {name!r}: the state of {listed(nested, 4)} is a container of tensors, of which this rank or a "
+            f"bucket of masters has a part, as {type(optimizer.unwrap()).__name__} is stepped element by element; such states must "
+            "be tensors, or the optimizer not registered as elementwise. Nothing is written or removed"
+        )
     kept = state[STATE_KEY].get("masters") or {"weights": {}}
     params = (param for group in optimizer.param_groups for param in group["params"])
     named = zip((own for names in optimizer.parameter_names() for own, _ in names), params, strict=True)
@@ -197,6 +212,22 @@ def _loadable(name: str, optimizer: OptimizerWrapper) -> dict[str, Any]:
             f"optimizers {name!r}: {error.__cause__ or error}. No load would take that, so nothing is written or removed"
         ) from error
     return state
+
+
+def _cut_within_containers(optimizer: OptimizerWrapper, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The parameters that are stepped in parts, and have tensors in containers: nobody puts those together."""
+    update = update_of(optimizer)
+    if kind_of(optimizer.unwrap()) != "elementwise":
+        return []
+    names = (name for group in optimizer.parameter_names() for name, _ in group)
+    return [
+        name
+        for name, param in zip(names, _params(optimizer), strict=True)
+        if update.kept.keeps_masters or update.shards.part_of(param) is not param
+        if any(
+            is_container(value) and next(tensors(value), None) is not None for value in states.get(name, {}).values()
+        )
+    ]
 
 
 def masters_behind(objects: Objects, optimizers: Mapping[str, Any]) -> dict[str, str]:

@@ -92,6 +92,9 @@ class Stateful(Part):
             self._states.append((part, state))
         self._states += _takers(self.objects.extra, saved.value(saved.tree["extra"]))
 
+    def rehearse(self, found: Found) -> None:
+        self.prepare(found)
+
     def _state_of(self, loader: str, found: Found) -> Any:
         saved, loaders = found.saved, found.saved.tree["loaders"]
         position = saved.value(saved.tree["dataloaders"][loader])
@@ -225,6 +228,9 @@ class Random(Part):
     def prepare(self, found: Found) -> None:
         ranks = found.saved.tree["random"]
         self._state: Any = found.saved.value(ranks[found.rank]) if found.same_ranks else None
+
+    def rehearse(self, found: Found) -> None:
+        self.prepare(found)
 
     def steps(self) -> Iterator[Step]:
         yield "the random states", self._hand_over

@@ -101,6 +101,9 @@ class Part:
     def prepare(self, found: Found) -> None:
         """Make of what was read what objects take."""
 
+    def rehearse(self, found: Found) -> None:
+        """Decode what `prepare` would, of tensors on the meta device; a save asks this of what it wrote, after `compare`."""
+
     def steps(self) -> Iterator[Step]:
         """Return what gives objects their states, each as many times on every rank: a step ends in a collective."""
         return iter(())
