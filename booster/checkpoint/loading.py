@@ -16,6 +16,7 @@ from booster.checkpoint.folder import checkpoints, damage, manifest_now, standin
 from booster.checkpoint.hashing import new_hash
 from booster.checkpoint.manifest import MANIFEST, CheckpointError, Chunk, Tensor
 from booster.checkpoint.objects import Loaded, Objects, named
+from booster.checkpoint.parts.others import extra_of
 from booster.checkpoint.parts.part import Found
 from booster.checkpoint.saved import Saved
 from booster.checkpoint.tensor_file import dtype_of
@@ -161,6 +162,13 @@ class _Loading:
 
     def __init__(self, saved: Saved, objects: Objects, *, rank: int, strict: bool) -> None:
         self.saved = saved
+        own = saved.tree.get("own", [])
+        if len(own) == Found(saved, rank, strict).world_size:
+            saved.own = own[rank]
+        elif any(own):
+            saved.notes.append(
+                f"buffers or extra differ between the {len(own)} ranks that saved; those of the first are given to all"
+            )
         self._found = Found(saved, rank, strict)
         self._parts = [kind(objects) for kind in parts.PARTS]
 
@@ -187,12 +195,12 @@ class _Loading:
         """Make of what was read the state dicts that the objects take."""
         for part in self._parts:
             part.prepare(self._found)
-        self._extra = self.saved.value(self.saved.tree["extra"])
+        self._extra = self.saved.value(extra_of(self._found))
 
     def rehearse(self) -> None:
         for part in self._parts:
             part.rehearse(self._found)
-        self.saved.value(self.saved.tree["extra"])
+        self.saved.value(extra_of(self._found))
 
     def apply(self, group: dist.ProcessGroup | None) -> Loaded:
         """Hand every object its state: whatever may refuse it, so that it can be undone; then what only copies."""

@@ -38,8 +38,9 @@ class Saved:
 
     First everything is wanted (`want`, `want_part`, `want_all`), then all of it is read at once, then `value` gives it. But
     what is wanted in place is read by `read_in_place`, once nothing else can refuse; before, it is known to be whole.
-    notes: what the user is to be told if the load succeeds. rehearsed: what is wanted is not read, and is on the meta
-    device. Raises OSError or CheckpointError if it cannot be opened.
+    own: names in the place of others, of tensors that the rank that loads has for itself. notes: what the user is to be told
+    if the load succeeds. rehearsed: what is wanted is not read, and is on the meta device. Raises OSError or CheckpointError
+    if it cannot be opened.
     """
 
     def __init__(self, folder: Path, *, rehearsed: bool = False) -> None:
@@ -47,6 +48,7 @@ class Saved:
         self.manifest = read_manifest(folder)
         check_sizes(folder, self.manifest)
         self.tree: dict[str, Any] = read_tree(folder, self.manifest)
+        self.own: Mapping[str, str] = {}
         self.notes: list[str] = []
         self._targets: dict[str, Held] = {}
         self._in_place: dict[str, Callable[[], Held]] = {}
@@ -163,6 +165,7 @@ class Saved:
 
     def want(self, name: str | None, like: torch.Tensor | None) -> None:
         """Read the tensor `name`, where there is one, in the layout of `like`; whole where that is None."""
+        name = self._own(name)
         entry = self.entry(name)
         if name is not None and entry is not None and (name not in self._targets or name in self._in_place):
             self._in_place.pop(name, None)  # somebody else wants its numbers before
@@ -171,11 +174,15 @@ class Saved:
             else:
                 self._targets[name] = empty_like_whole(entry.shape, dtype_of(entry), like)
 
+    def _own(self, name: str | None) -> str | None:
+        return None if name is None else self.own.get(name, name)
+
     def want_in_place(self, name: str | None, held: Held | None, where: Callable[[], Held]) -> bool:
         """Read the tensor `name` in the end, into what `where` gives then; returns False where that cannot be.
 
         held: what is there now, and stands for it until then; its numbers mean nothing.
         """
+        name = self._own(name)
         entry = self.entry(name)
         if name is None or entry is None or held is None or name in self._targets or self._rehearsed:
             return False
@@ -191,7 +198,7 @@ class Saved:
 
     def is_in_place(self, name: str | None) -> bool:
         """Return whether a tensor is read in the end, into what holds it here."""
-        return name in self._in_place
+        return self._own(name) in self._in_place
 
     def want_part(
         self, name: str | None, param: torch.Tensor, optimizer: OptimizerWrapper, state: str | None = None
@@ -269,11 +276,14 @@ class Saved:
 
     def tensor(self, name: str | None) -> Held:
         """Return a tensor that was read."""
-        return self._targets[str(name)]
+        return self._targets[str(self._own(name))]
 
     def value(self, tree: Any) -> Any:
         """Return what a part of the tree stands for, with the tensors that were read."""
-        return decode(tree, self._targets)
+        targets = self._targets
+        if self.own:
+            targets = targets | {name: targets[own] for name, own in self.own.items() if own in targets}
+        return decode(tree, targets)
 
 
 def _state_here(optimizer: OptimizerWrapper, param: torch.Tensor, key: str) -> Held | None:

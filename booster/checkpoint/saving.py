@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from booster.checkpoint.agree import agreed, exchange, first_failure, is_first
-from booster.checkpoint.collect import collect
+from booster.checkpoint.collect import collect, settle
 from booster.checkpoint.folder import (
     checkpoints,
     make_folder,
@@ -206,7 +206,9 @@ def save_weights(
         tensors = {name: value.to(read.get(name, value.dtype)) for name, value in tensors.items()}
     for name, tensor in tensors.items():
         refuse_made_of_tensors(name, tensor)
-    taken = Snapshot({name: storable(tensor) for name, tensor in tensors.items()}, {"random": []})
+    buffers = dict(own.named_buffers(remove_duplicate=False))
+    tensors, _ = settle({name: storable(t) for name, t in tensors.items()}, group, buffers, all_kept=False)
+    taken = Snapshot(tensors, {"random": []})
     between = write(path.with_name(f".{path.name}.whole"), taken, step=0, keep_last=None, group=group)
     said = exchange(asdict(layers_of(own)), group) if weights is not None else []
     with agreed(group):

@@ -56,6 +56,9 @@ def _check(tree: Any) -> None:
             _mapping(kind, own)
             if kind != "random":
                 _each(kind, own, _mapping)
+    _list("extras", tree.get("extras", []))
+    for own in _list("own", tree.get("own", [])):
+        _texts("own tensors", list(_mapping("own", own).values()))
     missing = {"extra", "random", "loaders"} - tree.keys()
     if missing:
         raise ValueError(f"it has no {', '.join(sorted(missing))}")
@@ -103,6 +106,14 @@ def _check_references(tree: Mapping[str, Any], manifest: Manifest) -> None:
     tensors = manifest.tensors
     if missing := sorted({name for name in references(tree) if name not in tensors}):
         raise ValueError(f"it refers to tensors {missing[:3]}, which the checkpoint does not hold")
+    for name, own in (pair for each in tree.get("own", []) for pair in each.items()):
+        if name not in tensors or own not in tensors:
+            raise ValueError(f"it has {own!r} for {name!r}, which the checkpoint does not hold")
+        if not name.startswith("extra/") and (tensors[name].shape, tensors[name].dtype) != (
+            tensors[own].shape,
+            tensors[own].dtype,
+        ):
+            raise ValueError(f"{own} is no tensor like {name}")
     for weight, master in tree.get("masters", {}).items():
         if weight in tensors and tensors[weight].shape != tensors[master].shape:
             raise ValueError(f"the master of {weight} has shape {tensors[master].shape}, not {tensors[weight].shape}")

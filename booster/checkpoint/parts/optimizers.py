@@ -197,8 +197,8 @@ def _loadable(name: str, optimizer: OptimizerWrapper) -> dict[str, Any]:
     if nested := _cut_within_containers(optimizer, state["state"]):
         raise CheckpointError(
             f"optimizers {name!r}: the state of {listed(nested, 4)} is a container of tensors, of which this rank or a "
-            f"bucket of masters has a part, as {type(optimizer.unwrap()).__name__} is stepped element by element; such states must "
-            "be tensors, or the optimizer not registered as elementwise. Nothing is written or removed"
+            f"bucket of masters has a part, as {type(optimizer.unwrap()).__name__} is stepped element by element; such "
+            "states must be tensors, or the optimizer not registered as elementwise. Nothing is written or removed"
         )
     kept = state[STATE_KEY].get("masters") or {"weights": {}}
     params = (param for group in optimizer.param_groups for param in group["params"])

@@ -17,6 +17,7 @@ from booster.data import DRAWS, OWN_STATE, DataLoaderWrapper, skips
 from booster.ground.randomness import SharedRandom, of_torch, random_state, set_random_state, shared_random
 from booster.interface.model import ModelWrapper
 from booster.interface.scheduler import LRSchedulerWrapper, known_state
+from booster.model.dtensors import is_dtensor
 
 
 class Stateful(Part):
@@ -25,7 +26,7 @@ class Stateful(Part):
     The position of a loader is the same on all ranks; `loaders` holds what of its state is each rank's own.
     """
 
-    of_ranks = ("loaders",)
+    of_ranks = ("loaders", "extras")
     turn = 2
 
     @property
@@ -39,12 +40,15 @@ class Stateful(Part):
             for name, (_, state) in positions.items()
             if state is not None
         }
-        if into.rank:
-            return {"loaders": of_rank}
         extra = self.objects.extra
         stateful = callable(getattr(extra, "state_dict", None))
+        extra = into.together(_states(extra.state_dict() if stateful else extra), "extra")
+        if into.rank:
+            return {"loaders": of_rank, "extras": extra}
         return {
             "loaders": of_rank,
+            "extras": extra,
+            "extra": extra,
             "dataloaders": {
                 name: into.alone(position, f"dataloaders/{name}") for name, (position, _) in positions.items()
             },
@@ -52,7 +56,6 @@ class Stateful(Part):
                 name: into.alone(part.state_dict(), f"lr_schedulers/{name}")
                 for name, part in self.objects.lr_schedulers.items()
             },
-            "extra": into.alone(_states(extra.state_dict() if stateful else extra), "extra"),
         }
 
     def compare(self, found: Found) -> Iterator[str]:
@@ -63,7 +66,15 @@ class Stateful(Part):
                 saved.want_all(there[name])
                 if kind == "dataloaders":
                     yield from self._compare_loader(name, found)
-        saved.want_all(saved.tree["extra"])
+        extra = extra_of(found)
+        for path, like in _placed(self.objects.extra, "extra"):
+            saved.want(path, like)
+        saved.want_all(extra)
+        if "extras" in saved.tree and extra is saved.tree["extra"]:
+            saved.notes.append(
+                f"extra is that of {len(saved.tree['extras'])} ranks, each its own; this job has {found.world_size}, and all "
+                "get the first rank's"
+            )
 
     def _compare_loader(self, name: str, found: Found) -> Iterator[str]:
         saved, loaders = found.saved, found.saved.tree["loaders"]
@@ -90,7 +101,7 @@ class Stateful(Part):
             state, left_out = known_state(part.unwrap() if isinstance(part, LRSchedulerWrapper) else part, state)
             saved.notes += [f"lr_schedulers {name!r}: {left_out}"] * bool(left_out)
             self._states.append((part, state))
-        self._states += _takers(self.objects.extra, saved.value(saved.tree["extra"]))
+        self._states += _takers(self.objects.extra, saved.value(extra_of(found)))
 
     def rehearse(self, found: Found) -> None:
         self.prepare(found)
@@ -130,6 +141,27 @@ def _states(extra: Any) -> Any:
         return type(extra)(map(_states, extra))
     stateful = callable(getattr(extra, "state_dict", None)) and callable(getattr(extra, "load_state_dict", None))
     return extra.state_dict() if stateful else extra
+
+
+def extra_of(found: Found) -> Any:
+    """What the tree says of this rank's `extra`: its own where ranks gave others and as many load, else the first rank's."""
+    extras = found.saved.tree.get("extras", [])
+    own = extras[found.rank] if len(extras) == found.world_size else None
+    return found.saved.tree["extra"] if own is None else own
+
+
+def _placed(extra: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the job's own `extra` that ranks hold parts of, by their names in a checkpoint."""
+    if is_dtensor(extra):
+        yield path, extra
+    elif callable(getattr(extra, "state_dict", None)) and callable(getattr(extra, "load_state_dict", None)):
+        yield from _placed(extra.state_dict(), path)
+    elif isinstance(extra, Mapping):
+        for key, value in extra.items():
+            yield from _placed(value, f"{path}/{key}")
+    elif type(extra) in (list, tuple):
+        for index, value in enumerate(extra):
+            yield from _placed(value, f"{path}/{index}")
 
 
 def _takers(extra: Any, state: Any) -> Iterator[tuple[Any, Any]]:
