@@ -1,4 +1,4 @@
-"""What differs between ranks is each rank's own in a checkpoint: running statistics, and `extra`; replicas that drifted are told."""
+"""What differs between ranks is each rank's own in a checkpoint: running statistics and `extra`. Drifted replicas are told."""
 
 import logging
 from functools import partial
@@ -138,4 +138,4 @@ def drifted(rank, world_size, folder):
 
 def test_replicas_that_drifted_are_told_and_the_first_ranks_are_saved(run_on_ranks, tmp_path):
     (first, told), (second, untold) = run_on_ranks(drifted, 2, str(tmp_path))
-    assert first and second and len(told) == 1 and untold == []
+    assert (first, second, len(told), untold) == (True, True, 1, [])
