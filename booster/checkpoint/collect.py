@@ -88,7 +88,7 @@ def _digest(tensor: Held) -> str:
     bits = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)  # type: ignore[union-attr]
     form = f"{tensor.dtype} {list(tensor.shape)} "
     if bits.device.type == "cpu":
-        return form + hash_of(memoryview(bits.numpy()))
+        return form + hash_of(memoryview(bits.numpy()))  # type: ignore[arg-type]
     width = max(w for w in (1, 2, 4, 8) if bits.numel() % w == 0)
     whole = bits.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width])
     return form + str([whole[::step].sum(dtype=torch.int64).item() for step in (1, 2, 3)])

@@ -207,8 +207,8 @@ def save_weights(
     for name, tensor in tensors.items():
         refuse_made_of_tensors(name, tensor)
     buffers = dict(own.named_buffers(remove_duplicate=False))
-    tensors, _ = settle({name: storable(t) for name, t in tensors.items()}, group, buffers, all_kept=False)
-    taken = Snapshot(tensors, {"random": []})
+    written, _ = settle({name: storable(t) for name, t in tensors.items()}, group, buffers, all_kept=False)
+    taken = Snapshot(written, {"random": []})
     between = write(path.with_name(f".{path.name}.whole"), taken, step=0, keep_last=None, group=group)
     said = exchange(asdict(layers_of(own)), group) if weights is not None else []
     with agreed(group):
