@@ -6,9 +6,11 @@ tensors without dimensions: they do not decide the dtype of a result.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any
 
@@ -77,6 +79,11 @@ class Weak(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Weak:
+        # Still weak, as the copy of a module that holds it, such as a cache of cosines, meets halves too.
+        memo[id(self)] = clone = copy.deepcopy(plain(self), memo).as_subclass(type(self))
+        return clone
 
 
 class WeakBuffer(Weak):
@@ -228,21 +235,27 @@ class ShownBuffers(_OfAModule):
         self._shown: dict[str, tuple[dict[str, Any], torch.Tensor, torch.Tensor]] = {}
         self._set_anew: frozenset[str] = frozenset()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._inside:  # a copy that is made inside of forward is at rest
+            self._inside = 1
+            self.leave()
+
     def enter(self) -> None:
         self._inside += 1
-        if self._inside > 1:
-            return
         module = self._module()
+        if self._inside > 1 or module is None:
+            return
         for name in self._names:
             # In the skeleton of a pipeline a buffer is an attribute.
             held = module._buffers if name in module._buffers else module.__dict__
             buffer = held.get(name)
             if buffer is None or buffer.dtype not in _WIDE or isinstance(buffer, Weak):
                 continue
-            if type(buffer) is torch.Tensor:
+            if type(buffer) is torch.Tensor and buffer.layout is torch.strided:
                 kind = WeakState if name in self._set_anew and module.training else WeakBuffer
                 shown = buffer.as_subclass(kind)
-            else:  # one without numbers, by which dtypes are found out beforehand, or divided among ranks
+            else:  # one without numbers, by which dtypes are found out beforehand, divided among ranks, or sparse
                 shown = buffer.to(self._half)
             held[name] = shown
             self._shown[name] = held, shown, buffer
@@ -282,6 +295,27 @@ class WeakForward(InPlaceOfForward):
             for each in self.shown:
                 each.leave()
         return plain(output) if self._whole else output
+
+
+def shown_too(models: Iterable[nn.Module], context: Callable[[], Any]) -> Callable[[], AbstractContextManager[Any]]:
+    """Return `context`, of a backward pass, in which `models` read buffers as in their forward, for functions that
+    `torch.utils.checkpoint` runs anew there. It is `context` itself where they read none so."""
+    forwards = (model.forward for model in models)
+    shown = tuple(each for forward in forwards if isinstance(forward, WeakForward) for each in forward.shown)
+
+    return functools.partial(_showing, shown, context) if shown else context
+
+
+@contextmanager
+def _showing(shown: tuple[ShownBuffers, ...], context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    for each in shown:
+        each.enter()
+    try:
+        with context():
+            yield
+    finally:
+        for each in shown:
+            each.leave()
 
 
 def settle_inputs(half: torch.dtype) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
@@ -248,6 +249,74 @@ def test_what_a_module_does_not_let_cast_stays():
     model[1].metric = Guarded()
     boosted(model, BF16)
     assert model[1].metric.total.dtype == F32
+
+
+class Checkpointed(Two):
+    """A function, not a module, that is run again in backward, and reads a buffer there."""
+
+    def __init__(self, *, use_reentrant):
+        super().__init__(table=torch.randn(4, 8))
+        self.use_reentrant = use_reentrant
+
+    def part(self, x):
+        return F.linear(x * self.table.cos() + self.table, self.table.T @ self.table).relu()
+
+    def middle(self, x):
+        return x if self.use_reentrant is None else checkpoint(self.part, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_checkpointed_function_reads_buffers_in_backward_as_in_forward(dtype, use_reentrant):
+    torch.manual_seed(0)
+    model = Checkpointed(use_reentrant=use_reentrant)
+    other = copy.deepcopy(model)
+    other.middle = other.part
+    grads = []
+    for each in (model, other):
+        booster, wrapped, optimizer = boosted(each, dtype)
+        torch.manual_seed(1)
+        booster.backward(1e-3 * wrapped(torch.randn(2, 4, 8)).pow(2).mean(), optimizer)
+        grads.append([param.grad for param in each.parameters()])
+    assert all(map(torch.equal, *grads))
+    assert type(model.table) is torch.Tensor
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_copies_made_in_forward_and_of_what_it_kept_work_alone(dtype):
+    class Copies(Two):
+        def middle(self, x):
+            self.cosines = self.table.cos()  # such as caches of rotary embeddings
+            self.copied.append(copy.deepcopy(self))
+            return x + self.cosines
+
+    model = Copies(table=torch.randn(4, 8))
+    object.__setattr__(model, "copied", [])
+    _, wrapped, _ = boosted(model, dtype)
+    with torch.no_grad():
+        expected = wrapped(torch.ones(2, 4, 8))
+        inside, outside = model.copied[0], copy.deepcopy(wrapped)
+        assert {type(each.table) for each in (model, inside, outside.module)} == {torch.Tensor}
+        inside.copied, outside.module.copied = [], []
+        assert torch.equal(inside(torch.ones(2, 4, 8, dtype=dtype)).float(), expected)
+        assert torch.equal(outside(torch.ones(2, 4, 8)), expected)
+    assert inside.table.data_ptr() != model.table.data_ptr()
+
+
+def test_a_sparse_buffer_meets_halves():
+    class Graph(Two):
+        def middle(self, x):
+            return torch.sparse.mm(self.adjacency, x)
+
+    torch.manual_seed(0)
+    model = Graph(adjacency=torch.rand(4, 4).round().to_sparse())
+    exact = copy.deepcopy(model)
+    x = torch.randn(4, 8)
+    found = boosted(model, BF16)[1](x)
+    # Two layers and a sum of four, all of them rounded, of numbers up to 4.
+    torch.testing.assert_close(found, exact(x), rtol=0, atol=4 * 4 * 2**-8)
+    assert model.adjacency.dtype == F32
+    assert model.between == BF16
 
 
 # ---- a word for both ways ----
