@@ -66,11 +66,15 @@ def save_and_go_on(rank, world_size, precision, layout, folder, num_blocks):
 
 def load_and_go_on(rank, world_size, precision, layout, folder, num_blocks):
     run = Run(precision, LAYOUTS[layout], seed=11, num_blocks=num_blocks)
+    # After its first backward pass DistributedDataParallel lays its buckets out anew, and gloo then sums the gradients of
+    # more than two ranks in another order: torch alone has other bits in the second pass than in the first. So both loads
+    # come after one.
+    run.pass_without_step()
     run.load(folder)
     found = run.wide(), run.losses(AFTER)
     run.load(folder)  # once more, into the states that are there now
     assert not differing(found[0], run.wide())
-    assert run.losses(AFTER) == pytest.approx(found[1], abs=LOSS[precision], rel=0)
+    assert run.losses(AFTER) == found[1]
     return found
 
 

@@ -82,6 +82,12 @@ class Run:
             trace.append((loss, rate, optimizer.loss_scale, applied, draws))
         return trace
 
+    def pass_without_step(self):
+        """Forward and backward of one batch, whose gradients are dropped."""
+        model, optimizer, criterion, *_ = self.parts
+        self.booster.execute_pipeline(self._batches, model, criterion, optimizer)
+        optimizer.zero_grad()
+
     def losses(self, steps):
         return [loss for loss, *_ in self.train(steps)]
 
@@ -89,7 +95,9 @@ class Run:
         return self.booster.save(folder, *self.parts, **options)
 
     def load(self, folder, **options):
-        return self.booster.load(folder, *self.parts, **options)
+        loaded = self.booster.load(folder, *self.parts, **options)
+        self._batches = self._forever()  # an iterator from before a load stays in the epoch that it began
+        return loaded
 
     def state(self):
         """All that this rank holds of the run, as it holds it: path -> value, tensors of this rank alone."""
