@@ -138,13 +138,19 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor | Divided]) -
 
 
 def refuse_made_of_tensors(where: str, tensor: Held) -> None:
-    """Raise TypeError for a tensor without memory of its own, made of others inside, as those of torchao in few bits are."""
+    """Raise TypeError for a tensor made of others inside, as those of torchao in few bits and sparse ones are."""
     held = tensor.values if isinstance(tensor, Divided) else tensor
     local = held.to_local() if is_dtensor(held) else held  # type: ignore[attr-defined]
     if hasattr(type(local), "__tensor_flatten__"):
         raise TypeError(
             f"{where} is a {type(local).__name__}, made of tensors inside, which no checkpoint holds; leave weights that do "
             "not train out with b.save(frozen=False), and keep states of optimizers in few bits with Booster(states='8bit')"
+        )
+    if local.layout is not torch.strided:
+        layout = str(local.layout).removeprefix("torch.")
+        raise TypeError(
+            f"{where} is a tensor of layout {layout}, which no checkpoint holds; a buffer that the model makes anew is "
+            "left out with register_buffer(..., persistent=False), any other is kept as its indices and its values"
         )
 
 

@@ -12,7 +12,7 @@ from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, gradients_of
 from booster.mixed_precision import MixedPrecision
 from booster.plugin import Pipeline, Plugin
-from booster.tensors.cast_regions import outside, region
+from booster.tensors.cast_regions import outside, region, sharing_weights
 from booster.tensors.micro_batch import MicroBatch, divide
 from booster.tensors.trees import join, map_tensors
 from booster.update.backward import abandon_backward, begin_backward, end_backward
@@ -107,7 +107,7 @@ def _run_stages(
     # One context around the schedule: micro-batches then share the half copies that autocast makes of weights.
     this, seed = begin_backward(gradients_of(optimizers)) if optimizers else (None, None)
     try:
-        with region(precision.forward_context), precision.backward_context():
+        with region(precision.forward_context), sharing_weights(), precision.backward_context():
             losses, outputs = pipeline.run(cast, computed, seed=seed, return_outputs=return_outputs)
     except BaseException:
         if this is not None:

@@ -184,6 +184,17 @@ def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._values()
 
 
+def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors with memory that `tensor` is made of: itself, or indices and values of a sparse one."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` is a view in the eyes of autograd."""
     return tensor._is_view()
@@ -885,6 +896,7 @@ NAMES: Mapping[str, Callable[[], Any]] = {
     "torch._C._len_torch_function_stack": lambda: torch._C._len_torch_function_stack,
     "torch._GLOBAL_DEVICE_CONTEXT": lambda: torch._GLOBAL_DEVICE_CONTEXT,
     "Tensor._values": lambda: torch.Tensor._values,
+    "Tensor._indices": lambda: torch.Tensor._indices,
     "Tensor._is_view": lambda: torch.Tensor._is_view,
     "torch.distributed.distributed_c10d._get_default_store": lambda: dist.distributed_c10d._get_default_store,
     "rendezvous._torchelastic_use_agent_store": lambda: (

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.ground.torch_internals import dense_parts
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.masters.packed import Packed
 from booster.tensors.trees import tensors
@@ -78,8 +79,9 @@ def _bytes(tensors: Iterable[Any], seen: set[int]) -> int:
     for tensor in tensors:
         local = tensor.detach()
         local = local.to_local() if hasattr(local, "to_local") else local
-        storage = local.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            total += storage.nbytes()
+        for part in dense_parts(local):
+            storage = part.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                total += storage.nbytes()
     return total

@@ -171,5 +171,7 @@ def _give_fakes(model: nn.Module, device: torch.device) -> None:
 
 
 def _bytes(tensors: Any) -> int:
-    storages = {id(s): s for s in (tensor.untyped_storage() for tensor in tensors)}
+    storages = {
+        id(s): s for s in (part.untyped_storage() for tensor in tensors for part in torch_internals.dense_parts(tensor))
+    }
     return sum(storage.nbytes() for storage in storages.values())

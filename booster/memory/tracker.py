@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from booster.ground.torch_internals import TorchDispatchMode
+from booster.ground.torch_internals import TorchDispatchMode, dense_parts
 from booster.tensors import trees
 
 
@@ -107,7 +107,10 @@ class StorageTracker(TorchDispatchMode):
         return out
 
     def _watch(self, tensor: torch.Tensor, *, counts: bool) -> None:
-        storage = tensor.untyped_storage()
+        for part in dense_parts(tensor):
+            self._watch_storage(part.untyped_storage(), counts=counts)
+
+    def _watch_storage(self, storage: torch.UntypedStorage, *, counts: bool) -> None:
         key = id(storage)
         if key in self._seen and self._seen[key]() is storage:
             return

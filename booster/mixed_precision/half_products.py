@@ -27,6 +27,7 @@ from booster.ground.torch_internals import (
 )
 from booster.mixed_precision import hardware
 from booster.mixed_precision.engine import run_engine
+from booster.mixed_precision.half_sums import SUMS
 from booster.mixed_precision.kept_operands import KeptOperands, WideOperand
 from booster.tensors.cast_regions import CastMode
 from booster.tensors.trees import HALF_DTYPES
@@ -190,6 +191,10 @@ class WideProducts(CastMode):
         kwargs = kwargs or {}
         product = _PRODUCTS.get(func)
         if product is None or not self.enabled:
+            if (instead := SUMS.get(func)) is not None and self.enabled:
+                if types:
+                    args, kwargs = settled(func, args, kwargs)
+                return instead(func, args, kwargs)
             if func is torch.autograd.backward and self.enabled:
                 return self._backward(func, args, kwargs)
             return func(*args, **kwargs)
@@ -309,6 +314,8 @@ class WideProducts(CastMode):
                 dtype = each.dtype
                 if cast and (dtype is torch.float32 or dtype in HALF_DTYPES):
                     dtype = torch.get_autocast_dtype(self._device_type)
+                if each.layout is not torch.strided:  # torch has kernels of sparse halves, and no others
+                    return None, False
                 if dtype not in HALF_DTYPES or found not in (None, dtype) or each.device.type != self._device_type:
                     return None, False
                 found = dtype

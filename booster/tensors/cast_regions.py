@@ -32,6 +32,9 @@ _DEVICE_TYPES = ("cpu", "cuda")
 
 Leave = Callable[[], AbstractContextManager[Any]]
 _LEAVES: ContextVar[tuple[Leave, ...]] = ContextVar("what leaves the regions around, outermost first", default=())
+_SHARED: ContextVar[bool] = ContextVar(
+    "whether regions here go on with the half copies of weights around", default=False
+)
 
 
 class CastMode(TorchFunctionMode):
@@ -66,10 +69,15 @@ class CastFunctions(CastMode):
 def region(make_context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
     """A context for one forward or backward pass under the context that is made inside it, and under nothing that surrounds
     it. make_context: `forward_context` or `backward_context` of a precision."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling and not _SHARED.get():
+        # Torch drops the half copies of weights when the outermost autocast ends, which may be the user's around a loop; the
+        # weights may have been written to since. Without one there are none to drop.
+        torch.clear_autocast_cache()
     surrounded = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     if surrounded or (num_function_modes() and _active(CastMode)):
         return _left(make_context)
-    if not torch.compiler.is_compiling() and _LEAVES.get():
+    if not compiling and _LEAVES.get():
         return _left(make_context)
     return make_context()  # as it is, because torch.compile traces it
 
@@ -80,6 +88,16 @@ def both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any])
     # A generator, because torch.compile traces it; it does not trace an __enter__ that calls autocast's.
     with outer, inner:
         yield
+
+
+@contextmanager
+def sharing_weights() -> Iterator[None]:
+    """Inside, regions share the half copies of weights that autocast made around them, which nobody writes to meanwhile."""
+    before = _SHARED.set(True)
+    try:
+        yield
+    finally:
+        _SHARED.reset(before)
 
 
 @contextmanager

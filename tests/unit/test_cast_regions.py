@@ -230,6 +230,65 @@ def test_switches_of_torch_stand_within_as_they_do_alone(switches, precision, in
     assert [switch.fp32_precision for switch in (*CUDA(), *ONEDNN())] == before
 
 
+def _put_zeros(model, optimizer, how):
+    params = [*model.parameters()]
+    if how == "copy_":
+        with torch.no_grad():
+            for param in params:
+                param.copy_(torch.zeros_like(param))
+    elif how == "data":
+        for param in params:
+            param.data = torch.zeros_like(param)
+    elif how == "foreach":
+        with torch.no_grad():
+            torch._foreach_mul_(params, 0.0)
+    else:
+        model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("how", ["copy_", "data", "foreach", "load_state_dict"])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("around", ["own", "torch", "off"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp16_apex"])
+def test_weights_that_are_written_to_inside_a_surrounding_autocast_are_read_as_they_are(precision, around, grad, how):
+    made = FP16ApexMixedPrecision("O1", verbosity=0) if precision == "fp16_apex" else precision
+    b = Booster("cpu", made, half_products="native")
+    net = nn.Linear(8, 4)
+    model, optimizer, *_ = b.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    regions = {
+        "own": b.autocast,
+        "torch": lambda: torch.autocast("cpu", torch.bfloat16),
+        "off": lambda: torch.autocast("cpu", enabled=False),
+    }
+    with torch.set_grad_enabled(grad), regions[around]():
+        assert model(INPUT).any()
+        _put_zeros(model, optimizer, how)
+        assert not model(INPUT).any()
+
+
+def test_lbfgs_trains_inside_a_surrounding_autocast_as_without():
+    def losses(surrounded):
+        torch.manual_seed(0)
+        b, net = Booster("cpu", "bf16", half_products="native"), nn.Linear(8, 4)
+        model, optimizer, *_ = b.boost(net, torch.optim.LBFGS(net.parameters(), max_iter=4))
+        x, found = torch.randn(16, 8), []
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(x) - 1).square().mean()
+            b.backward(loss, optimizer)
+            found.append(loss.item())
+            return loss
+
+        with b.autocast() if surrounded else nullcontext():
+            for _ in range(2):
+                optimizer.step(closure)
+        return found
+
+    assert losses(True) == losses(False)
+    assert losses(True)[-1] < losses(True)[0] / 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_naive_model_computes_the_same_inside_autocast(dtype):
     model = NaiveAMPModel(Inner(), dtype=dtype)

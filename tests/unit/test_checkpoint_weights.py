@@ -214,6 +214,25 @@ def test_a_tensor_made_of_others_is_refused_by_name_and_left_out_where_it_does_n
     assert torch.equal(loaded[1].weight, model[1].weight)
 
 
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
+def test_a_sparse_buffer_is_refused_by_name_and_left_out_where_it_is_made_anew(tmp_path, layout):
+    def job(persistent):
+        booster, model = Booster("cpu"), nn.Linear(6, 6)
+        matrix = torch.eye(6).to_sparse(layout=getattr(torch, layout))
+        model.register_buffer("adjacency", matrix, persistent=persistent)
+        return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]
+
+    booster, model, optimizer = job(persistent=True)
+    with pytest.raises(TypeError, match=rf"adjacency is a tensor of layout {layout}, .*persistent=False"):
+        booster.save(tmp_path, model, optimizer)
+    with pytest.raises(TypeError, match=rf"adjacency is a tensor of layout {layout}, .*persistent=False"):
+        booster.save_model(model, tmp_path / "weights")
+    assert not [*tmp_path.iterdir()]
+    booster, model, optimizer = job(persistent=False)
+    booster.save(tmp_path, model, optimizer)
+    booster.load(tmp_path, model, optimizer)
+
+
 def test_an_optimizer_and_a_scheduler_alone_come_back(tmp_path):
     booster, model, optimizer = boosted("fp16_naive")
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -354,6 +354,15 @@ def test_states_of_modules_that_get_no_gradients_are_estimated_as_they_are_held(
     assert (expected.weights, expected.masters, expected.gradients) == (found.weights, found.masters, found.gradients)
 
 
+def test_a_sparse_buffer_counts_by_its_indices_and_values():
+    b, model = Booster("cpu"), nn.Linear(4, 4)
+    bytes_before = b.memory(*b.boost(model, torch.optim.SGD(model.parameters()))[:2]).weights
+    b, model = Booster("cpu"), nn.Linear(4, 4)
+    model.register_buffer("adjacency", torch.eye(6).to_sparse())
+    found = b.memory(*b.boost(model, torch.optim.SGD(model.parameters()))[:2]).weights
+    assert found == bytes_before + 6 * (2 * 8 + 4)  # 6 numbers, with two indices each
+
+
 def test_a_booster_says_what_it_cannot_estimate_or_count():
     class Tensors(SingleDevice):
         divides_as = None

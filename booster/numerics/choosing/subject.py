@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from booster.ground import arguments
 from booster.ground.device import clock
+from booster.ground.torch_internals import dense_parts
 from booster.interface.optimizer import update_of
 from booster.memory import Measured, measure
 from booster.memory.measure import kept_tensors
@@ -132,7 +133,8 @@ class Subject:
         for kept in kept_tensors(self.optimizer):
             known += kept
         known += list(tensors((self._batch.args, self._batch.kwargs, self._batch.target)))
-        before = sum({(s := tensor.untyped_storage()).data_ptr(): s.nbytes() for tensor in known}.values())
+        parts = [part for tensor in known for part in dense_parts(tensor)]
+        before = sum({(s := part.untyped_storage()).data_ptr(): s.nbytes() for part in parts}.values())
         with StorageTracker(known) as tracker:
             self.backward()
             self.optimizer.step()

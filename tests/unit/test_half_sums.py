@@ -1,0 +1,175 @@
+"""Sums that torch's CPU kernels make in half are made in float32 and rounded once, where products of halves are widened."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from booster import Booster
+from booster.mixed_precision.half_products import HalfProducts
+
+EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def zeros(n):
+    return torch.zeros(n, dtype=torch.long)
+
+
+# Of a parameter of (4, 8), functions by which its first row, or first element, is taken n times.
+TAKEN = {
+    "embedding": lambda x, n: F.embedding(zeros(n), x),
+    "embedding of a padding": lambda x, n: F.embedding(zeros(n), x, padding_idx=1),
+    "embedding_bag": lambda x, n: F.embedding_bag(zeros(n)[:, None], x, mode="sum"),
+    "x[i]": lambda x, n: x[zeros(n)],
+    "x[list]": lambda x, n: x[[0] * n],
+    "x[i, j]": lambda x, n: x[zeros(n), zeros(n)],
+    "x[:, i]": lambda x, n: x[:, zeros(n)],
+    "x[..., i]": lambda x, n: x[..., zeros(n)],
+    "x[i, None]": lambda x, n: x[zeros(n), None],
+    "take": lambda x, n: x.take(zeros(n)),
+    "index_select": lambda x, n: x.index_select(0, zeros(n)),
+    "index_select of numbers": lambda x, n: x[0].index_select(0, zeros(n)),
+    "index_put": lambda x, n: torch.zeros(n, 8, dtype=x.dtype).index_put((torch.arange(n),), x[0]),
+}
+# With weights of (4, 8), functions of n rows of ones whose gradient is a sum over the rows.
+SUMMED = {
+    "layer_norm": lambda w, x: F.layer_norm(x, (8,), None, w[0]),
+    "layer_norm with both": lambda w, x: F.layer_norm(x, (8,), w[1], w[0]),
+    "layer_norm by names": lambda w, x: F.layer_norm(x, normalized_shape=[8], bias=w[0], weight=w[1]),
+}
+
+
+def context(dtype):
+    products = HalfProducts(dtype)
+    products.choose("float32")
+    return products.forward_context("cpu")
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("count", [4096, 60000])
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_is_taken_many_times_gets_the_whole_sum_of_its_gradients(name, count, dtype):
+    param = nn.Parameter(torch.ones(4, 8, dtype=dtype))
+    with context(dtype):
+        out = TAKEN[name](param, count)
+    assert out.dtype == dtype
+    weights = torch.rand(out.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wide = torch.ones(4, 8, dtype=torch.float64, requires_grad=True)
+    expected = TAKEN[name](wide, count)
+    expected.backward(weights.double())
+    torch.testing.assert_close(out.double(), expected)
+    out.backward(weights)
+    # Sums in float32 of up to 2**16 positive terms, off by at most 2**16 * 2**-24 of it, and one rounding.
+    torch.testing.assert_close(param.grad.double(), wide.grad, rtol=EPS[dtype] + 2.0**-8, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("weights", ["half", "float32"])
+@pytest.mark.parametrize("name", SUMMED)
+def test_a_layer_norm_sums_over_rows_in_float32(name, weights, dtype):
+    gen = torch.Generator().manual_seed(0)
+    inputs = torch.randn(20000, 8, generator=gen).to(dtype).requires_grad_()
+    param = nn.Parameter(torch.rand(4, 8, generator=gen).to(dtype if weights == "half" else torch.float32))
+    grad = torch.rand(20000, 8, generator=gen).to(dtype)
+    with context(dtype):
+        out = SUMMED[name](param, inputs)
+    assert out.dtype == dtype
+    out.backward(grad)
+    wide, wide_inputs = param.detach().double().requires_grad_(), inputs.detach().double().requires_grad_()
+    expected = SUMMED[name](wide, wide_inputs)
+    expected.backward(grad.double())
+    torch.testing.assert_close(out.double(), expected, rtol=EPS[dtype], atol=4 * EPS[dtype])
+    assert (param.grad - wide.grad).abs().max() <= 2 * EPS[dtype] * wide.grad.abs().max()
+    assert (inputs.grad - wide_inputs.grad).norm() <= EPS[dtype] * wide_inputs.grad.norm()
+
+
+def test_gradients_of_gradients_pass_through_what_is_summed_in_float32():
+    gen = torch.Generator().manual_seed(0)
+    table = torch.randn(4, 8, generator=gen).to(torch.bfloat16).requires_grad_()
+    bias = torch.randn(8, generator=gen).to(torch.bfloat16).requires_grad_()
+
+    def penalty(table, bias):
+        out = F.layer_norm(F.embedding(torch.tensor([0, 1, 1, 3]), table), (8,), None, bias)
+        (grad,) = torch.autograd.grad(out.pow(2).sum(), table, create_graph=True)
+        return torch.autograd.grad(grad.pow(2).sum(), table)[0]
+
+    wide = penalty(table.detach().double().requires_grad_(), bias.detach().double().requires_grad_())
+    with context(torch.bfloat16):
+        found = penalty(table, bias)
+    assert (found - wide).norm() <= 16 * 2.0**-8 * wide.norm()  # some eight roundings to bfloat16 on the way
+
+
+@pytest.mark.parametrize("precision", ["bf16_naive", "fp16_naive"])
+def test_the_loss_of_classes_is_summed_in_float32_within_a_model(precision):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 16)
+
+        def forward(self, x, y):
+            return F.cross_entropy(self.layer(x), y, weight=torch.arange(1.0, 17.0).to(x.dtype), ignore_index=-1)
+
+    torch.manual_seed(0)
+    net = Masked()
+    x, y = torch.randn(20000, 8), torch.randint(0, 16, (20000,))
+    y[::2] = -1
+    expected = net(x, y)
+    expected.backward()
+    wide = net.layer.weight.grad.clone()
+    net.zero_grad()
+    booster = Booster("cpu", precision)
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=1e-3))
+    loss = model(x, y)
+    assert loss.dtype == torch.float32
+    assert abs(loss.item() - expected.item()) <= 0.01 * expected.item()
+    booster.backward(loss, optimizer)
+    optimizer.unscale_grads()
+    assert (model.layer.weight.grad - wide).norm() <= 0.03 * wide.norm()
+
+
+@pytest.mark.parametrize("precision", ["bf16_naive", "fp16_naive"])
+def test_an_orthogonal_parametrization_trains_in_half(precision):
+    torch.manual_seed(0)
+    net = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="matrix_exp")
+    booster = Booster("cpu", precision)
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=1e-2))
+    for _ in range(4):
+        booster.backward(model(torch.ones(2, 8)).square().mean(), optimizer)
+        assert optimizer.step() or precision == "fp16_naive"
+        optimizer.zero_grad()
+    assert model(torch.ones(2, 8)).isfinite().all()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_naive", "fp16_naive"])
+def test_losses_of_probabilities_are_refused_in_half_with_the_cure(precision):
+    net = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid())
+    with pytest.raises(ValueError, match="nn.BCEWithLogitsLoss"):
+        Booster("cpu", precision).boost(net, None, nn.BCELoss())
+    booster = Booster("cpu", precision)
+    model, _, criterion, *_ = booster.boost(net, None, lambda out, target: F.binary_cross_entropy(out, target))
+    with pytest.raises(RuntimeError, match="nn.BCEWithLogitsLoss"):
+        criterion(model(torch.ones(2, 4)), torch.ones(2, 1))
+    Booster("cpu", "fp32").boost(nn.Linear(4, 1), None, nn.BCELoss())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_naive"])
+@pytest.mark.parametrize("layout", ["coo"])
+def test_products_with_sparse_matrices_train(precision, layout):
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+            self.register_buffer("adjacency", torch.eye(6).to_sparse(), persistent=False)
+
+        def forward(self, x):
+            return self.adjacency @ self.layer(x)
+
+    torch.manual_seed(0)
+    net, x = Graph(), torch.randn(6, 8)
+    expected = net(x)
+    booster = Booster("cpu", precision, half_products="float32")
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    out = model(x)
+    assert (out.to_dense() - expected).norm() <= 4 * 2.0**-8 * expected.norm()
+    booster.backward(out.mean(), optimizer)
+    assert optimizer.step() or precision == "fp16"
