@@ -26,7 +26,6 @@ from booster.masters.options import STATES, MasterOptions
 from booster.masters.packing import States
 from booster.masters.update import choose_master_update
 from booster.mixed_precision.half_products import CHOICES, Choice, HalfProducts
-from booster.mixed_precision.half_sums import UNSAFE
 from booster.mixed_precision.keep_fp32 import KeepFP32
 from booster.mixed_precision.policy import Conversion, DtypePolicy, InProcess, Placement
 from booster.mixed_precision.rebound import Rebound, rebind_all, tensor_names
@@ -344,8 +343,6 @@ class MixedPrecision:
             self.half_products.settle(self.device, placement.group)
         for each in (*models, *([criterion] if isinstance(criterion, nn.Module) else [])):
             self.check(each)
-            if self.half_dtype is not None and any(isinstance(child, nn.BCELoss) for child in each.modules()):
-                raise ValueError(f"{type(each).__name__} under {type(self).__name__}: {UNSAFE}")
         if self.conversion is not None:
             for each in models:
                 self.conversion.settle(each, self.device, self._keep_fp32, placement.group)

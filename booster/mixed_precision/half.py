@@ -15,6 +15,7 @@ from booster.ground.text import listed
 from booster.masters.options import MasterOptions
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.half_products import HalfProducts
+from booster.mixed_precision.half_sums import UNSAFE
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules, compute_in_fp32
 from booster.mixed_precision.new_tensors import NewTensors
 from booster.mixed_precision.policy import DtypePolicy, Placement, half_policy
@@ -75,6 +76,8 @@ class HalfPrecision(MixedPrecision):
         return dataclasses.replace(policy, store=self._store, **named)
 
     def check(self, model: nn.Module) -> None:
+        if self.half_dtype is not None and any(isinstance(child, nn.BCELoss) for child in model.modules()):
+            raise TypeError(f"{type(model).__name__} has a BCELoss under {type(self).__name__}, and {UNSAFE}")
         if self.policy.compute is None:
             return
         half = [name for name, param in model.named_parameters() if param.requires_grad and param.dtype in HALF_DTYPES]

@@ -54,6 +54,9 @@ class HalfProducts:
     widens: bool
     """Whether anything is computed in float32, in some region; where it is False, nobody need ask for a context."""
 
+    refuses_probabilities = True
+    """Whether losses of probabilities are refused, see `half_sums.UNSAFE`; apex.amp has a rule of its own."""
+
     def __init__(self, dtype: torch.dtype | None, sdpa_fp32: bool | Literal["auto"] = "auto") -> None:
         self.dtype = dtype if dtype in HALF_DTYPES else None
         self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
@@ -111,7 +114,10 @@ class HalfProducts:
         """A new context for one forward pass, to be entered inside `torch.autocast`; None where products are torch's."""
         training = torch.is_grad_enabled()
         kinds = self._regions.get((device_type, training))
-        return WideProducts(device_type, kinds, self._recomputation, training=training) if kinds else None
+        if not kinds:
+            return None
+        own = SUMS if self.refuses_probabilities else _WITHOUT_REFUSALS
+        return WideProducts(device_type, kinds, self._recomputation, own, training=training)
 
     def backward_context(self, device_type: str) -> AbstractContextManager[Any]:
         """A new context for one backward pass: that of a forward pass in training, once anything ran that may run again."""
@@ -167,7 +173,8 @@ class WideProducts(CastMode):
     `torch.autograd.backward`, which a mode otherwise leaves. Autograd keeps operands in half, see `KeptOperands`. Products of
     unlike dtypes, of float64 and on other devices are torch's.
 
-    device_type: where autocast may be on, e.g. "cpu". kinds: what is widened. training: whether the region that it is entered
+    device_type: where autocast may be on, e.g. "cpu". kinds: what is widened. sums: how functions that add up halves compute,
+    see `half_sums`, on a CPU. training: whether the region that it is entered
     for records gradients; a product does not ask, since a checkpointed block runs without them first, and must compute the
     same twice. Thread-local, as every torch function mode is. Make a new one for each region: a weight is widened once in it.
     """
@@ -177,10 +184,12 @@ class WideProducts(CastMode):
         device_type: str,
         kinds: frozenset[hardware.Kind],
         recomputation: Recomputation,
+        sums: Mapping[Any, Callable[..., Any]] = SUMS,
         *,
         training: bool,
     ) -> None:
         super().__init__()
+        self._sums = sums
         self._device_type = device_type
         self._kinds = kinds
         self._recomputation = recomputation
@@ -191,9 +200,7 @@ class WideProducts(CastMode):
         kwargs = kwargs or {}
         product = _PRODUCTS.get(func)
         if product is None or not self.enabled:
-            if (instead := SUMS.get(func)) is not None and self.enabled:
-                if types:
-                    args, kwargs = settled(func, args, kwargs)
+            if (instead := self._sums.get(func)) is not None and self.enabled:
                 return instead(func, args, kwargs)
             if func is torch.autograd.backward and self.enabled:
                 return self._backward(func, args, kwargs)
@@ -347,6 +354,7 @@ class WideProducts(CastMode):
         return wide
 
 
+_WITHOUT_REFUSALS = {func: how for func, how in SUMS.items() if func is not F.binary_cross_entropy}
 _multi_head_attention_forward = uninterceptable(F.multi_head_attention_forward)
 
 # Of each function: its kind, whether autocast casts its operands on a CPU, and of one in place, that which makes a new tensor.

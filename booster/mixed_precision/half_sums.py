@@ -27,9 +27,7 @@ class _Backward32(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, call: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         ctx.call, ctx.shape, ctx.dtype = call, source.shape, source.dtype
-        out = call(source)
-        # A result that is a view, as of an index that holds no tensor, would be one of another node.
-        return out if out.untyped_storage().data_ptr() != source.untyped_storage().data_ptr() else out.clone()
+        return call(source)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -88,7 +86,8 @@ def _rounded(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 def _loss(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """A loss stays float32, as autocast has it on CUDA: a sum over rows is beyond what float16 holds."""
-    return _whole(func, args, kwargs) if any(map(_is_half, (*args, *kwargs.values()))) else func(*args, **kwargs)
+    scores = args[0] if args else kwargs["input"]
+    return _whole(func, args, kwargs) if scores.dtype in HALF_DTYPES else func(*args, **kwargs)
 
 
 def _is_recorded(*tensors: Any) -> bool:

@@ -214,6 +214,7 @@ def test_a_tensor_made_of_others_is_refused_by_name_and_left_out_where_it_does_n
     assert torch.equal(loaded[1].weight, model[1].weight)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
 def test_a_sparse_buffer_is_refused_by_name_and_left_out_where_it_is_made_anew(tmp_path, layout):
     def job(persistent):

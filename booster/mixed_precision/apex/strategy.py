@@ -121,6 +121,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         dtype = self.options.model_dtype
         half = torch.float16 if self.options.patch_torch_functions else dtype
         self.half_products = HalfProducts(half)
+        self.half_products.refuses_probabilities = False
         output = cast_model_outputs or (torch.float32 if dtype is not None else None)
         self.policy = DtypePolicy(param=dtype, output=output, half_buffers=None)  # as apex casts
         if verbosity > 0 and (not dist.is_initialized() or dist.get_rank() == 0):
