@@ -78,9 +78,14 @@ def plugin_of(given: Plugin | None, args: Any, *, num_processes: int, checkpoint
     return given
 
 
-def check_arguments(args: Any, phases: Iterable[MixedPrecision], accelerator: Any, model: Any) -> None:
-    """Raise ValueError that names every argument which a boosted Trainer cannot honour, with what to do instead."""
-    of_numbers = (each for precision in phases for each in _of_numbers(args, precision))
+def check_arguments(
+    args: Any, phases: Iterable[MixedPrecision], accelerator: Any, model: Any, *, has_reference: bool = False
+) -> None:
+    """Raise ValueError that names every argument which a boosted Trainer cannot honour, with what to do instead.
+
+    has_reference: the Trainer was given a reference model, which does not train.
+    """
+    of_numbers = (each for precision in phases for each in _of_numbers(args, precision, has_reference))
     refused = dict.fromkeys([*_of_others(args, accelerator, model), *of_numbers, *_of_optimizers(args)])
     if refused:
         raise ValueError(f"a boosted Trainer cannot honour {'; '.join(refused)}")
@@ -103,7 +108,7 @@ def _of_others(args: Any, accelerator: Any, model: Any) -> Iterator[str]:
         yield "save_on_each_node: ranks write one checkpoint together, on a disk that all of them see"
 
 
-def _of_numbers(args: Any, precision: MixedPrecision) -> Iterator[str]:
+def _of_numbers(args: Any, precision: MixedPrecision, has_reference: bool) -> Iterator[str]:
     for name in ("fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name, False):
             yield f"{name}: it would cast the weights that train; evaluation runs in the precision of training already"
@@ -117,6 +122,12 @@ def _of_numbers(args: Any, precision: MixedPrecision) -> Iterator[str]:
         yield "use_transformers_continuous_batching: it casts the weights that train; leave it False"
     if getattr(args, "cast_lm_head_to_fp32", False) and precision.policy.param is not None:
         yield "cast_lm_head_to_fp32 with half weights: keep the head, with keep_fp32=('lm_head',) of the precision"
+    converts = precision.policy.param is not None or precision.conversion is not None
+    if getattr(args, "precompute_ref_log_probs", False) and converts and not has_reference:
+        yield (
+            "precompute_ref_log_probs: the reference would be computed before training begins, by weights and layers that "
+            f"{type(precision).__name__} has not converted yet; leave it False, or give a ref_model"
+        )
 
 
 def _of_optimizers(args: Any) -> Iterator[str]:

@@ -82,6 +82,7 @@ def _boosted_class(trainer: Any) -> Any:
             **kwargs: Any,
         ) -> None:
             self._asked = (mixed_precision, plugin)
+            self._has_reference = any(isinstance(each, nn.Module) for each in (*args[1:], kwargs.get("ref_model")))
             self._whole_weights: dict[str, Any] | None = None
             super().__init__(*args, **kwargs)
             self.callback_handler.callbacks.insert(0, unscales_gradients(self))
@@ -94,7 +95,9 @@ def _boosted_class(trainer: Any) -> Any:
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
             plain = self.accelerator
-            self.trained_by_booster = Trained(_booster_for(self.args, *self._asked, plain, self.model))
+            self.trained_by_booster = Trained(
+                _booster_for(self.args, *self._asked, plain, self.model, has_reference=self._has_reference)
+            )
             self.accelerator = accelerator_around(plain, self.trained_by_booster, self)
 
         def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
@@ -150,9 +153,11 @@ def _boosted_class(trainer: Any) -> Any:
     return BoostedTrainer
 
 
-def _booster_for(args: Any, mixed_precision: Any, plugin: Any, accelerator: Any, model: Any) -> Booster:
+def _booster_for(
+    args: Any, mixed_precision: Any, plugin: Any, accelerator: Any, model: Any, *, has_reference: bool
+) -> Booster:
     precision = precision_of(mixed_precision, args)
-    check_arguments(args, phases_of(precision), accelerator, model)
+    check_arguments(args, phases_of(precision), accelerator, model, has_reference=has_reference)
     checkpointed = any(getattr(args, name, False) for name in ("gradient_checkpointing", "activation_checkpointing"))
     placed = plugin_of(plugin, args, num_processes=accelerator.num_processes, checkpointed=checkpointed)
     return Booster(args.device, precision, placed)

@@ -90,7 +90,8 @@ class Bucket:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(layout.shape)}, {self.dtype} on {self.device}, became one of "
                     f"{tuple(param.shape)}, {param.dtype} on {param.device} after boost(); its master and optimizer state "
-                    "are of what it was. Convert the model before boost()"
+                    "are of what it was. Convert the model before boost(); where its own forward casts it, as routers of "
+                    "experts do, keep its module in float32 (keep_fp32=...)"
                 )
         self._addresses = [param.data_ptr() for param in held]
         self._views = [

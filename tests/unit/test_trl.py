@@ -134,3 +134,13 @@ def test_the_bfloat16_that_configurations_of_trl_have_by_default_is_named_where_
 def test_a_head_cast_to_float32_is_refused_beside_half_weights(tmp_path):
     with pytest.raises(ValueError, match="cast_lm_head_to_fp32"):
         trained("grpo", tmp_path, precision="bf16_naive", cast_lm_head_to_fp32=True)
+
+
+def test_a_reference_of_weights_that_are_not_half_yet_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="precompute_ref_log_probs: .* BF16NaiveMixedPrecision has not converted yet"):
+        trained("dpo", tmp_path, precision="bf16_naive", precompute_ref_log_probs=True)
+
+
+def test_a_reference_computed_before_training_is_that_of_the_model_as_it_begins(tmp_path):
+    ours = trained("dpo", tmp_path, precision="bf16", precompute_ref_log_probs=True)
+    assert logged(ours)[1] == pytest.approx(math.log(2), abs=1e-3)
