@@ -84,7 +84,7 @@ class SliceReducer(GradientReducer):
         if grad is None:
             return False
         if grad.is_sparse:
-            raise RuntimeError(SPARSE.format(shape=tuple(param.shape)))
+            raise RuntimeError(SPARSE.format(name=f"a parameter of shape {tuple(param.shape)}"))
         place = bucket.shaped(values, position)
         if grad.dtype == place.dtype:
             torch.mul(grad, ratio, out=place)
@@ -116,7 +116,7 @@ class BucketReducer(SliceReducer):
         """Send what `bucket` fills of the layout's buckets; returns at once, and leaves the bucket as it is."""
         buffer = bucket.buffer()
         if buffer.is_sparse:
-            raise RuntimeError(SPARSE.format(shape=tuple(buffer.shape)))
+            raise RuntimeError(SPARSE.format(name=f"a parameter of shape {tuple(buffer.shape)}"))
         with without_function_modes():
             if self._task is None:
                 self._task = graph_task()
