@@ -134,7 +134,9 @@ class DataLoaderWrapper:
         if self._position is not None and self._position["epoch"] == self._epoch:
             return dict(self._position)
         newest = self._newest
-        inside = newest is not None and not newest.at_end and newest.epoch + 1 == self._epoch
+        inside = newest is not None and newest.epoch + 1 == self._epoch
+        if newest is not None and (newest.over if is_stateful(self._loader) else newest.at_end):
+            inside = False  # what a loader says of itself is of the epoch that it began, until its iterator has ended
         state: dict[str, Any] = {"epoch": self._epoch, "batches": 0, "samples": 0}
         if inside and newest is not None:
             state |= {"epoch": newest.epoch, "batches": newest.num_batches, "samples": newest.num_samples}

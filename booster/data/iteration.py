@@ -112,9 +112,9 @@ class Progress:
 
     epoch: of the pass. draws: what it drew from; None for loaders that leave out what was seen without reading it. counts:
     those of samplers when it began, see `Counts`.
-    count: batches yielded by this iterator; at_end: whether the last was the loader's last. start, before: samples over all
-    ranks, and batches of this rank, that were yielded of the epoch before this iterator began. stride: samples that all
-    ranks read in a step, 0 where that is not known.
+    count: batches yielded by this iterator; at_end: whether the last was the loader's last; over: whether the iterator said
+    so. start, before: samples over all ranks, and batches of this rank, that were yielded of the epoch before this iterator
+    began. stride: samples that all ranks read in a step, 0 where that is not known.
     """
 
     epoch: int
@@ -122,6 +122,7 @@ class Progress:
     counts: Mapping[str, Any] = field(default_factory=dict)
     count: int = 0
     at_end: bool = False
+    over: bool = False
     start: int = 0
     before: int = 0
     stride: int = 0
@@ -225,7 +226,7 @@ class Iteration:
         try:
             batch = self._ahead.pop() if self._ahead else self._drawn()
         except StopIteration:
-            progress.at_end = True
+            progress.at_end = progress.over = True
             raise
         progress.count += 1
         progress.at_end = progress.count == self._length

@@ -111,6 +111,32 @@ def test_the_resumed_loader_gives_what_the_unbroken_one_does(run_on_ranks, tmp_p
             assert resumed == unbroken, f"{name}, rank {rank}"
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("shuffled", ["by the sampler", "by the global one"])
+def test_after_the_last_batch_an_epoch_is_over_once_its_iterator_is(tmp_path, shuffled, num_workers):
+    def job():
+        torch.manual_seed(3)
+        data = torch.arange(6.0).unsqueeze(1)
+        options = {
+            "by the sampler": {"sampler": DistributedSampler(data, 1, 0, seed=5)},
+            "by the global one": {"shuffle": True},
+        }[shuffled]
+        booster, model = Booster("cpu", "fp32"), nn.Linear(1, 1)
+        loader = made(data, num_workers=num_workers, **options)
+        return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), dataloader=loader)[:4]
+
+    booster, model, optimizer, _, loader = job()
+    for count, _ in enumerate(loader, start=1):
+        if count == len(loader):
+            booster.save(tmp_path, model, optimizer, None, loader)
+    unbroken = [[batch.tolist() for batch in loader] for _ in range(2)]
+    booster, model, optimizer, _, loader = job()
+    booster.load(tmp_path, model, optimizer, None, loader)
+    assert loader.epoch == 0
+    assert [[batch.tolist() for batch in loader] for _ in range(3)] == [[], *unbroken]
+    assert loader.epoch == 3
+
+
 def save_on_two(rank, world_size, root):
     booster, model, optimizer, loader = boosted(rank, world_size)
     next(iter(loader))

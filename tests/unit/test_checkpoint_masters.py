@@ -260,3 +260,21 @@ def test_a_half_parameter_of_no_model_has_its_master_in_a_checkpoint(tmp_path, h
     ours, theirs = (each[2].state_dict()["booster"]["masters"]["weights"] for each in (one, other))
     assert "group 1, parameter 0" in ours
     assert equal(ours, theirs)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_layers_that_are_frozen_at_the_load_and_had_masters_are_named(tmp_path, caplog, frozen):
+    def job():
+        booster, model = Booster("cpu", BF16NaiveMixedPrecision()), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        return booster, *booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))[:2]
+
+    booster, model, optimizer = job()
+    booster.backward(model(torch.ones(2, 4)).float().sum(), optimizer)
+    optimizer.step()
+    booster.save(tmp_path, model, optimizer)
+    booster, model, optimizer = job()
+    for param in model.unwrap()[0].parameters():
+        param.requires_grad_(not frozen)
+    booster.load(tmp_path, model, optimizer)
+    told = "0.weight, 0.bias trained in the run that was saved, and are frozen now"
+    assert (told in caplog.text) is frozen

@@ -21,7 +21,7 @@ from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.model.modules import bare
 from booster.model.optimizer_kinds import kind_of
 from booster.shards.divided import Divided
-from booster.tensors.trees import is_container, tensors
+from booster.tensors.trees import HALF_DTYPES, is_container, tensors
 from booster.update.checkpoint import IN_MODEL, PARAMETERS, STATE_KEY
 from booster.update.loading import Reading, check_own
 
@@ -106,6 +106,14 @@ class _Entry:
             if unknown:
                 yield f"{self.what}: {listed(unknown, 8)} of group {index} are not in that group of the checkpoint"
         params = dict(zip((n for g in groups for n, _ in g), _params(optimizer), strict=True))
+        masters = self._saved.masters(name).get("weights", {})
+        if frozen := [
+            key for key, p in params.items() if key in masters and p.dtype in HALF_DTYPES and not p.requires_grad
+        ]:
+            self._saved.notes.append(
+                f"{self.what}: {listed(frozen, 4)} trained in the run that was saved, and are frozen now: their half weights "
+                "are loaded, and the float32 masters behind them are not. Freeze them after the load, to load those"
+            )
         for param_name, param in params.items():
             for key, value in (saved["state"].get(param_name) or {}).items():
                 if (entry := reference(value)) is not None:
