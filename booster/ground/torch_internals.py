@@ -906,7 +906,7 @@ NAMES: Mapping[str, Callable[[], Any]] = {
     "Tensor._version": lambda: torch.Tensor._version,
     "Optimizer._optimizer_load_state_dict_pre_hooks": lambda: (
         torch.optim.Optimizer.__init__,
-        torch.optim.SGD([torch.zeros(1)])._optimizer_load_state_dict_pre_hooks,
+        torch.optim.SGD([torch.zeros(1, dtype=torch.float32)])._optimizer_load_state_dict_pre_hooks,
     ),
     "torch.autograd._unsafe_preserve_version_counter": lambda: torch.autograd._unsafe_preserve_version_counter,
     "torch._amp_foreach_non_finite_check_and_unscale_": lambda: torch._amp_foreach_non_finite_check_and_unscale_,

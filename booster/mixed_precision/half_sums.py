@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional as F
 
 from booster.ground.torch_internals import interpreters_around
+from booster.model.dtensors import is_dtensor
 from booster.tensors.trees import HALF_DTYPES
 
 
@@ -66,7 +67,13 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def _is_half(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES and value.device.type == "cpu"
+    """Whether `value` holds halves on a CPU, all of them: DTensors are left to torch, which knows how to divide a function."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype in HALF_DTYPES
+        and value.device.type == "cpu"
+        and not is_dtensor(value)
+    )
 
 
 def _wide(value: Any) -> Any:

@@ -86,7 +86,9 @@ def _unset(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.copy_(torch.full_like(tensor, torch.nan, dtype=_wide(tensor)))
     if tensor.dtype == torch.bool:
-        return tensor.copy_((torch.arange(tensor.numel(), device=tensor.device) % 2 == 0).view(tensor.shape))
+        return tensor.copy_(
+            (torch.arange(tensor.numel(), dtype=torch.int64, device=tensor.device) % 2 == 0).view(tensor.shape)
+        )
     return tensor.fill_(torch.iinfo(tensor.dtype).max if tensor.dtype == torch.uint8 else torch.iinfo(tensor.dtype).min)
 
 

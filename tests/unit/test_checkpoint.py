@@ -778,7 +778,7 @@ def test_without_xxhash_the_message_says_what_to_install(tmp_path, monkeypatch, 
     first = job()
     path = first.booster.save(tmp_path / "runs", *first.parts, step=1)
     monkeypatch.setitem(sys.modules, "xxhash", None)
-    with pytest.raises(ImportError, match=r"need xxhash: pip install 'booster-amp\[checkpoint\]'"):
+    with pytest.raises(ImportError, match="need xxhash: pip install xxhash"):
         if call == "load":
             first.booster.load(path, *first.parts)
         else:

@@ -409,5 +409,5 @@ def test_chunks_of_columns_are_put_together_and_one_that_is_cut_short_is_an_erro
         return real(*args)
 
     monkeypatch.setattr(weights, "pieces", cut)
-    with pytest.raises(CheckpointError, match="4096 bytes"):
+    with pytest.raises(CheckpointError, match="safetensors ended while models/0/weight"):
         booster.load(folder, booster.boost(torch.nn.Linear(8, 1000))[0])

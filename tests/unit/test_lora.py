@@ -321,7 +321,7 @@ def test_a_parameter_that_trains_beside_adapters_and_is_in_no_file_of_theirs_is_
 
 def test_without_peft_the_line_that_installs_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match=r"pip install 'booster-amp\[peft\]'"):
+    with pytest.raises(ImportError, match="pip install peft"):
         Booster("cpu").enable_lora(nn.Linear(2, 2))
 
 

@@ -19,6 +19,8 @@ from booster.plugin.tensor_parallel.plan import TPPlan, resolve_plan
 from booster.plugin.tensor_parallel.shared_input import SharedInput, SharingForward, has_forward, siblings
 from booster.plugin.tensor_parallel.styles import Colwise
 from booster.plugin.tensor_parallel.tied_weights import restore_frozen, tie, tied_slots
+from booster.tensors.trees import HALF_DTYPES
+from booster.tensors.weak import settle_inputs
 
 
 def check_tensor_parallel(
@@ -56,7 +58,7 @@ def apply_tensor_parallel(
         if isinstance(style, LocalStyle):
             parallelize_module(module, mesh, style, src_data_rank=None)
         else:
-            _apply_foreign(module, mesh, style, pinned=name in policy.keep_fp32)
+            _apply_foreign(module, mesh, style, policy, pinned=name in policy.keep_fp32)
     for parent, shared in forwards.items():
         module = model.get_submodule(parent)
         module.forward = SharingForward(module.forward, shared)
@@ -98,12 +100,16 @@ def _share_inputs(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str,
     return found
 
 
-def _apply_foreign(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle, *, pinned: bool) -> None:
+def _apply_foreign(
+    module: nn.Module, mesh: DeviceMesh, style: ParallelStyle, policy: DtypePolicy, *, pinned: bool
+) -> None:
     """Apply a style of torch's or the user's. What its hooks do to a pinned module becomes part of the forward that is
     pinned: outside of it, they would communicate in half precision."""
     pre, post = set(module._forward_pre_hooks), set(module._forward_hooks)
     parallelize_module(module, mesh, style)
     if not pinned:
+        if policy.param in HALF_DTYPES:  # its hooks make DTensors of inputs, which are not weakly typed
+            module.register_forward_pre_hook(settle_inputs(policy.param), with_kwargs=True, prepend=True)  # type: ignore[arg-type]
         return
     before = _take(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, pre)
     after = _take(module._forward_hooks, module._forward_hooks_with_kwargs, post)
