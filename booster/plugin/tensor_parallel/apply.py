@@ -109,7 +109,7 @@ def _apply_foreign(
     parallelize_module(module, mesh, style)
     if not pinned:
         if policy.param in HALF_DTYPES:  # its hooks make DTensors of inputs, which are not weakly typed
-            module.register_forward_pre_hook(settle_inputs(policy.param), with_kwargs=True, prepend=True)  # type: ignore[arg-type]
+            module.register_forward_pre_hook(settle_inputs(policy.param), with_kwargs=True, prepend=True)
         return
     before = _take(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, pre)
     after = _take(module._forward_hooks, module._forward_hooks_with_kwargs, post)
