@@ -375,7 +375,7 @@ class MixedPrecision:
         rebound = rebind_all(optimizers, before, placed, placement)
         # wrap
         wrapped = [self._wrap_optimizer(each, placed, names, weights, placement.group, options) for each in rebound]
-        for wrapper in boosted if self.conversion is not None else ():
+        for wrapper in boosted:
             self._follow_conversion(wrapper, wrapped, placement)
         return (
             boosted if isinstance(model, Sequence) else boosted[0],
@@ -386,8 +386,9 @@ class MixedPrecision:
     def _follow_conversion(
         self, boosted: ModelWrapper, optimizers: Sequence[OptimizerWrapper], placement: Placement
     ) -> None:
-        """Have the converted layers of `boosted` hear of steps, and checkpoints of what they know."""
-        assert self.conversion is not None
+        """Have the converted layers of `boosted`, if any, hear of steps, and checkpoints of what they know."""
+        if self.conversion is None:
+            return
         layers = bare(boosted.module)
         if (choice := self.conversion.choice(layers)) is not None:
             keep_choice(boosted, choice)

@@ -201,6 +201,12 @@ class WideProducts(CastMode):
         product = _PRODUCTS.get(func)
         if product is None or not self.enabled:
             if (instead := self._sums.get(func)) is not None and self.enabled:
+                if self._training and (
+                    torch.compiler.is_compiling()
+                    or not torch.is_grad_enabled()
+                    or saved_tensors_hooks_around() is not None
+                ):
+                    self._recomputation.look()  # a checkpoint runs it again in backward, and must sum as here
                 return instead(func, args, kwargs)
             if func is torch.autograd.backward and self.enabled:
                 return self._backward(func, args, kwargs)

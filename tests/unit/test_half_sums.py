@@ -1,7 +1,10 @@
 """Sums that torch's CPU kernels make in half are made in float32 and rounded once, where products of halves are widened."""
 
+import contextvars
+
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
 
@@ -173,3 +176,24 @@ def test_products_with_sparse_matrices_train(precision, layout):
     assert (out.to_dense() - expected).norm() <= 4 * 2.0**-8 * expected.norm()
     booster.backward(out.mean(), optimizer)
     assert optimizer.step() or precision == "fp16"
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "bf16_naive"])
+def test_a_checkpointed_layer_norm_is_summed_in_float32_again_in_backward(precision, reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.norm, self.first(x), use_reentrant=reentrant)
+
+    def bias_gradient():
+        net = Checkpointed()
+        booster = Booster("cpu", precision)
+        model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=1e-3))
+        booster.backward(model(torch.randn(4096, 8)).sum(), optimizer)
+        return model.norm.bias.grad.tolist()
+
+    assert contextvars.Context().run(bias_gradient) == [4096.0] * 8  # as if no product had run in this thread
