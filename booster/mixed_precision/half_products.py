@@ -27,7 +27,7 @@ from booster.ground.torch_internals import (
 )
 from booster.mixed_precision import hardware
 from booster.mixed_precision.engine import run_engine
-from booster.mixed_precision.half_sums import SUMS
+from booster.mixed_precision.half_sums import SUMS, is_half
 from booster.mixed_precision.kept_operands import KeptOperands, WideOperand
 from booster.tensors.cast_regions import CastMode
 from booster.tensors.trees import HALF_DTYPES
@@ -201,10 +201,16 @@ class WideProducts(CastMode):
         product = _PRODUCTS.get(func)
         if product is None or not self.enabled:
             if (instead := self._sums.get(func)) is not None and self.enabled:
-                if self._training and (
-                    torch.compiler.is_compiling()
-                    or not torch.is_grad_enabled()
-                    or saved_tensors_hooks_around() is not None
+                if (
+                    self._training
+                    and (
+                        torch.compiler.is_compiling()
+                        or not torch.is_grad_enabled()
+                        or saved_tensors_hooks_around() is not None
+                    )
+                    and any(
+                        map(is_half, (*args, *kwargs.values()))
+                    )  # in a graph, what is noted of other dtypes would be outputs of it
                 ):
                     self._recomputation.look()  # a checkpoint runs it again in backward, and must sum as here
                 return instead(func, args, kwargs)

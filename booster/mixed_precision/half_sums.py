@@ -66,7 +66,7 @@ class _LayerNorm(torch.autograd.Function):
         return (None if wide is None else wide.to(source.dtype)), None, of_weight, of_bias, None
 
 
-def _is_half(value: Any) -> bool:
+def is_half(value: Any) -> bool:
     """Whether `value` holds halves on a CPU, all of them: DTensors are left to torch, which knows how to divide a function."""
     return (
         isinstance(value, torch.Tensor)
@@ -77,7 +77,7 @@ def _is_half(value: Any) -> bool:
 
 
 def _wide(value: Any) -> Any:
-    return value.float() if _is_half(value) else value
+    return value.float() if is_half(value) else value
 
 
 def _whole(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -87,7 +87,7 @@ def _whole(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _rounded(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    half = next((each.dtype for each in (*args, *kwargs.values()) if _is_half(each)), None)
+    half = next((each.dtype for each in (*args, *kwargs.values()) if is_half(each)), None)
     return func(*args, **kwargs) if half is None else _whole(func, args, kwargs).to(half)
 
 
@@ -116,7 +116,7 @@ def _layer_norm(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         eps: float = 1e-5,
         cudnn_enable: bool = True,
     ) -> Any:
-        if not _is_half(input) or not _is_recorded(weight, bias):
+        if not is_half(input) or not _is_recorded(weight, bias):
             return func(*args, **kwargs)
         if not _is_eager():
             return _rounded(func, args, kwargs)
@@ -129,7 +129,7 @@ def _layer_norm(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 def _taken(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """What `func` takes out of a half tensor, its first argument, by indices."""
     source, *rest = args
-    if not _is_half(source) or not _is_recorded(source):
+    if not is_half(source) or not _is_recorded(source):
         return func(*args, **kwargs)
     if not _is_eager():
         return func(source.float(), *rest, **kwargs).to(source.dtype)
@@ -156,7 +156,7 @@ def _embedding(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Any:
-        if not _is_half(weight) or not _is_recorded(weight) or sparse or max_norm is not None:
+        if not is_half(weight) or not _is_recorded(weight) or sparse or max_norm is not None:
             return func(*args, **kwargs)
 
         def of(table: torch.Tensor) -> torch.Tensor:
