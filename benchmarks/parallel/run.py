@@ -1,4 +1,4 @@
-"""Parallel training on two gloo ranks beside raw torch with fused kernels; see docs/benchmarks for a table.
+"""Parallel training on two gloo ranks beside raw torch with fused kernels; see benchmarks/results for a table.
 
     python -m benchmarks.parallel [--only time,phases,...] [--rounds 9] [--cases DDP,FSDP] [--largest 16000]
 
