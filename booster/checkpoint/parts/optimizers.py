@@ -18,10 +18,11 @@ from booster.checkpoint.saved import Saved
 from booster.ground.text import listed
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of
+from booster.masters.masters import has_half_elements
 from booster.model.modules import bare
 from booster.model.optimizer_kinds import kind_of
 from booster.shards.divided import Divided
-from booster.tensors.trees import HALF_DTYPES, is_container, tensors
+from booster.tensors.trees import is_container, tensors
 from booster.update.checkpoint import IN_MODEL, PARAMETERS, STATE_KEY
 from booster.update.loading import Reading, check_own
 
@@ -106,21 +107,13 @@ class _Entry:
             if unknown:
                 yield f"{self.what}: {listed(unknown, 8)} of group {index} are not in that group of the checkpoint"
         params = dict(zip((n for g in groups for n, _ in g), _params(optimizer), strict=True))
-        masters = self._saved.masters(name).get("weights", {})
-        if frozen := [
-            key for key, p in params.items() if key in masters and p.dtype in HALF_DTYPES and not p.requires_grad
-        ]:
-            self._saved.notes.append(
-                f"{self.what}: {listed(frozen, 4)} trained in the run that was saved, and are frozen now: their half weights "
-                "are loaded, and the float32 masters behind them are not. Freeze them after the load, to load those"
-            )
         for param_name, param in params.items():
             for key, value in (saved["state"].get(param_name) or {}).items():
                 if (entry := reference(value)) is not None:
                     self._saved.want_part(entry, param, optimizer, key)
                 for nested in references(value) if entry is None else ():
                     self._saved.want(nested, param)
-            if update_of(optimizer).kept.has_master(param):
+            if self._takes_master(param_name, param):
                 self._saved.want_part(self._saved.widest(param_name, name, self._homes.get(param)), param, optimizer)
         for key, value in saved[STATE_KEY].items():
             if key != "masters":
@@ -155,12 +148,12 @@ class _Entry:
             )
             own["loss_scaler"] = scale
         rounding = self._saved.masters(name).get("rounding")
-        if any(map(kept.has_master, _params(optimizer))) or (rounding and kept.keeps_masters):
+        if kept.keeps_masters:
             held = dict(zip(numbers, _params(optimizer), strict=True))
             weights = {
                 key: self._saved.widest(key, name, self._homes.get(param))
                 for key, param in held.items()
-                if kept.has_master(param)
+                if self._takes_master(key, param)
             }
             own["masters"] = {
                 "weights": {
@@ -171,6 +164,16 @@ class _Entry:
         if update.shards.selection is not None:
             own[PARAMETERS] = list(numbers)
         return {"state": state, "param_groups": param_groups, STATE_KEY: own}
+
+    def _takes_master(self, name: str, param: torch.Tensor) -> bool:
+        """Whether float32 numbers stand behind `param` here, or did when it trained: one frozen since may train again."""
+        kept = update_of(self.optimizer).kept
+        if not kept.keeps_masters or kept.has_master(param):
+            return kept.has_master(param)
+        trained = name in self._saved.masters(self._name).get("weights", {})
+        return has_half_elements(param) and (
+            trained or bool(self._saved.tree["optimizers"][self._name]["state"].get(name))
+        )
 
 
 def _float(tensor: Held) -> Held:
