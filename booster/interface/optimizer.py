@@ -136,6 +136,7 @@ class OptimizerWrapper(Optimizer):
         try:
             if closure is None and not self.optimizer.state and is_of_torch_checkpoint(3):
                 # A step of zeros at a learning rate of zero, to make states: it is none of the run's.
+                update.shards.take_zeros()
                 return update.step()
             if history.waiting:
                 history.settle()
@@ -318,6 +319,7 @@ class OptimizerWrapper(Optimizer):
         if is_of_torch_checkpoint(1):  # before it sets learning rates and gradients to zero
             with self._update.shards.local():
                 self._check_nothing_is_lost(self._update.kept.state_dict()[1])
+            return self._update.shards.state_of_ranks(self._update.kept.state)
         return self._update.kept.state
 
     @state.setter

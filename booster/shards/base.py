@@ -193,6 +193,14 @@ class Shards:
         """Return the optimizer's state by parameter, for reading, from that by part. Not a collective."""
         return state
 
+    def state_of_ranks(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
+        """Return `state`, which `view_state` gave, where every rank has the same entries; else the names of entries that any
+        rank has, without values. A collective there."""
+        return state
+
+    def take_zeros(self) -> None:
+        """Let gradients be of zeros, wherever they are kept, for parameters with a `.grad` of zeros. Not inside `local()`."""
+
     def widen_state(self, states: dict[int, State]) -> dict[int, State]:
         """Return state by index, as in a torch state dict, of whole parameters from that of parts. May be a collective."""
         return self._whole(states, self._by_index())

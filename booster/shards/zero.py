@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import is_
@@ -14,6 +16,7 @@ from torch.optim import Optimizer
 
 from booster.ground.torch_internals import version
 from booster.model.optimizer_kinds import Kind, check_attributes, kind_of, unknown
+from booster.ranks.communicate import exchange
 from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards, State, StateOfParts
 from booster.shards.divided import Divided
 from booster.shards.replicated import Reducer, Replica, check_averaged, check_replicas, watch_reduced
@@ -317,6 +320,29 @@ class ZeroShards(Shards):
             return {key: shaped_like(value, param) if _alike(value, part) else value for key, value in own.items()}
 
         return StateOfParts(state, self._parts, self._params, shown)
+
+    def state_of_ranks(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        group = self._layouts[0].group if self._layouts else None
+        own = json.dumps([list(state.get(param, ())) for param in params]).encode()
+        names: defaultdict[Any, State] = defaultdict(dict)
+        for data in exchange(own, group):
+            for param, found in zip(params, json.loads(data), strict=True):
+                if found:
+                    names[param] |= dict.fromkeys(found)
+        if not names and self._reduced and any(map(self._has_gradient, params)):
+            raise RuntimeError(
+                "torch.distributed.checkpoint.state_dict makes states by a step of zeros, and would drop the gradients that "
+                "this rank has slices of; call optimizer.step() or optimizer.zero_grad() first"
+            )
+        return names
+
+    def take_zeros(self) -> None:
+        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
+            holding = self._holding(param)
+            if self._reduced and holding is not None and param.grad is not None:
+                holding.bucket.start_gradient(holding.position, self._rank)
+                param.grad = None
 
     def _whole(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
         holdings = {key: holding for key, param in params.items() if (holding := self._holding(param)) is not None}

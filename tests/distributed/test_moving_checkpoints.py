@@ -7,7 +7,8 @@ import torch
 from matrix import TP_PLAN, Transformer, loss_of
 from refusals import fingerprint
 from test_hybrid import batch, whole
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from booster import Booster
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
@@ -26,7 +27,8 @@ PLUGINS = {
 
 def built(name, precision="fp32", num_blocks=2):
     torch.manual_seed(7)
-    booster = Booster("cpu", precision, PLUGINS[name]())
+    plugin = LowLevelZeroPlugin(stage=1, reduce_scatter=True) if name == "zero1 in slices" else PLUGINS[name]()
+    booster = Booster("cpu", precision, plugin)
     model = Transformer(num_blocks=num_blocks)
     # Not Adam, which makes a step of the noise that is the gradient of a key's bias.
     made = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -68,21 +70,53 @@ def test_whole_state_of_one_process_resumes_under_every_plugin(run_on_ranks, nam
         assert losses == pytest.approx(expected, abs=2e-6)
 
 
-def through_torch(rank, world_size, name):
-    parts = built(name)
-    steps(parts, 0, 2)
-    model_state, state = copy.deepcopy(get_state_dict(parts[0].unwrap(parts[1]), parts[2]))
-    expected = steps(parts, 2, 4)
-    fresh = built(name)
-    steps(fresh, 7, 8)
-    set_state_dict(fresh[0].unwrap(fresh[1]), fresh[2], model_state_dict=model_state, optim_state_dict=state)
-    return steps(fresh, 2, 4), expected, [whole(param) for param in fresh[1].parameters()]
+def through_torch(rank, world_size, name, folder):
+    """Losses after a load of what torch's own functions wrote, into an optimizer without states, and what they should be."""
+    found = []
+    for flat in (False, True) if name != "pp" else (True,):  # else torch writes the groups of one stage for all
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        parts = built(name)
+        steps(parts, 0, 2)
+        dcp.save(
+            dict(enumerate(get_state_dict(parts[0].unwrap(parts[1]), parts[2], options=options))), checkpoint_id=folder
+        )
+        expected = steps(parts, 2, 4)
+        fresh = built(name)
+        model = fresh[0].unwrap(fresh[1])
+        state = dict(enumerate(get_state_dict(model, fresh[2], options=options)))
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(model, fresh[2], model_state_dict=state[0], optim_state_dict=state[1], options=options)
+        found.append((steps(fresh, 2, 4), expected, fresh[2].num_steps))
+    return found
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1", "zero2", "tp", "pp"])
-def test_states_by_name_as_torch_writes_them_load(run_on_ranks, name):
-    for losses, expected, _ in run_on_ranks(through_torch, 2, name):
-        assert losses == pytest.approx(expected, abs=2e-6)
+SLICES = pytest.param("zero1 in slices", marks=pytest.mark.slow)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch.distributed.checkpoint
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1", SLICES, "zero2", "tp", "pp"])
+def test_states_that_torch_writes_and_reads_load(run_on_ranks, tmp_path, name):
+    for found in run_on_ranks(through_torch, 2, name, str(tmp_path)):
+        for losses, expected, num_steps in found:
+            assert losses == pytest.approx(expected, abs=2e-6)
+            assert num_steps == 2
+
+
+def with_waiting_gradients(rank, world_size):
+    """What torch's functions say while slices of gradients wait, and whether they still do."""
+    booster, model, made, criterion = built("zero2")
+    booster.execute_pipeline(iter([batch(0, booster)]), model, criterion, made)
+    with pytest.raises(
+        RuntimeError, match=r"would drop the gradients that this rank has slices of; call optimizer.step\(\)"
+    ):
+        get_state_dict(booster.unwrap(model), made)
+    before = whole(next(model.parameters())).clone()
+    made.step()
+    return torch.equal(before, whole(next(model.parameters())))
+
+
+def test_torch_makes_no_states_in_the_place_of_gradients_that_wait_in_slices(run_on_ranks):
+    assert run_on_ranks(with_waiting_gradients, 2) == [False, False]
 
 
 def saved_on_one_rank(rank, world_size, name, path):
