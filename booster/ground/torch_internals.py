@@ -165,6 +165,22 @@ def without_subclasses() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+base_of: Any = torch.Tensor._base.__get__  # type: ignore[union-attr]  # what `tensor._base` calls: of a view, the tensor that it looks at
+
+
+def written_arguments(func: Any) -> tuple[int | str, ...]:
+    """Return which arguments an operator of `torch.ops` writes to, by position or name; none of another function."""
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        func = getattr(func, func.overloads()[0])
+    if not isinstance(func, torch._ops.OpOverload):
+        return ()
+    found: list[int | str] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += [place, argument.name]
+    return tuple(found)
+
+
 def uninterceptable(function: Any) -> Any:
     """Return a copy of a function of torch written in Python that hands itself to no torch function mode, but what it calls."""
     names = {**function.__globals__, "has_torch_function": lambda tensors: False}

@@ -25,7 +25,7 @@ from booster.model.fast_path import fast_path_off
 from booster.model.modules import bare, wait_for_weights
 from booster.tensors.cast_regions import both, cast_floats, cast_inputs, region
 from booster.tensors.trees import HALF_DTYPES, tensors
-from booster.tensors.weak import plain
+from booster.tensors.weak import plain, reading
 
 
 class ForwardPrecision(Protocol):
@@ -112,6 +112,11 @@ class PrecisionModule(TransparentModule):
     def _off_path(self) -> AbstractContextManager[Any]:
         return both(fast_path_off(), self._precision.forward_context())
 
+    def _beside_forward(self) -> Callable[[], AbstractContextManager[Any]]:
+        """The context of other methods, which read buffers as forward does."""
+        own = self._off_path if self._passed_over else self._precision.forward_context
+        return reading([bare(self.module)], own)
+
     def cast_inputs(self, tree: Any) -> Any:
         """Inputs of the model, in whatever containers, as the precision wants them."""
         wanted = self._input_dtype
@@ -141,7 +146,7 @@ class PrecisionModule(TransparentModule):
         @functools.wraps(method)
         def run_method(*args: Any, **kwargs: Any) -> Any:
             try:
-                with region(self._off_path if self._passed_over else self._precision.forward_context):
+                with region(self._beside_forward()):
                     output = method(*self.cast_inputs(args), **self.cast_inputs(kwargs))
             except RuntimeError as error:
                 hint = _hint_of_shards(error, name, bare(self.module)) or _hint_of_dtypes(error, self)
@@ -158,7 +163,7 @@ class PrecisionModule(TransparentModule):
         # The body of a generator runs when it is iterated, long after the method returned.
         with closing(outputs):
             while True:
-                with region(self._off_path if self._passed_over else self._precision.forward_context):
+                with region(self._beside_forward()):
                     try:
                         output = next(outputs)
                     except StopIteration:

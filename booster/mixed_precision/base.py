@@ -33,7 +33,7 @@ from booster.model.fast_path import passes_over
 from booster.model.modules import bare
 from booster.model.params import named_parameters, prefixes, together
 from booster.tensors.trees import HALF_DTYPES
-from booster.tensors.weak import shown_too
+from booster.tensors.weak import reading
 from booster.update.choice import COMPILED, PARAMETERS, choose_update
 from booster.update.compiled import can_compile
 from booster.update.fused import has_sound_kernel, switch_to_fused
@@ -437,7 +437,7 @@ class MixedPrecision:
         wrapper = OptimizerWrapper(
             job,
             chosen,
-            backward_context=shown_too(map(bare, placed), self.backward_context),
+            backward_context=reading(map(bare, placed), self.backward_context),
             after_step=self.step_follower,
             forget_weights=None if self.conversion is None else self.conversion.forget_weights,
         )

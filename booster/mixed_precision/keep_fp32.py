@@ -24,7 +24,7 @@ from booster.model.modules import matcher, parents
 from booster.model.tied import places_of
 from booster.tensors.cast_regions import cast_floats, disabled
 from booster.tensors.trees import HALF_DTYPES
-from booster.tensors.weak import InPlaceOfForward, plain, weakly
+from booster.tensors.weak import InPlaceOfForward, Inside, plain, weakly
 
 _MARK = "booster_keep_fp32"
 
@@ -153,7 +153,8 @@ class Float32Forward(InPlaceOfForward):
 
     device_type: where autocast may be on; None where it never is. output_dtype: what floating outputs are cast to, for a
     module amid half-precision ones; None leaves them in float32, as autocast wants. weakly: they are float32 that is rounded to
-    `output_dtype` where it meets such, and stays what it is where the model returns it; see `tensors/weak.py`.
+    `output_dtype` where it meets such, and stays what it is where the model returns it; of the model that this tells of, and
+    plain float32 where the module is called alone. See `tensors/weak.py`.
 
     A BatchNorm amid half-precision modules is given its half inputs as they are: torch's own reads them beside float32
     parameters, computes in float32 and rounds its output once, without two copies of all activations.
@@ -168,12 +169,12 @@ class Float32Forward(InPlaceOfForward):
         device_type: str | None,
         output_dtype: torch.dtype | None = None,
         *,
-        weakly: bool = False,
+        weakly: Inside | None = None,
     ) -> None:
         super().__init__(forward)
         self._device_type = device_type
         self._output_dtype = output_dtype
-        self._weakly = weakly
+        self.inside = weakly
         self._takes_halves = output_dtype in HALF_DTYPES and _normalises_halves(forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,12 +183,12 @@ class Float32Forward(InPlaceOfForward):
             return cast_floats(self._function(module, *args, **kwargs), self._output_dtype)
         autocast_off = torch.autocast(self._device_type, enabled=False) if self._device_type else nullcontext()
         with autocast_off, disabled(NewTensors):
-            if self._weakly:
+            if self.inside is not None:
                 args, kwargs = plain(args), plain(kwargs)
             args, kwargs = cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32)
             output = self._function(*args, **kwargs) if module is None else self._function(module, *args, **kwargs)
-        if self._weakly and self._output_dtype is not None:
-            return weakly(output, self._output_dtype)
+        if self.inside is not None and self._output_dtype is not None:
+            return weakly(output, self._output_dtype) if self.inside.runs() else output
         return cast_floats(output, self._output_dtype)
 
 
@@ -203,7 +204,7 @@ def _normalises_halves(forward: Callable[..., Any]) -> bool:
 
 
 def compute_in_fp32(
-    module: nn.Module, device_type: str | None, output_dtype: torch.dtype | None = None, *, weakly: bool = False
+    module: nn.Module, device_type: str | None, output_dtype: torch.dtype | None = None, *, weakly: Inside | None = None
 ) -> None:
     """Make `module` compute in float32, in place; the arguments are those of `Float32Forward`.
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.ground import arguments
-from booster.ground.text import listed
+from booster.ground.text import dtype_name, listed
 from booster.interface.model import Choice
 from booster.mixed_precision.keep_fp32 import (
     Float32Forward,
@@ -35,7 +35,7 @@ from booster.model.params import Done, set_tensors
 from booster.model.tied import places_of
 from booster.shards import Shards
 from booster.tensors.trees import HALF_DTYPES
-from booster.tensors.weak import read_plainly, read_weakly
+from booster.tensors.weak import inside_of, read_plainly, read_weakly
 from booster.update.outcome import StepListener
 
 
@@ -118,7 +118,8 @@ def half_policy(
     output: see `DtypePolicy`. `model` is not changed: give it and the policy to `cast_parameters`, or to a plugin's
     `place`. Inputs are for the caller to cast: `casting.cast_floats(args, dtype)`, or `ModelWrapper(input_dtype=dtype)`.
 
-    Raises ValueError if a kept module shares a parameter with one that is not, or if the model as a whole is marked.
+    Raises ValueError if a kept module shares a parameter with one that is not, if the model as a whole is marked, and for a
+    float buffer that TorchScript reads, unless it is selected.
     """
     model = bare(model)
     if is_marked("", model):
@@ -135,7 +136,19 @@ def half_policy(
         raise ValueError(
             f"half_buffers and fp32_buffers both select {listed(sorted(stored & seen))}; name it in one of them"
         )
-    return DtypePolicy(param=dtype, output=output, keep_fp32=names, half_buffers=stored, fp32_buffers=seen)
+    policy = DtypePolicy(param=dtype, output=output, keep_fp32=names, half_buffers=stored, fp32_buffers=seen)
+    scripted = [
+        name
+        for name in weak_buffers(model, policy)
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), torch.jit.ScriptModule)
+    ]
+    if scripted:
+        raise ValueError(
+            f"TorchScript reads {listed(scripted)} itself, so float32 there would make the {dtype_name(dtype)} that it meets "
+            "float32: name it in half_buffers, to be rounded once, or in fp32_buffers, to be read so; or boost the module "
+            "unscripted"
+        )
+    return policy
 
 
 def cast_parameters(module: nn.Module, policy: DtypePolicy) -> nn.Module:
@@ -200,12 +213,12 @@ def install_keep_fp32(module: nn.Module, policy: DtypePolicy) -> None:
     `weak.Weak`. For plugins that cast parameters themselves; `cast_parameters` does it too. Repeating it changes nothing.
     """
     inner = bare(module)
-    half, weakly = policy.param, reads_weakly(policy)
+    half, inside = policy.param, inside_of(inner) if reads_weakly(policy) else None
     read_plainly(inner)
     for name in policy.keep_fp32:
-        compute_in_fp32(inner.get_submodule(name), None, half, weakly=weakly)
-    if half is not None and weakly:
-        read_weakly(inner, half, weak_buffers(inner, policy), returns=bool(policy.keep_fp32))
+        compute_in_fp32(inner.get_submodule(name), None, half, weakly=inside)
+    if half is not None and inside is not None:
+        read_weakly(inner, half, weak_buffers(inner, policy), inside, returning=policy.keep_fp32)
 
 
 def reads_weakly(policy: DtypePolicy) -> bool:

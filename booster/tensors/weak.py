@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from booster.ground.torch_internals import without_subclasses
+from booster.ground.torch_internals import base_of, graph_task, is_fake_kind, without_subclasses, written_arguments
 from booster.tensors.cast_regions import halved
-from booster.tensors.trees import HALF_DTYPES, map_tensors
+from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
 
 _WIDE = frozenset({torch.float32, torch.float64})
 
@@ -38,8 +38,8 @@ _NAMES = {
     "float": "float",
     "to": "to type",
     "written": " ".join(
-        ["__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__"]
-        + [name for holder in _HOLDERS for name in dir(holder) if name.endswith("_") and not name.startswith("_")]
+        ["__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__ __ifloordiv__ __imod__"]
+        + [name for holder in _HOLDERS for name in dir(holder) if name.endswith("_") and not name.endswith("__")]
     ),
 }
 _ROLES: dict[Any, str] = {
@@ -49,6 +49,8 @@ _ROLES: dict[Any, str] = {
     for holder in _HOLDERS
     if hasattr(holder, name)
 }
+_TENSOR: Any = torch.Tensor  # of which mypy takes getters for what they get
+_ROLES |= {_TENSOR.data.__set__: "written", base_of: "itself", _TENSOR.grad.__get__: "itself"}
 
 
 class Weak(torch.Tensor):
@@ -65,9 +67,10 @@ class Weak(torch.Tensor):
         with without_subclasses():
             half, up, kind = _settle(func, args, kwargs)
             if half is not None:
-                args = _cast(args, half, up, func)
-                kwargs = {key: _cast(value, half, up, func) for key, value in kwargs.items()}
+                args, kwargs = _fitted(func, args, kwargs, half, up)
             output = func(*args, **kwargs)
+            if _ROLES.get(func) == "itself":
+                return output
             if half is not None and _ROLES.get(func) == "norm":
                 return output.to(half)
             if kind is None:
@@ -101,9 +104,19 @@ def weakly(tree: Any, half: torch.dtype) -> Any:
     def weak(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype is not torch.float32:
             return tensor
-        return tensor.as_subclass(Weak) if type(tensor) is torch.Tensor else tensor.to(half)
+        return tensor.as_subclass(Weak) if type(tensor) is torch.Tensor else _rounded(tensor, half)
 
     return map_tensors(weak, tree)
+
+
+def _rounded(tensor: torch.Tensor, half: torch.dtype) -> torch.Tensor:
+    """What is no plain tensor, in `half`: one of another class, such as a DTensor, or one that has no numbers."""
+    if torch.compiler.is_exporting() and is_fake_kind(type(tensor)):
+        raise RuntimeError(
+            "torch.export.export with strict=False, its default, does not see where float32 buffers, and what modules kept in "
+            "float32 return, are rounded to the half precision of the weights; pass strict=True"
+        )
+    return tensor.to(half)
 
 
 def plain(tree: Any, dtype: torch.dtype | None = None) -> Any:
@@ -126,7 +139,7 @@ def settled(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str
     if half is None:
         return args, kwargs
     with without_subclasses():
-        return _cast(args, half, up, func), {key: _cast(value, half, up, func) for key, value in kwargs.items()}
+        return _fitted(func, args, kwargs, half, up)
 
 
 def _settle(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[torch.dtype | None, bool, type[Weak] | None]:
@@ -158,14 +171,38 @@ def _settle(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[torch.dtype |
         return None, False, None
     if half is None:
         return None, False, kind
-    target = kwargs.get("out") if kwargs.get("out") is not None else args[0] if role == "written" else None
-    if isinstance(target, Weak) or (isinstance(target, tuple) and any(isinstance(each, Weak) for each in target)):
-        return half, True, kind if kwargs.get("out") is None else None
+    written = _written(func)
+    if written and any(
+        isinstance(each, Weak) for each in tensors([_argument(place, args, kwargs) for place in written])
+    ):
+        return half, True, kind
+    if any(isinstance(each, Weak) for each in tensors(kwargs.get("out"))):
+        return half, True, None
     if role in ("compared", "norm"):
         return half, True, None
     if kind is WeakState and role == "arithmetic" and not (carries and torch.is_grad_enabled()):
         return half, True, WeakState
     return half, False, None
+
+
+def _written(func: Any) -> tuple[int | str, ...]:
+    """Which arguments `func` writes to, beside `out`, by position or name."""
+    if _ROLES.get(func) == "written":
+        return (0,)
+    return () if func in _ROLES else written_arguments(func)
+
+
+def _argument(place: int | str, args: Any, kwargs: dict[str, Any]) -> Any:
+    if isinstance(place, str):
+        return kwargs.get(place)
+    return args[place] if place < len(args) else None
+
+
+def _fitted(func: Any, args: Any, kwargs: dict[str, Any], half: torch.dtype, up: bool) -> tuple[Any, dict[str, Any]]:
+    """The arguments of `func` cast, but those of float32 that it writes to, as `out`."""
+    left = (*_written(func), "out") if up else ()
+    args = tuple([each if place in left else _cast(each, half, up, func) for place, each in enumerate(args)])
+    return args, {key: value if key in left else _cast(value, half, up, func) for key, value in kwargs.items()}
 
 
 def _is_wide(value: Any) -> bool:
@@ -202,7 +239,12 @@ class _OfAModule:
 
 
 class InPlaceOfForward(_OfAModule):
-    """Base of what takes the place of the `forward` of a module, and not of hooks around it."""
+    """Base of what takes the place of the `forward` of a module, and not of hooks around it.
+
+    inside: what tells whether a model runs that reads weakly; None where it returns no weak tensor.
+    """
+
+    inside: Inside | None = None
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.__dict__.update(getattr(forward, "__dict__", {}))
@@ -219,6 +261,38 @@ class InPlaceOfForward(_OfAModule):
         return self._function if self._module is None else MethodType(self._function, self._module())
 
     __wrapped__ = forward
+
+    @property
+    def __code__(self) -> Any:  # by which torch.export names inputs
+        return self._function.__code__
+
+    @property
+    def __globals__(self) -> Any:  # by which torch.jit.script compiles the source of a forward, without what is here
+        raise AttributeError(
+            f"torch.jit.script compiles the source of {getattr(self, '__qualname__', 'forward')}, which does not say what the "
+            "precision computes in float32; use torch.export.export, or script the model before boost"
+        )
+
+
+class Inside:
+    """Whether a forward runs of a model that reads weakly: what modules in it return is weak there, and nowhere else.
+
+    Models that share modules share it.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inside:
+        memo[id(self)] = clone = Inside()  # a copy that is made inside of forward is at rest
+        return clone
+
+    def __reduce__(self) -> Any:
+        return Inside, ()
+
+    def runs(self) -> bool:
+        # A backward pass runs checkpointed modules again, where they return what they did.
+        return self.count > 0 or (not torch.compiler.is_compiling() and graph_task() != -1)
 
 
 class ShownBuffers(_OfAModule):
@@ -254,9 +328,9 @@ class ShownBuffers(_OfAModule):
                 continue
             if type(buffer) is torch.Tensor and buffer.layout is torch.strided:
                 kind = WeakState if name in self._set_anew and module.training else WeakBuffer
-                shown = buffer.as_subclass(kind)
+                shown: torch.Tensor = buffer.as_subclass(kind)
             else:  # one without numbers, by which dtypes are found out beforehand, divided among ranks, or sparse
-                shown = buffer.to(self._half)
+                shown = _rounded(buffer, self._half)
             held[name] = shown
             self._shown[name] = held, shown, buffer
 
@@ -276,45 +350,65 @@ class ShownBuffers(_OfAModule):
 
 
 class WeakForward(InPlaceOfForward):
-    """The forward of a module that shows it float buffers as weak tensors; of a model, also those of modules inside.
+    """The forward of a module that reads float buffers as weak tensors, or has such modules in it, or those that return weak
+    tensors. It returns plain ones, but inside of another.
 
-    whole: it is that of a model, which returns plain tensors.
+    shown: what is read. whole: it is that of a model.
     """
 
-    def __init__(self, forward: Callable[..., Any], shown: Iterable[ShownBuffers], *, whole: bool) -> None:
+    inside: Inside
+
+    def __init__(
+        self, forward: Callable[..., Any], shown: Iterable[ShownBuffers], inside: Inside, *, whole: bool
+    ) -> None:
         super().__init__(forward)
-        self.shown, self._whole = tuple(shown), whole
+        self.shown, self.inside, self._whole = tuple(shown), inside, whole
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for each in self.shown:
-            each.enter()
+        module = None if self._module is None else self._module()
+        if not self._whole and self.inside.count:
+            return self._function(*args, **kwargs) if module is None else self._function(module, *args, **kwargs)
+        again = not self._whole and self.inside.runs()  # where a backward pass runs it again
+        self.enter()
         try:
-            module = None if self._module is None else self._module()
             output = self._function(*args, **kwargs) if module is None else self._function(module, *args, **kwargs)
         finally:
-            for each in self.shown:
-                each.leave()
-        return plain(output) if self._whole else output
+            self.leave()
+        return output if again else plain(output)
+
+    def enter(self) -> None:
+        self.inside.count += 1
+        for place, each in enumerate(self.shown):
+            try:
+                each.enter()
+            except BaseException:
+                self.leave(place + 1)
+                raise
+
+    def leave(self, count: int | None = None) -> None:
+        for each in self.shown[:count]:
+            each.leave()
+        self.inside.count -= 1
 
 
-def shown_too(models: Iterable[nn.Module], context: Callable[[], Any]) -> Callable[[], AbstractContextManager[Any]]:
-    """Return `context`, of a backward pass, in which `models` read buffers as in their forward, for functions that
-    `torch.utils.checkpoint` runs anew there. It is `context` itself where they read none so."""
-    forwards = (model.forward for model in models)
-    shown = tuple(each for forward in forwards if isinstance(forward, WeakForward) for each in forward.shown)
-
-    return functools.partial(_showing, shown, context) if shown else context
+def reading(
+    models: Iterable[nn.Module], context: Callable[[], AbstractContextManager[Any]]
+) -> Callable[[], AbstractContextManager[Any]]:
+    """Return `context` in which `models` read as in their forward, for what runs beside it: backward passes, in which
+    `torch.utils.checkpoint` runs functions anew, and other methods. It is `context` itself where they read nothing weakly."""
+    forwards = [model.forward for model in models if isinstance(model.forward, WeakForward)]
+    return functools.partial(_reading, forwards, context) if forwards else context
 
 
 @contextmanager
-def _showing(shown: tuple[ShownBuffers, ...], context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    for each in shown:
+def _reading(forwards: list[WeakForward], context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    for each in forwards:
         each.enter()
     try:
         with context():
             yield
     finally:
-        for each in shown:
+        for each in forwards:
             each.leave()
 
 
@@ -327,23 +421,35 @@ def settle_inputs(half: torch.dtype) -> Callable[[nn.Module, Any, Any], tuple[An
     return settle
 
 
-def read_weakly(model: nn.Module, half: torch.dtype, buffers: Iterable[str], *, returns: bool) -> None:
-    """Have forwards of `model` read its `buffers`, by name, as weak tensors, in place; repeating it replaces what was.
+def inside_of(model: nn.Module) -> Inside:
+    """Return the `Inside` of `model`: that of a model that reads weakly and shares a module with it, or a new one."""
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, InPlaceOfForward) and forward.inside is not None:
+            return forward.inside
+    return Inside()
 
-    returns: whether modules in it return weak tensors, which the model then does not.
+
+def read_weakly(
+    model: nn.Module, half: torch.dtype, buffers: Iterable[str], inside: Inside, *, returning: Iterable[str]
+) -> None:
+    """Have forwards of `model` read its `buffers`, by name, as weak tensors, in place; `read_plainly` comes before.
+
+    returning: names of the modules in it that return weak tensors.
     """
-    read_plainly(model)
     owners: dict[str, list[str]] = {}
     for name in buffers:
         owner, _, own = name.rpartition(".")
         owners.setdefault(owner, []).append(own)
     shown = {name: ShownBuffers(model.get_submodule(name), own, half) for name, own in owners.items()}
-    for name, each in shown.items():
-        if name:
-            module = model.get_submodule(name)
-            module.forward = WeakForward(module.forward, (each,), whole=False)
-    if shown or returns:
-        model.forward = WeakForward(model.forward, shown.values(), whole=True)
+    returning = frozenset(returning)
+    for name, module in list(model.named_modules()):
+        within = f"{name}." if name else ""
+        read = [each for key, each in shown.items() if key == name or key.startswith(within)]
+        holds = read or any(key.startswith(within) for key in returning)
+        is_list = getattr(module.forward, "__func__", None) is nn.Module.forward
+        if holds and name not in returning and not is_list:
+            module.forward = WeakForward(module.forward, read, inside, whole=not name)
 
 
 def read_plainly(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 from booster.mixed_precision.policy import half_policy
 from booster.tensors.cast_regions import cast_inputs
+from booster.tensors.trees import tensors as tensors_of
 from booster.tensors.weak import Weak, WeakBuffer, plain, weakly
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -466,7 +467,215 @@ def test_what_meets_halves_is_rounded_and_what_does_not_is_float32():
     assert type(weakly({"x": wide}, BF16)["x"]) is Weak
 
 
+def test_what_is_written_to_gets_the_whole_number_by_whatever_function():
+    half = torch.full((2,), 3.0, dtype=BF16)
+
+    @torch.library.custom_op("booster_tests::move", mutates_args=("target",))
+    def move(target: torch.Tensor, by: torch.Tensor) -> None:
+        target.add_(by)
+
+    ways = {
+        "foreach": lambda weak: torch._foreach_add_([weak], [half]),
+        "foreach with a half": lambda weak: torch._foreach_add_([weak, half.clone()], [half, weak]),
+        "packet": lambda weak: torch.ops.aten.add_(weak, half),
+        "overload": lambda weak: torch.ops.aten.add_.Tensor(weak, other=half),
+        "custom": lambda weak: move(weak, half),
+        "by name": lambda weak: move(target=weak, by=half),
+        "out": lambda weak: torch.add(weak, half, out=weak),
+        "data": lambda weak: setattr(weak, "data", weak.float() + half),
+    }
+    for name, way in ways.items():
+        weak = torch.full((2,), 1 + 2**-12).as_subclass(WeakBuffer)
+        way(weak)
+        assert weak.tolist() == [4 + 2**-12] * 2, name
+        assert type(weak) is WeakBuffer
+    target = half.clone()
+    torch._foreach_add_([target], [torch.ones(2).as_subclass(WeakBuffer)])
+    assert target.tolist() == [4.0, 4.0]
+
+
 def test_what_overflows_in_a_kept_module_is_infinite_in_half_so_that_a_step_is_skipped():
     big = torch.full((2,), 1e6)
     assert (weakly(big, F16) + torch.ones(2, dtype=F16)).isinf().all()
     assert (big.as_subclass(WeakBuffer) + torch.zeros(2, dtype=F16)).isfinite().all()
+
+
+# ---- nothing weak leaves ----
+
+
+class Cosines(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(8))
+
+    def forward(self, x):
+        return self.table.cos()
+
+
+class Normal(nn.Module):
+    """Of which the last layer is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(self.layer(x))
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Normal(), Normal()])
+        self.cosines, self.layer, self.head = Cosines(), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def encode(self, x):
+        for block in self.blocks:
+            x = self.layer(block(x) + self.cosines(x) * self.cosines.table)
+        return self.blocks[0](x) * self.cosines.table
+
+    def stream(self, x):
+        yield self.encode(x)
+        yield self.cosines(x)
+
+    def forward(self, x):
+        return self.head(self.encode(x))
+
+
+def parts():
+    torch.manual_seed(0)
+    model = Parts()
+    before = model.blocks[0]  # a reference of the user's
+    _, wrapped, _ = boosted(model, BF16, keep_fp32=("blocks.0.norm", "blocks.1.norm", "head"))
+    return model, wrapped.eval(), before, torch.randn(2, 8), torch.randn(2, 8).bfloat16()
+
+
+def saved(tensor, path):
+    torch.save(tensor, path)
+    return torch.load(path, weights_only=True)
+
+
+def called(model, half):
+    tables = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return torch.func.functional_call(model, tables, (half,))
+
+
+def derived(model, half):
+    weights = {name: param.detach() for name, param in model.named_parameters()}
+    loss = lambda w: torch.func.functional_call(model, w, (half,)).sum()  # noqa: E731
+    return list(torch.func.grad(loss)(weights).values())
+
+
+# By what is called alone: of a boosted `model`, `wrapped`, a reference from `before` boost, inputs in float32 and half.
+ESCAPES = {
+    "the model": lambda m, w, b, x, h: w(x),
+    "the user's model": lambda m, w, b, x, h: m(h),
+    "a kept module": lambda m, w, b, x, h: m.blocks[1].norm(h),
+    "a kept head": lambda m, w, b, x, h: m.head(h),
+    "what has a kept module": lambda m, w, b, x, h: m.blocks[1](h),
+    "a reference from before": lambda m, w, b, x, h: b(h),
+    "what has a buffer": lambda m, w, b, x, h: m.cosines(h),
+    "a buffer": lambda m, w, b, x, h: m.cosines.table,
+    "a method": lambda m, w, b, x, h: w.encode(x),
+    "a generator": lambda m, w, b, x, h: list(w.stream(x)),
+    "a copy": lambda m, w, b, x, h: copy.deepcopy(m.blocks[1])(h),
+    "a copy of the output": lambda m, w, b, x, h: copy.deepcopy(w(x).detach()),
+    "functional_call": lambda m, w, b, x, h: called(m, h),
+    "func.grad": lambda m, w, b, x, h: derived(m, h),
+    "vmap": lambda m, w, b, x, h: torch.vmap(m)(h),
+    "vmap of a part": lambda m, w, b, x, h: torch.vmap(m.blocks[1])(h),
+    "jvp": lambda m, w, b, x, h: torch.func.jvp(m, (h,), (h,)),
+    "jacrev": lambda m, w, b, x, h: torch.func.jacrev(m)(h),
+    "jit.trace": lambda m, w, b, x, h: torch.jit.trace(m, (h,))(h),
+    "jit.trace of a part": lambda m, w, b, x, h: torch.jit.trace(m.blocks[1], (h,))(h),
+    "export": lambda m, w, b, x, h: torch.export.export(w, (x,), strict=True).module()(x),
+    "export of a part": lambda m, w, b, x, h: torch.export.export(m.blocks[1], (h,), strict=True).module()(h),
+    "compile": lambda m, w, b, x, h: torch.compile(w, backend="eager")(x),
+    "compile of a part": lambda m, w, b, x, h: torch.compile(m.blocks[1], backend="eager", fullgraph=True)(h),
+    "compile of a kept one": lambda m, w, b, x, h: torch.compile(m.head, backend="eager", fullgraph=True)(h),
+    "compile of a buffer's": lambda m, w, b, x, h: torch.compile(m.cosines, backend="eager", fullgraph=True)(h),
+}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning", "ignore:While compiling")
+def test_nothing_weak_leaves_the_model_and_its_parts(name):
+    model, wrapped, before, x, half = parts()
+    found = list(tensors_of(ESCAPES[name](model, wrapped, before, x, half)))
+    assert found
+    assert {type(tensor) for tensor in found} == {torch.Tensor}
+    assert {type(buffer) for buffer in model.buffers()} == {torch.Tensor}
+    own, kept = wrapped(x), model.blocks[1].norm(half)
+    same = {"the user's model": model(half), "functional_call": model(half), "jit.trace": model(half)}
+    same |= {name: model.blocks[1](half) for name in ("jit.trace of a part", "export of a part", "compile of a part")}
+    same |= dict.fromkeys(["the model", "export", "compile", "a copy of the output"], own)
+    if name in same:
+        assert torch.equal(found[0], same[name])
+    assert kept.dtype == F32
+    assert not torch.equal(kept, kept.bfloat16().float())  # whole numbers, as keep_fp32 says
+
+
+def test_models_that_share_kept_modules_and_buffers_run_both():
+    trunk = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), Table())
+    pair = [nn.Sequential(trunk, nn.Linear(8, 4)) for _ in range(2)]
+    for each in pair:
+        for module in (each, trunk):
+            module(torch.randn(2, 4, 8))
+    wrapped = [boosted(each, BF16, keep_fp32="0.1")[1] for each in pair]
+    for each in wrapped:
+        assert each(torch.randn(2, 4, 8)).isfinite().all()
+
+
+def test_what_hooks_see_computes_and_is_saved_and_what_a_model_keeps_too(tmp_path):
+    model, wrapped, _, x, _ = parts()
+    seen = []
+    for module in (model.blocks[1].norm, model.blocks[1], model.cosines, model.head, model):
+        module.register_forward_hook(lambda module, args, output: seen.append(output))
+    wrapped(x)
+    for tensor in seen:
+        assert torch.equal(torch.from_numpy(tensor.detach().numpy()), tensor.detach().float())
+        assert type(saved(tensor.detach(), tmp_path / "seen.pt")) is type(tensor.detach().data.float()) is torch.Tensor
+        assert torch.equal(copy.deepcopy(tensor.detach()), tensor.detach())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_function_over_kept_modules_runs_again_under_a_backward_of_torch(reentrant):
+    class Around(Parts):
+        def part(self, x):
+            return self.layer(self.blocks[0].norm(self.blocks[0].layer(x)))
+
+        def forward(self, x):
+            return checkpoint(self.part, x, use_reentrant=reentrant) if self.training else self.part(x)
+
+    grads = []
+    for training in (False, True):
+        torch.manual_seed(0)
+        model = Around()
+        _, wrapped, _ = boosted(model, BF16, keep_fp32="blocks.0.norm")
+        wrapped.train(training)
+        x = torch.randn(2, 8, requires_grad=True)
+        wrapped(x).pow(2).sum().backward()
+        grads.append([x.grad, model.blocks[0].layer.weight.grad, model.blocks[0].norm.weight.grad])
+    assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.filterwarnings("ignore:While compiling")
+def test_export_that_would_round_buffers_says_what_does_not():
+    model, wrapped, _, x, _ = parts()
+    with pytest.raises(RuntimeError, match="pass strict=True"):
+        torch.export.export(wrapped, (x,))
+    assert {type(buffer) for buffer in model.buffers()} == {torch.Tensor}
+    assert torch.equal(wrapped(x), torch.export.export(wrapped, (x,), strict=True).module()(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model_is_scripted_before_boost_and_says_what_its_buffers_are():
+    model, _, _, _, _ = parts()
+    with pytest.raises(AttributeError, match="script the model before boost"):
+        torch.jit.script(model)
+    scripted = torch.jit.script(nn.Sequential(Cosines()))
+    with pytest.raises(ValueError, match=r"TorchScript reads 0\.0\.table itself.*half_buffers"):
+        boosted(nn.Sequential(scripted, nn.Linear(8, 8)), BF16)
+    for words in ({"half_buffers": "0.0.table"}, {"fp32_buffers": "0.0.table"}):
+        other = torch.jit.script(nn.Sequential(Cosines()))
+        assert boosted(nn.Sequential(other, nn.Linear(8, 8)), BF16, **words)
