@@ -220,15 +220,27 @@ def _hint_of_shards(error: Exception, name: str, model: nn.Module) -> str | None
     )
 
 
-_MIXED_DTYPES = re.compile(
-    r"must have the same dtype|expected scalar type|should be the same|dtype.* mismatch", re.IGNORECASE
-)
+_MIXED_DTYPES = re.compile(r"same dtype|expected scalar type|should be the same|dtype.* mismatch", re.IGNORECASE)
 
 
 def _hint_of_dtypes(error: Exception, model: PrecisionModule) -> str | None:
-    """Return what to do where the forward of a model of half weights met a float32 tensor; None for other errors."""
-    wanted = model._input_dtype
-    if wanted is None or wanted not in HALF_DTYPES or not _MIXED_DTYPES.search(str(error)):
+    """Return what to do where forward met a half and a float32 tensor that nobody casts; None for other errors."""
+    wanted, policy = model._input_dtype, getattr(model._precision, "policy", None)
+    compute = None if policy is None else policy.compute
+    if "multiple of 16 bytes" in str(error) and HALF_DTYPES & {wanted, compute}:
+        return (
+            f"{error}: at {where_raised(error)} torch's product of groups takes halves in rows of a multiple of 8 numbers; "
+            "give experts such sizes, or have them multiplied one by one: model.set_experts_implementation('eager')"
+        )
+    if not _MIXED_DTYPES.search(str(error)):
+        return None
+    if compute in HALF_DTYPES:
+        return (
+            f"{error}: at {where_raised(error)} a function got {dtype_name(compute)} and another dtype, and autocast has no "
+            "rule that casts them for it. Give it one dtype, by x.float() or x.to(y.dtype); on a CPU Booster's "
+            "half_products='float32' has rules for mv, addmv, dot, vdot, inner and cross, but for none in place"
+        )
+    if wanted is None or wanted not in HALF_DTYPES:
         return None
     half, kind = dtype_name(wanted), type(model._precision)
     takes = "default_dtype" in inspect.signature(kind).parameters

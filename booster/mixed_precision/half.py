@@ -90,6 +90,8 @@ class HalfPrecision(MixedPrecision):
 
     def convert(self, model: nn.Module) -> nn.Module:
         model = super().convert(model)
+        if self.policy.compute is not None:
+            self.half_products.look_at(model)
         if self._keep_fp32 and self.policy.compute is not None:
             inner = bare(model)  # names as the user knows them, also in a compiled model
             for name in KeptModules(inner, self._keep_fp32).names:

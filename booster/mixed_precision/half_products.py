@@ -3,6 +3,8 @@
 A product of two halves is exact in float32. Hardware with units for a half dtype rounds operands, sums in float32 and rounds
 the result; so does what is here: operands are rounded, computed with in float32, and the result is rounded once. Such numbers
 differ from those of the hardware by the order of the sum alone, and an overflow of float16 is an infinity in both.
+
+Under autocast, products that it has no rule for are cast here as well, on every device: those of experts, above all.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 
 from booster.ground import arguments
@@ -29,7 +32,7 @@ from booster.mixed_precision import hardware
 from booster.mixed_precision.engine import run_engine
 from booster.mixed_precision.half_sums import SUMS, is_half
 from booster.mixed_precision.kept_operands import KeptOperands, WideOperand
-from booster.tensors.cast_regions import CastMode
+from booster.tensors.cast_regions import CastMode, cast_floats
 from booster.tensors.trees import HALF_DTYPES
 from booster.tensors.weak import settled
 
@@ -52,7 +55,7 @@ class HalfProducts:
     """
 
     widens: bool
-    """Whether anything is computed in float32, in some region; where it is False, nobody need ask for a context."""
+    """Whether anything is computed in float32, or cast, in some region; where it is False, nobody need ask for a context."""
 
     refuses_probabilities = True
     """Whether losses of probabilities are refused, see `half_sums.UNSAFE`; apex.amp has a rule of its own."""
@@ -62,6 +65,7 @@ class HalfProducts:
         self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
         self._recomputation = Recomputation()
         self._settled = False
+        self._groups = self._falls_back = False
         self.choice: Choice = "auto"
         self.choose("auto")
 
@@ -92,6 +96,20 @@ class HalfProducts:
         if report and (not dist.is_initialized() or dist.get_rank() == 0):
             _logger.info(report)
 
+    def look_at(self, model: nn.Module) -> None:
+        """Cast from now on what autocast has no rule for, if `model`, which runs under it, has a parameter that such products
+        read: several matrices in one, as experts and `nn.Bilinear` have. Others need no mode, which would cost each function
+        a call."""
+        if self.dtype is None:
+            return
+        filters = {
+            id(each) for module in model.modules() if isinstance(module, _CONVOLUTIONS) for each in module.parameters()
+        }
+        if any(each.dim() == 3 and len(each) > 1 and id(each) not in filters for each in model.parameters()):
+            self._groups = self.widens = True
+        # What transformers multiplies experts by where torch.compile or the GPU has no grouped_mm.
+        self._falls_back = self._falls_back or hasattr(torch.ops.transformers, "grouped_mm_fallback")
+
     def report(self) -> str:
         """What is widened on a CPU, as a sentence; empty where nothing is."""
         inference, training = self._regions["cpu", False], self._regions["cpu", True]
@@ -114,10 +132,15 @@ class HalfProducts:
         """A new context for one forward pass, to be entered inside `torch.autocast`; None where products are torch's."""
         training = torch.is_grad_enabled()
         kinds = self._regions.get((device_type, training))
-        if not kinds:
+        if not kinds and not self._groups:
             return None
         own = SUMS if self.refuses_probabilities else _WITHOUT_REFUSALS
-        return WideProducts(device_type, kinds, self._recomputation, own, training=training)
+        wide = WideProducts(device_type, kinds or _NONE, self._recomputation, own if kinds else {}, training=training)
+        # Where it is entered with gradients alone, a function would be cast while training and raise in evaluation.
+        wide.casts = self._groups or bool(self._regions.get((device_type, False)))
+        if self._falls_back:
+            wide.fallback = torch.ops.transformers.grouped_mm_fallback
+        return wide
 
     def backward_context(self, device_type: str) -> AbstractContextManager[Any]:
         """A new context for one backward pass: that of a forward pass in training, once anything ran that may run again."""
@@ -134,7 +157,7 @@ class HalfProducts:
             if self._sdpa_fp32 is True:
                 self._regions["cpu", True] |= {"attention"}
                 self._regions["cuda", True] = frozenset({"attention"})
-        self.widens = any(self._regions.values())
+        self.widens = self._groups or any(self._regions.values())
 
 
 class Recomputation:
@@ -167,17 +190,21 @@ class Recomputation:
 class WideProducts(CastMode):
     """While active, products of halves compute in float32, on operands rounded to half, and return halves.
 
-    Under autocast, what it would cast counts as half, but for the mask of attention, which is read as it is. Autograd
-    differentiates the float32 computation, so gradients that flow into a product and out of it are halves, and the backward
-    pass needs no mode: only what is recomputed there does, see `Recomputation`, so it stays active in
-    `torch.autograd.backward`, which a mode otherwise leaves. Autograd keeps operands in half, see `KeptOperands`. Products of
-    unlike dtypes, of float64 and on other devices are torch's.
+    Under autocast, what it would cast counts as half, but for the mask of attention, which is read as it is; what it would not
+    is cast by the rules of `_PRODUCTS`. Autograd differentiates the float32 computation, so gradients that flow into a product
+    and out of it are halves, and the backward pass needs no mode: only what is recomputed there does, see `Recomputation`, so
+    it stays active in `torch.autograd.backward`, which a mode otherwise leaves. Autograd keeps operands in half, see
+    `KeptOperands`. Products of unlike dtypes that nothing casts, of float64 and on other devices are torch's.
 
     device_type: where autocast may be on, e.g. "cpu". kinds: what is widened. sums: how functions that add up halves compute,
-    see `half_sums`, on a CPU. training: whether the region that it is entered
-    for records gradients; a product does not ask, since a checkpointed block runs without them first, and must compute the
-    same twice. Thread-local, as every torch function mode is. Make a new one for each region: a weight is widened once in it.
+    see `half_sums`, on a CPU. training: whether the region that it is entered for records gradients; a product does not ask,
+    since a checkpointed block runs without them first, and must compute the same twice. casts: whether rules hold for what is
+    not widened, too. fallback: another function that multiplies groups. Thread-local, as every torch function mode is. Make a
+    new one for each region: a weight is widened once in it.
     """
+
+    casts = False
+    fallback: Any = None
 
     def __init__(
         self,
@@ -198,7 +225,7 @@ class WideProducts(CastMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        product = _PRODUCTS.get(func)
+        product = _PRODUCTS.get(func) if func is not self.fallback else _GROUPED
         if product is None or not self.enabled:
             if (instead := self._sums.get(func)) is not None and self.enabled:
                 if (
@@ -219,15 +246,27 @@ class WideProducts(CastMode):
             return func(*args, **kwargs)
         if types:  # before what it decides by dtypes, as weak tensors come to their own rule last
             args, kwargs = settled(func, args, kwargs)
-        kind, cast, instead = product
+        kind, rule, instead = product
         if func is F.multi_head_attention_forward:
             with self:  # in its body, which hands all of it to the mode otherwise
                 return _multi_head_attention_forward(*args, **kwargs)
         if kind not in self._kinds:
-            return func(*args, **kwargs)
+            return self._as_torch_has_it(func, rule, args, kwargs) if self.casts else func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        return self._product(func, cast, instead, args, kwargs)
+        return self._product(func, rule, instead, args, kwargs)
+
+    def _as_torch_has_it(self, func: Any, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`func` in the dtypes of its operands, which are cast where autocast is on and has no rule of its own."""
+        casts = rule in ("half", "widest") and torch.is_autocast_enabled(self._device_type)
+        if casts and kwargs.get("out_dtype") is None:  # which torch ties to the dtype of the operands
+            if self._training:
+                self._recomputation.look()
+            found = {each.dtype for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)}
+            half = torch.get_autocast_dtype(self._device_type)
+            dtype = half if rule == "half" else torch.float32 if torch.float32 in found else None
+            args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
+        return func(*args, **kwargs)
 
     def _backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._recomputation.seen:
@@ -268,11 +307,11 @@ class WideProducts(CastMode):
         caches = not autocast or torch.is_autocast_cache_enabled()
         return (None if small or hooked else KeptOperands()), caches
 
-    def _product(self, func: Any, cast: bool, instead: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _product(self, func: Any, rule: Rule, instead: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         autocast = torch.is_autocast_enabled(self._device_type)
-        half, small = self._common_half(args, kwargs, autocast and cast)
-        if half is None:
-            return func(*args, **kwargs)
+        half, small = self._common_half(args, kwargs, autocast and rule in _TO_HALF)
+        if half is None or (kwargs and kwargs.get("out_dtype") is not None):
+            return self._as_torch_has_it(func, rule, args, kwargs)
         into = args[0] if instead is not None else kwargs.get("out")
         if into is not None:
             if into.dtype != half or (instead is None and (_records(args) or into.requires_grad)):
@@ -369,14 +408,21 @@ class WideProducts(CastMode):
 _WITHOUT_REFUSALS = {func: how for func, how in SUMS.items() if func is not F.binary_cross_entropy}
 _multi_head_attention_forward = uninterceptable(F.multi_head_attention_forward)
 
-# Of each function: its kind, whether autocast casts its operands on a CPU, and of one in place, that which makes a new tensor.
-_Product = tuple[hardware.Kind, bool, "Callable[..., Any] | None"]
+# How autocast casts operands: to half on every device, by a kernel of torch's; to half or to the widest of them by what is
+# here, as torch itself does on CUDA at most; or not at all, as all that is written in place.
+Rule = Literal["autocast", "half", "widest", "never"]
+_TO_HALF = frozenset(("autocast", "half"))
+# Of each function: its kind, its rule, and of one in place, that which makes a new tensor.
+_Product = tuple[hardware.Kind, Rule, "Callable[..., Any] | None"]
+_GROUPED: _Product = "matrix product", "half", None
+_NONE: frozenset[hardware.Kind] = frozenset()
+_CONVOLUTIONS = nn.Conv1d, nn.ConvTranspose1d  # whose parameters have three dimensions, too
 
 
-def _named(kind: hardware.Kind, cast: bool, names: str) -> dict[Any, _Product]:
+def _named(kind: hardware.Kind, rule: Rule, names: str) -> dict[Any, _Product]:
     holders = (torch, torch.Tensor, torch.linalg, F)
     return {
-        getattr(holder, name): (kind, cast, None)
+        getattr(holder, name): (kind, rule, None)
         for name in names.split()
         for holder in holders
         if hasattr(holder, name)
@@ -384,19 +430,21 @@ def _named(kind: hardware.Kind, cast: bool, names: str) -> dict[Any, _Product]:
 
 
 def _products() -> Mapping[Any, _Product]:
-    found = _named("matrix product", True, "mm bmm matmul __matmul__ __rmatmul__ addmm addbmm baddbmm linear einsum")
-    found |= _named("matrix product", True, "tensordot multi_dot chain_matmul vecdot")
-    found |= _named("matrix product", False, "mv addmv dot vdot inner")
-    for name in ("addmm", "addbmm", "baddbmm", "addmv"):
-        found[getattr(torch.Tensor, f"{name}_")] = "matrix product", False, getattr(torch, name)
-    found |= _named(
-        "convolution", True, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
+    found = _named(
+        "matrix product", "autocast", "mm bmm matmul __matmul__ __rmatmul__ addmm addbmm baddbmm linear vecdot"
     )
-    found |= _named("convolution", True, "convolution _convolution")
-    found |= _named("recurrent layer", True, "lstm gru rnn_tanh rnn_relu")
-    found |= _named("recurrent layer", True, "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
-    found |= _named("attention", True, "scaled_dot_product_attention multi_head_attention_forward")
-    return found
+    found |= _named("matrix product", "half", "_grouped_mm mv addmv addr einsum tensordot multi_dot chain_matmul")
+    found |= _named("matrix product", "widest", "dot vdot inner bilinear cross")
+    for name in ("addmm", "addbmm", "baddbmm", "addmv"):
+        found[getattr(torch.Tensor, f"{name}_")] = "matrix product", "never", getattr(torch, name)
+    for names in (
+        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc",
+        "convolution _convolution",
+    ):
+        found |= _named("convolution", "autocast", names)
+    for names in ("lstm gru rnn_tanh rnn_relu", "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"):
+        found |= _named("recurrent layer", "autocast", names)
+    return found | _named("attention", "autocast", "scaled_dot_product_attention multi_head_attention_forward")
 
 
 _PRODUCTS = _products()

@@ -1,12 +1,27 @@
 """Every kind of product in float32: against float64 and torch's own halves, on drawn shapes, and at the edges."""
 
+import itertools
+import re
+from contextlib import contextmanager
+from functools import partial
+
 import pytest
 import torch
 from test_half_products import HALVES, OPERATIONS, Seen, check_rounded, exact, fp16_precision, numbers, widened
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
+from booster.mixed_precision import (
+    BF16MixedPrecision,
+    BF16NaiveMixedPrecision,
+    FP16TorchMixedPrecision,
+    half_products,
+    hardware,
+)
+from booster.mixed_precision.half_products import HalfProducts
 
 
 def drawn(generator, *bounds):
@@ -63,11 +78,33 @@ def _unbatched_conv1d(g):
     return F.conv1d, ((c, side + 4), (o, c, 5), (o,)), {}, 5 * c + 1
 
 
+def _grouped(g):
+    groups, k, n = drawn(g, 5, 8, 4)  # of rows in steps of 16 bytes, which torch wants
+    ends = torch.randint(12, (groups,), generator=g).cumsum(0).int()
+
+    def grouped(x, weights):
+        if x.dtype != torch.float64:
+            return F.grouped_mm(x, weights, offs=ends)
+        return torch.cat([x[start:end] @ each for start, end, each in zip([0, *ends], ends, weights, strict=False)])
+
+    return grouped, ((int(ends[-1]), 8 * k), (groups, 8 * k, 8 * n)), {}, 8 * k
+
+
+def _bilinear(g):
+    m, i, j, k = drawn(g, 12, 12, 12, 12)
+    return F.bilinear, ((m, i), (m, j), (k, i, j), (k,)), {}, i * j + 1
+
+
+def _addr(g):
+    m, n = drawn(g, 20, 20)
+    return torch.addr, ((m, n), (m,), (n,)), {}, 2
+
+
 MORE = {
     make.__name__.strip("_"): make
     for make in (
         _addbmm, _addmv, _tensordot, _inner, _matmul_of_batches, _depthwise, _conv_transpose1d, _conv_transpose3d,
-        _unbatched_conv1d,
+        _unbatched_conv1d, _grouped, _bilinear, _addr,
     )
 }  # fmt: skip
 
@@ -363,3 +400,199 @@ def test_the_fused_encoder_layer_of_evaluation_makes_no_product_in_half(precisio
         model(x)
     assert seen.dtypes
     assert set().union(*seen.dtypes.values()) == {torch.float32}, seen.dtypes
+
+
+# ---------------------------------------------------------------------- products that autocast has no rule for
+
+
+class Grouped(nn.Module):
+    def __init__(self, checkpointed=None):
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, 16, 8))
+        self.checkpointed = checkpointed
+
+    def multiply(self, x, ends):
+        return F.grouped_mm(x, self.weights, offs=ends)
+
+    def forward(self, x, ends):
+        if self.checkpointed is None:
+            return self.multiply(x, ends)
+        return checkpoint(self.multiply, x, ends, use_reentrant=self.checkpointed)
+
+
+@pytest.mark.parametrize("checkpointed", [None, True, False], ids=["plain", "reentrant checkpoint", "checkpoint"])
+@pytest.mark.parametrize("half_products", ["native", "float32"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_product_of_groups_runs_in_the_half_of_autocast_with_gradients_of_float64(dtype, half_products, checkpointed):
+    g = torch.Generator().manual_seed(0)
+    precision = BF16MixedPrecision if dtype == torch.bfloat16 else partial(FP16TorchMixedPrecision, init_scale=1.0)
+    model = Grouped(checkpointed)
+    b = Booster("cpu", precision(output_dtype=None), half_products=half_products)
+    boosted, optimizer, *_ = b.boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    ends, x, grad = torch.tensor([2, 2, 9], dtype=torch.int32), torch.randn(9, 16, generator=g).requires_grad_(), None
+    with torch.no_grad():
+        assert boosted(x, ends).dtype == dtype
+    out = boosted(x, ends)
+    grad = numbers(out.shape, dtype, g)
+    b.backward((out * grad).float().sum(), optimizer)
+
+    def exactly(x, weights):
+        return torch.cat([x[:2] @ weights[0], x[2:] @ weights[2]])
+
+    found = out.detach(), x.grad, model.weights.grad
+    operands = [each.detach().to(dtype) for each in (x, model.weights)]
+    for one, other, size, count in zip(found, *exact(exactly, operands, {}, grad), (16, 8, 9), strict=True):
+        assert torch.equal(one.to(dtype).to(one.dtype), one)  # of float32 weights, but of halves
+        check_rounded(one.to(dtype), other, size, dtype, count, half_products)
+
+
+def test_only_models_that_hold_several_matrices_in_one_parameter_pay_for_a_mode_where_nothing_is_widened():
+    for model, pays in [
+        (nn.Linear(2, 2), False),
+        (nn.Conv1d(2, 2, 3), False),
+        (nn.utils.parametrizations.weight_norm(nn.ConvTranspose1d(2, 2, 3)), False),
+        (nn.MultiheadAttention(4, 2, add_bias_kv=True), False),
+        (nn.Bilinear(2, 2, 2), True),
+        (nn.Sequential(Grouped()), True),
+    ]:
+        for precision in (BF16MixedPrecision(), BF16NaiveMixedPrecision()):
+            products = precision.half_products
+            products.choose("native")
+            precision.convert(model)
+            has_rules = pays and precision.policy.compute is not None
+            assert products.widens == has_rules
+            assert (products.forward_context("cuda") is not None) == has_rules
+
+
+@contextmanager
+def on_cuda(dtype):
+    """Inside, tensors are such of a GPU, which have dtypes and no numbers, under autocast: so torch's rules are CUDA's."""
+    with FakeTensorMode(), torch.device("cuda"):
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", dtype)
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+            torch.set_autocast_dtype("cuda", torch.float16)
+
+
+def test_a_product_of_groups_runs_in_half_on_a_gpu():
+    products = HalfProducts(torch.bfloat16)
+    products.look_at(Grouped())
+    with on_cuda(torch.bfloat16):
+        operands = torch.ones(9, 16), torch.ones(3, 16, 8), torch.tensor([2, 2, 9], dtype=torch.int32)
+        with products.forward_context("cuda"):
+            out = F.grouped_mm(*operands[:2], offs=operands[2])
+        assert (out.dtype, out.device.type) == (torch.bfloat16, "cuda")
+
+
+RULES = {  # that autocast has on CUDA alone; of each the shapes of operands
+    torch.mv: ((3, 4), (4,)),
+    torch.addmv: ((3,), (3, 4), (4,)),
+    torch.addr: ((3, 4), (3,), (4,)),
+    torch.dot: ((4,), (4,)),
+    torch.vdot: ((4,), (4,)),
+    torch.cross: ((2, 3), (2, 3)),
+    F.bilinear: ((3, 4), (3, 5), (2, 4, 5)),
+}
+
+
+@pytest.mark.parametrize("function", RULES, ids=lambda function: function.__name__)
+def test_where_a_cpu_has_no_rule_of_autocast_that_of_cuda_holds(function):
+    options = {"dim": 1} if function is torch.cross else {}
+    for halves in itertools.product((torch.float32, torch.bfloat16), repeat=len(RULES[function])):
+        with on_cuda(torch.bfloat16):
+            on_gpu = [torch.ones(shape, dtype=dtype) for shape, dtype in zip(RULES[function], halves, strict=True)]
+            expected = function(*on_gpu, **options).dtype
+        for kinds in (hardware.KINDS, frozenset()):
+            mode = widened(kinds)
+            mode.casts = True
+            operands = [torch.ones(shape, dtype=dtype) for shape, dtype in zip(RULES[function], halves, strict=True)]
+            with torch.autocast("cpu", torch.bfloat16), mode:
+                found = function(*operands, **options)
+            assert found.dtype == expected, (halves, kinds)
+            bound = torch.finfo(found.dtype).eps * function(*(each.float() for each in operands), **options).abs()
+            exactly = function(*(each.double() for each in operands), **options)
+            assert (found.double() - exactly).abs().le(bound).all()
+
+
+class Scores(nn.Module):
+    def __init__(self, function, *shapes):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.others = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.layer(x), *self.others)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_what_autocast_casts_on_no_cpu_works_or_says_which_function_it_is(precision):
+    x = torch.randn(4, 4)
+    bilinear = nn.Sequential(nn.Linear(4, 4), Scores(lambda y, w: F.bilinear(y, y, w), (2, 4, 4)))
+    for choice in ("native", "float32"):
+        boosted, *_ = Booster("cpu", precision, half_products=choice).boost(bilinear)
+        assert boosted(x).isfinite().all()
+        with torch.no_grad():
+            assert boosted(x).isfinite().all()
+    model = Scores(torch.mv, (4,))
+    boosted, *_ = Booster("cpu", precision, half_products="float32").boost(model)
+    assert boosted(x).isfinite().all()
+    boosted, *_ = Booster("cpu", precision, half_products="native").boost(model)
+    with pytest.raises(
+        RuntimeError, match=r"addmv input tensors .*test_half_products_kinds\.py:\d+ in forward .* for mv,"
+    ):
+        boosted(x)
+    boosted, *_ = Booster("cpu", precision).boost(Scores(lambda y, w: w.clone().addmm_(y, y), (4, 4)))
+    with pytest.raises(RuntimeError, match=r"no rule that casts them for it.* but for none in place"):
+        boosted(x)
+
+
+def test_groups_whose_rows_are_no_multiple_of_8_halves_say_so():
+    model = Grouped()
+    model.weights = nn.Parameter(torch.randn(3, 16, 12))  # whose rows are one of 16 bytes in float32
+    boosted, *_ = Booster("cpu", "bf16", half_products="native").boost(model)
+    with pytest.raises(RuntimeError, match=r"halves in rows of a multiple of 8 numbers; .*set_experts_implementation"):
+        boosted(torch.randn(9, 16), torch.tensor([2, 2, 9], dtype=torch.int32))
+
+
+PRODUCT = re.compile(
+    r"(?:^|_)(?:\w*(?:mm|mv|dot|matmul|linear|attention)|addr|ger|outer|inner|kron|cross|einsum|lstm|gru|rnn|cell|conv)(?:_|$|\d)"
+)
+OF_ONE_BACKEND = re.compile(  # or of numbers that are not floating, or that the caller scales
+    r"_?(?:cudnn|use_cudnn|miopen|mkldnn|fbgemm|quantized|flash|triton|lstm_mps|cslt|sparse_semi)|"
+    r"_(?:scaled|int_mm|weight_int|mixed_dtypes|dyn_quant|wrapped)"
+)
+WITHOUT_RULE = {
+    "elementwise, in the dtype that `*` gives": "ger kron outer",
+    "made of products that have one": "matmul rnn_relu rnn_tanh lstm gru rnn_relu_cell rnn_tanh_cell lstm_cell gru_cell "
+    "_sparse_mm _sparse_addmm _foreach_mm",
+    "called by functions of the table": "_trilinear _compute_linear_combination _addmm_activation "
+    "_native_multi_head_attention",
+    "written in place": "addmm_ addmv_ addbmm_ baddbmm_ addr_",
+    "of sparse numbers, in float32 alone": "hspmm smm sspaddmm _sparse_sparse_matmul sparse_sampled_addmm",
+}
+
+
+def test_every_product_that_torch_has_is_cast_under_autocast_or_known_not_to_be():
+    """By the dispatcher's own table; where this fails, torch has a new one, which goes into `_PRODUCTS` or above."""
+    ours = {func.__name__ for func, (_, rule, _) in half_products._PRODUCTS.items() if rule in ("half", "widest")}
+    assert ours >= {"_grouped_mm", "mv", "addmv", "addr", "dot", "vdot", "inner", "bilinear", "cross"}
+    treated = ours.union(*(names.split() for names in WITHOUT_RULE.values()))
+    untreated = set()
+    for overload in torch._C._dispatch_get_all_op_names():
+        space, _, name = overload.partition("::")
+        name, _, variant = name.partition(".")
+        plain = name.removeprefix("linalg_")
+        callable_ = any(hasattr(each, plain) for each in (torch, F, torch.linalg, torch.Tensor))
+        # Of convolutions "padding" calls the other; "dtype" is that of the result, which the caller says.
+        other = variant in ("padding", "dtype") or variant.endswith("out") or "backward" in name
+        if OF_ONE_BACKEND.match(name) or {name, plain} & treated:
+            continue
+        if space == "aten" and PRODUCT.search(name) and callable_ and not other:
+            devices = ("AutocastCPU", "AutocastCUDA")
+            if not all(torch._C._dispatch_has_kernel_for_dispatch_key(overload, device) for device in devices):
+                untreated.add(overload)
+    assert untreated == set()

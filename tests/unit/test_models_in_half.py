@@ -4,9 +4,15 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster import Booster
-from booster.mixed_precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
+from booster.mixed_precision import (
+    BF16MixedPrecision,
+    FP8MixedPrecision,
+    FP16NaiveMixedPrecision,
+    FP16TorchMixedPrecision,
+)
 
 PRECISIONS = ["fp32", "bf16", "fp16", "bf16_naive", "fp16_naive"]
 EPS = {"fp32": 2**-24, "bf16": 2**-9, "bf16_naive": 2**-9, "fp16": 2**-12, "fp16_naive": 2**-12}
@@ -178,3 +184,75 @@ def test_a_served_model_gives_the_logits_of_the_trained_one(build, tmp_path, nam
     assert (found - served).norm() / served.norm() <= tolerance(precision)
     for (key, buffer), other in zip(model.named_buffers(), opened.buffers(), strict=True):
         assert torch.equal(buffer, other), key
+
+
+class ProductsOfGroups(TorchDispatchMode):
+    """Notes the dtypes in which they are computed, in both passes, and whether they read nothing but numbers of `half`."""
+
+    def __init__(self, half):
+        super().__init__()
+        self.half, self.dtypes, self.read_halves = half, set(), True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._grouped_mm.default:
+            self.dtypes.add(args[0].dtype)
+            self.read_halves &= all(torch.equal(each, each.to(self.half).to(each.dtype)) for each in args[:2])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen"])
+@pytest.mark.parametrize("half_products", ["native", "float32"])
+def test_experts_that_are_multiplied_together_compute_as_one_by_one_under_autocast(transformers, kind, half_products):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if kind == "mixtral":
+        make = transformers.MixtralForCausalLM
+        config = transformers.MixtralConfig(intermediate_size=64, num_key_value_heads=2, num_local_experts=4, **sizes)
+    else:
+        make = transformers.Qwen3MoeForCausalLM
+        own = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+        config = transformers.Qwen3MoeConfig(num_key_value_heads=2, **own, **sizes)
+    ids = torch.randint(0, 64, (2, 8))
+    for precision, dtype in [("bf16", torch.bfloat16), ("fp16", torch.float16), (None, torch.bfloat16)]:
+        found = []
+        for way in ("grouped_mm", "eager"):
+            torch.manual_seed(0)
+            model = make(config)
+            model.set_experts_implementation(way)
+            own = FP8MixedPrecision(emulate=True) if precision is None else strategy(precision)
+            booster = Booster("cpu", own, half_products=half_products)
+            wrapped, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+            with ProductsOfGroups(dtype) as products:
+                loss = wrapped(input_ids=ids, labels=ids).loss
+                booster.backward(loss, optimizer)
+            computed = torch.float32 if half_products == "float32" else dtype
+            assert products.dtypes == ({computed} if way == "grouped_mm" else set())
+            assert products.read_halves
+            found.append((loss.detach(), {name: param.grad for name, param in model.named_parameters()}))
+        (together, grads), (alone, expected) = found
+        # What experts give a token is added in float32 here and in half there: a rounding more or less of each number.
+        assert (together - alone).abs() <= torch.finfo(dtype).eps * alone
+        for name, grad in grads.items():
+            error = (grad - expected[name]).norm() / expected[name].norm()
+            assert error <= 4 * torch.finfo(dtype).eps, (precision, name)
+
+
+def test_the_product_of_groups_that_transformers_takes_under_torch_compile_runs_in_half(transformers):
+    class Compiled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = torch.nn.Parameter(torch.randn(2, 8, 8))
+
+        def forward(self, x, ends):
+            return torch.ops.transformers.grouped_mm_fallback(x, self.weights, ends)
+
+    x, ends = torch.randn(5, 8), torch.tensor([2, 5], dtype=torch.int32)
+    for choice in ("native", "float32"):
+        model = Compiled()
+        wrapped, *_ = Booster("cpu", BF16MixedPrecision(output_dtype=None), half_products=choice).boost(model)
+        (out := wrapped(x, ends)).float().square().sum().backward()
+        weights = model.weights.detach().bfloat16().double()
+        exact = torch.cat([x[:2].bfloat16().double() @ weights[0], x[2:].bfloat16().double() @ weights[1]])
+        assert out.dtype == torch.bfloat16
+        # One rounding, and a sum of 8 products in float32.
+        torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=8 * 2**-24 * 8)
+        assert torch.equal(model.weights.grad.bfloat16().float(), model.weights.grad)

@@ -28,7 +28,7 @@ FLOAT32_TORCH = _names(
     "renorm"
 )
 FLOAT32_TENSOR = _names("__pow__ __ipow__ __rpow__ cpu")
-HALF_TORCH = _names("mv addmv addr rnn_tanh_cell rnn_relu_cell lstm_cell gru_cell")
+HALF_TORCH = _names("_grouped_mm mv addmv addr rnn_tanh_cell rnn_relu_cell lstm_cell gru_cell")
 WIDEST_TORCH = _names("addcdiv addcmul atan2 bilinear cross dot equal")
 IN_PLACE = _names("addmm_ addmv_ addr_ addbmm_ baddbmm_ addcdiv_ addcmul_ atan2_")
 RECURRENT_TORCH = _names("rnn_tanh rnn_relu lstm gru")
@@ -44,7 +44,7 @@ def float32() -> Iterator[Function]:
 
 
 def half() -> Iterator[Function]:
-    """Functions whose float32 arguments are cast to half, which autocast leaves alone on CPU."""
+    """Functions whose float32 arguments are cast to half, which autocast leaves alone on CPU, or everywhere."""
     yield from _torch_and_tensor(HALF_TORCH)
 
 
