@@ -202,6 +202,7 @@ def test_a_parameter_without_elements_lies_beside_others(ranks2, plugin, precisi
     assert ranks2(with_empty, plugin, precision) == [[True] * 4] * 2
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_ranks_that_take_other_branches_train_as_one_process(ranks2, plugin, precision):

@@ -41,7 +41,7 @@ ALL_DIFFERS = [
 # Each kind saves and loads, up and down in ranks; the others are slow.
 CORE = [
     *((("DDP", 2), ("ZeRO-2", 2)), (("ZeRO-2", 2), ("FSDP", 2)), (("FSDP", 2), ("TP", 2)), (("TP", 2), ("PP", 2))),
-    *((("PP", 2), ("hybrid", 2)), (("hybrid", 2), ("DDP", 2)), (("FSDP", 1), ("FSDP", 2)), (("TP", 2), ("TP", 1))),
+    *((("PP", 2), ("hybrid", 2)), (("hybrid", 2), ("DDP", 2)), (("FSDP", 1), ("FSDP", 2))),
 ]
 
 # Of a loss of about 3, against the run that goes on: half numbers are rounded at other places on other layouts.

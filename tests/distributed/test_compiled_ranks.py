@@ -42,7 +42,7 @@ def under_fsdp(rank, world_size, precision, compiled):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile around hooks
-@pytest.mark.parametrize("precision", ["bf16", "bf16_naive"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "bf16_naive"])
 def test_a_compiled_model_trains_under_fsdp(ranks2, precision):
     losses = under_fsdp(0, 1, precision, compiled=False)
     for other in ranks2(under_fsdp, precision, True):

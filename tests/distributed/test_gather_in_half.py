@@ -200,8 +200,8 @@ def hybrid(rank, world_size, kind, options):
     "options",
     [
         {"tp_size": 2, "pp_size": 1, "zero_stage": 2},
-        {"tp_size": 1, "pp_size": 2, "zero_stage": 1},
-        {"tp_size": 2, "pp_size": 1, "zero_stage": 0},
+        pytest.param({"tp_size": 1, "pp_size": 2, "zero_stage": 1}, marks=pytest.mark.slow),
+        pytest.param({"tp_size": 2, "pp_size": 1, "zero_stage": 0}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -262,7 +262,7 @@ def scheduled(rank, world_size, precision, options, num_layers):
     "options",
     [
         {"tp_size": 2, "pp_size": 2, "sequence_parallelism": True},
-        {"tp_size": 1, "pp_size": 2, "pp_style": "gpipe", "microbatch_size": 1},
+        pytest.param({"tp_size": 1, "pp_size": 2, "pp_style": "gpipe", "microbatch_size": 1}, marks=pytest.mark.slow),
         {"tp_size": 1, "pp_size": 2, "pp_style": "zbv", "num_microbatches": 4, "zero_stage": 1},
         {"tp_size": 1, "pp_size": 2, "pp_style": "interleaved", "num_model_chunks": 2, "num_microbatches": 4},
     ],

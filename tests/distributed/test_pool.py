@@ -213,6 +213,7 @@ def announce(rank, world_size, folder):
     (Path(folder) / str(os.getpid())).touch()
 
 
+@pytest.mark.slow
 def test_idle_and_busy_ranks_die_with_a_parent_that_is_killed(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(

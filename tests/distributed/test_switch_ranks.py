@@ -34,7 +34,7 @@ def moved(rank, world_size, name, old, news, folder):
 
 
 # Each precision is left once each time, for every other one, by one plugin after the other.
-QUICK = [(list(PLUGINS)[i % len(PLUGINS)], old, PRECISIONS[i % 2 :: 2]) for i, old in enumerate(PRECISIONS)]
+QUICK = [(list(PLUGINS)[i % len(PLUGINS)], old, PRECISIONS[i % 3 :: 3]) for i, old in enumerate(PRECISIONS)]
 
 
 @pytest.mark.parametrize(

@@ -515,7 +515,8 @@ def test_gradients_of_gradients_are_those_of_the_whole_model(ranks2, name):
 
 # Four ranks would import transformers each, which takes longer than all cases of the others.
 @pytest.mark.parametrize(
-    "name", ["strings", "gpt sequence", "timm", "encoder", pytest.param("gpt2", marks=pytest.mark.slow)]
+    "name",
+    ["strings", "gpt sequence", "encoder", *(pytest.param(name, marks=pytest.mark.slow) for name in ("timm", "gpt2"))],
 )
 def test_so_it_is_on_four_ranks(ranks4, name):
     ranks4(check_case, name)

@@ -860,6 +860,7 @@ def curve(precision, images, steps=80):
     return torch.tensor(losses), optimizer.num_skipped
 
 
+@pytest.mark.slow
 def test_half_precision_learns_a_real_problem_along_the_float32_curve(images):
     exact, _ = curve("fp32", images)
     assert exact[-10:].mean() < 0.55 * exact[0], "the problem itself must be learnt"

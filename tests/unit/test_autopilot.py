@@ -237,7 +237,13 @@ def late(model, step):
         planted.bad_weights(model, step)
 
 
-@pytest.mark.parametrize(("flaw", "again"), [(planted.none, False), (planted.bad_weights, False), (late, True)])
+@pytest.mark.parametrize(
+    ("flaw", "again"),
+    [
+        *(pytest.param(flaw, False, marks=pytest.mark.slow) for flaw in (planted.none, planted.bad_weights)),
+        (late, True),
+    ],
+)
 def test_looking_every_50_steps_takes_at_most_3_percent_of_the_operations(flaw, again):
     """again: the second look at what the first suspects is among them."""
     flight = Flight(flaw, every=50)
@@ -358,7 +364,7 @@ def test_noise_that_grows_is_made_wide_before_it_spoils():
     assert all(noise < LIMIT for noise in flight.pilot.noise.values())
 
 
-@pytest.mark.parametrize("size", [16.0, planted.HUGE])
+@pytest.mark.parametrize("size", [pytest.param(16.0, marks=pytest.mark.slow), planted.HUGE])
 def test_noise_of_a_single_batch_makes_nothing_wide(size):
     """Growth to the limit, or far above it, in a step that a look is at, and gone in the next."""
 
@@ -570,7 +576,7 @@ def whole_flight(tmp_path_factory):
     return folders, losses, states
 
 
-@pytest.mark.parametrize("made", [1, 3, 4, 5, 7, 8, 9, 10])
+@pytest.mark.parametrize("made", [1, 4, 9, *(pytest.param(step, marks=pytest.mark.slow) for step in (3, 5, 7, 8, 10))])
 def test_a_run_that_is_resumed_in_any_phase_goes_on_to_the_bit(made, whole_flight):
     folders, losses, states = whole_flight
     resumed = Flight(planted.bad_weights, finished())

@@ -41,7 +41,7 @@ def test_every_order_goes_on_to_the_bit():
         assert differing(ORDERS, "no worker", owns=(own,), sizes=(size,), places=places, epochs=(1,)) == []
 
 
-@pytest.mark.parametrize("workers", ["2 workers", "persistent"])
+@pytest.mark.parametrize("workers", [pytest.param("2 workers", marks=pytest.mark.slow), "persistent"])
 def test_orders_that_workers_read_go_on_to_the_bit(workers):
     for order, place in (("shuffle", "middle"), ("nested", "last")):
         assert differing([order], workers, owns=(True,), sizes=SIZES[2:], places=(place,), epochs=(1,)) == []
