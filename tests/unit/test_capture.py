@@ -230,6 +230,8 @@ CAPTURABLE = {
     "Adam": lambda params, **options: Adam(params, lr=1e-2, amsgrad=True, **options),
 }
 
+QUICK = ("Adam", "NAdam", "ASGD")
+
 
 @pytest.fixture
 def capturable_here(monkeypatch):
@@ -243,7 +245,9 @@ def capturable_here(monkeypatch):
 
 @pytest.mark.usefixtures("capturable_here")
 @pytest.mark.crossed
-@pytest.mark.parametrize("optimizer", CAPTURABLE)
+@pytest.mark.parametrize(
+    "optimizer", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CAPTURABLE]
+)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_optimizers_without_a_kernel_are_captured_where_they_are_capturable(precision, optimizer):
     # A rate in a tensor is multiplied where a number is a factor of a kernel: an ulp. So eager steps read a tensor, too.

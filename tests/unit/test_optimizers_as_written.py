@@ -448,6 +448,7 @@ WRITES = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("form", STATE_FORMS)
 def test_a_write_into_a_state_is_kept_at_every_size_and_leaves_those_beside_it(form, write):
