@@ -201,14 +201,15 @@ class Measured:
 
 
 def measure(case: Case) -> Measured:
-    """Build the case's job on this rank, run two steps, count the second one's messages and what is held after it, and record
-    a third."""
+    """Build the case's job on this rank, run first steps, count the next one's messages and what is held after it, and record
+    another."""
     plugin = case.plugin(**case.options)
     inputs = _tokens(case)
     before = alive_storages()  # held, so that no address is used again
     booster, model, optimizer, criterion = _boost(case, plugin)
-    run_step(booster, model, optimizer, criterion, inputs, case)
-    optimizer.zero_grad()
+    for _ in range(3 if "tp_size" in case.options else 1):  # in which ranks that divide layers compare gradients
+        run_step(booster, model, optimizer, criterion, inputs, case)
+        optimizer.zero_grad()
     with Counting() as counting:
         run_step(booster, model, optimizer, criterion, inputs, case)
     known = alive_storages().keys()
@@ -411,7 +412,8 @@ def check_case(case: Case) -> Measured:
     _compare(case, "weights", measured.weights, expected.weights)
     if case.plan.engine == "fully_shard" or case.plan.gradient_shards == 1:  # ZeRO-2 keeps its part elsewhere
         _compare(case, "gradients", measured.gradients, expected.gradients)
-    _compare(case, "held", measured.held, expected.held, slack=8 * (9 * case.model.layers + 3))
+    drawn_by = 2 * torch.get_rng_state().nbytes if case.plan.tp > 1 else 0  # by ranks that divide layers, and their own
+    _compare(case, "held", measured.held, expected.held, slack=8 * (9 * case.model.layers + 3) + drawn_by)
     _compare(case, "messages", measured.messages, expected_messages(case, stage))
     moments = expected_moments(case, stage)
     low, high = moments.peak, on_cpu(case, moments, stage).peak

@@ -2,7 +2,7 @@
 
 from booster.data.boosted import DataLoaderWrapper, Share, to_device
 from booster.data.iteration import DRAWS, OWN_STATE, skips
-from booster.data.samplers import check_sharded
+from booster.data.samplers import check_dealt, check_sharded
 from booster.data.seeded import SeededDataLoader, prepare_dataloader
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "DataLoaderWrapper",
     "SeededDataLoader",
     "Share",
+    "check_dealt",
     "check_sharded",
     "prepare_dataloader",
     "skips",

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from booster.ground.text import listed
+from booster.ranks.communicate import exchange
+
+_TORCHS = ("torch.", "torchdata.")  # whose samplers draw one order on all ranks
 _logger = logging.getLogger(__name__)
 
 
@@ -39,6 +45,60 @@ def check_sharded(loader: Iterable[Any], world_size: int) -> None:
         f"this {type(loader).__name__} has no distributed sampler, so all {world_size} ranks would train on the same "
         "samples; make it with b.prepare_dataloader(dataset, batch_size), or give it a DistributedSampler"
     )
+
+
+def check_dealt(loader: Any, *, place: int, num_places: int, group: dist.ProcessGroup | None) -> None:
+    """Raise ValueError, on all ranks of `group`, if their samplers do not deal one dataset among them. A small collective, two
+    where any has a sampler that knows of ranks.
+
+    loader: None where this rank has none. place: of this rank among `num_places` that read different samples; ranks that
+    divide layers are in one place. Ranks without such a sampler are left out. Where samplers draw by themselves, and not by
+    torch's own way, orders that differ are a logged warning: they may be meant to.
+    """
+    sampler = None if loader is None else distributed_sampler(loader)
+    told = exchange(b"" if sampler is None else json.dumps(_deal(sampler, place)).encode(), group)
+    deals = {rank: json.loads(data) for rank, data in enumerate(told) if data}
+    reason = _misdealt(list(deals.values()), num_places)
+    draws = {json.dumps(deal["order"]) for deal in deals.values()}
+    if reason is None and len(draws) < 2:
+        return
+    had = [f"rank {rank} has {deal['shown']}" for rank, deal in deals.items()]
+    text = (
+        f"{reason or 'ranks draw different orders of the dataset, so that some samples are read twice and others never'}: "
+        f"{listed(had, 4)}. Make the loader with "
+        "b.prepare_dataloader(dataset, batch_size), or build the sampler alike on all ranks but for rank, which it finds itself"
+    )
+    if reason is not None or not all(deal["is_own"] for deal in deals.values()):
+        raise ValueError(text)
+    _logger.warning("%s", text)
+
+
+def _deal(sampler: Any, place: int) -> dict[str, Any]:
+    """Return by what `sampler` deals, in words that JSON has."""
+    names = ("num_replicas", "rank", "shuffle", "seed", "epoch")
+    numbers = {name: number for name in names if isinstance(number := getattr(sampler, name, None), int)}
+    makers = (kind.__module__ for kind in type(sampler).__mro__ if "__iter__" in vars(kind))
+    drawn = names[2:] if numbers.get("shuffle", True) else names[2:3]
+    return {
+        "place": place,
+        "num_replicas": numbers.get("num_replicas"),
+        "rank": numbers.get("rank"),
+        "order": [numbers.get(name) for name in drawn],
+        "is_own": not next(makers, "").startswith(_TORCHS),
+        "shown": f"{type(sampler).__name__}({', '.join(f'{name}={value}' for name, value in numbers.items())})",
+    }
+
+
+def _misdealt(deals: Sequence[Mapping[str, Any]], num_places: int) -> str | None:
+    """Return why ranks would read the same samples, or leave some out, whatever the order; None if they would not."""
+    if any(deal["num_replicas"] != num_places for deal in deals if deal["num_replicas"] is not None):
+        return f"{num_places} ranks see different data, and a sampler has another num_replicas"
+    known = {(deal["place"], deal["rank"]) for deal in deals if deal["rank"] is not None}
+    if len({rank for _, rank in known}) < len({place for place, _ in known}):
+        return "ranks read the same samples, as samplers have the same rank"
+    if len(known) > len({place for place, _ in known}):
+        return "ranks that divide layers read different samples, as samplers have different ranks"
+    return None
 
 
 def distributed_sampler(loader: Any) -> Any | None:

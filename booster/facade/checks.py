@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.data import DataLoaderWrapper, check_sharded
+from booster.data import DataLoaderWrapper, check_dealt, check_sharded
 from booster.ground import arguments
 from booster.ground.text import listed
 from booster.interface.model import CriterionWrapper, ModelWrapper
@@ -274,7 +274,12 @@ def check_several(models: Sequence[nn.Module], *, changes: bool) -> None:
 def boosted_loader(
     loader: Any, boosted: Collection[DataLoaderWrapper], *, device: torch.device, plugin: Plugin
 ) -> DataLoaderWrapper | None:
-    """Wrap `loader`, or raise if it is in `boosted` or not sharded; that of `prepare_dataloader` is wrapped already."""
+    """Wrap `loader`, or raise if it is in `boosted` or not sharded; that of `prepare_dataloader` is wrapped already. Small
+    collectives on several ranks."""
+    if plugin.group is not None:
+        given = loader.unwrap() if isinstance(loader, DataLoaderWrapper) else loader
+        place, num_places = plugin.data_parallel_rank, plugin.data_parallel_size
+        check_dealt(given, place=place, num_places=num_places, group=plugin.group)
     if isinstance(loader, DataLoaderWrapper):
         if loader in boosted:
             raise RuntimeError("this dataloader is boosted already; pass it to boost() once, or pass None")

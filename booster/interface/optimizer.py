@@ -145,6 +145,11 @@ class OptimizerWrapper(Optimizer):
                     gradients.clip_norm(float(self._clip_grad_norm), asked=False)
                 if update.shards.shares:
                     update.shards.check_gradients()
+                    likeness = update.shards.likeness
+                    if likeness is not None and gradients.num_backwards:  # without a call, as in nearly every step
+                        likeness.num_steps += 1
+                        if likeness.num_steps == likeness.due:
+                            likeness.look(update.shards)
                 for listener in gradients.listeners:
                     listener.before_step(update, history.num_steps + 1)
                 if self._forget_weights is not None:  # before the step needs memory of its own

@@ -36,6 +36,8 @@ class Shards:
     """The name of each parameter and part, for messages."""
     replicas: Mapping[nn.Module, Any] = MappingProxyType({})
     """By placed module, the `replicated.Replica` that notes which gradients are averaged, where others' hooks do it."""
+    likeness: Any = None
+    """A `likeness.Likeness`, which compares in a few steps what ranks hold alike; None where they need not."""
     selection: Selection | None = None
     """Where layers are divided among ranks: which parameters of the whole optimizer are here."""
 
@@ -177,6 +179,10 @@ class Shards:
 
     def check_gradients(self) -> None:
         """Raise RuntimeError if ranks would step on gradients that they do not share. The same on every rank."""
+
+    def alike(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
+        """Return what trains and is the same on all ranks of a group, by group; the same groups on every rank."""
+        return []
 
     def divided(self, divisor: float | torch.Tensor) -> None:
         """The optimizer's kernel divided the gradients of the parts by `divisor`, a number or 0-dim tensor, in place."""

@@ -21,6 +21,7 @@ from booster.model.optimizer_kinds import check_attributes, kind_of, known, unkn
 from booster.ranks.agreement import all_names
 from booster.ranks.communicate import communication_device
 from booster.shards.base import Shards, State, StateOfParts, world_size
+from booster.shards.likeness import Likeness, trained
 from booster.tensors.trees import HALF_DTYPES
 
 _GRAD = attrgetter("grad")
@@ -45,6 +46,7 @@ class DTensorShards(Shards):
 
     group: the ranks that step together. num_stages: into how many pipeline stages they are divided. num_holders: on how
     many stages a parameter lies. layer_ranks: those that divide layers among them, of tensor parallelism; None: no rank does.
+    copies: the ranks that hold the same part of each parameter; None: no others do.
     Raises ValueError for an optimizer that is known as neither.
     """
 
@@ -58,9 +60,11 @@ class DTensorShards(Shards):
         num_stages: int = 1,
         num_holders: Callable[[torch.Tensor], int] = lambda param: 1,
         layer_ranks: dist.ProcessGroup | None = None,
+        copies: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(optimizer)
-        self._group, self._layer_ranks = group, layer_ranks
+        self._group, self._layer_ranks, self._same = group, layer_ranks, copies
+        self.likeness = None if group is None else Likeness()
         self._looks = 0 if layer_ranks is None else _LOOKS
         self._steps_parts = check_steps_parts(optimizer)
         self._ranks_of_stage = world_size(group) // num_stages
@@ -102,6 +106,12 @@ class DTensorShards(Shards):
         own = own_part(self._params[part]).detach()
         own.copy_(part)
         part.data = own
+
+    def alike(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
+        params = trained(self.optimizer)
+        kinds = ((self._same, params), (self._layer_ranks, list(filter(_is_whole, params))))
+        first = [] if self._group is None else [(self._group, list[torch.Tensor]())]
+        return first + [(ranks, own) for ranks, own in kinds if ranks is not None]
 
     def check_gradients(self) -> None:
         if self._looks:
@@ -311,6 +321,12 @@ def check_own(value: Any, param: DTensor) -> None:
 
 def _dims(param: DTensor) -> tuple[str, ...]:
     return param.device_mesh.mesh_dim_names or ()
+
+
+def _is_whole(param: Any) -> bool:
+    """Return whether ranks that divide layers hold the same of `param`."""
+    names = _dims(param) if isinstance(param, DTensor) else ()
+    return "tp" not in names or isinstance(param.placements[names.index("tp")], Replicate)
 
 
 def _digest(grad: torch.Tensor) -> torch.Tensor:

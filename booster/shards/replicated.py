@@ -11,12 +11,14 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from booster.ground.torch_internals import graph_task, version
 from booster.model.modules import bare
 from booster.shards.base import ALONE, FROZEN, RELAID, UNSYNCHRONISED, Shards
+from booster.shards.likeness import Likeness, trained
 from booster.tensors.trees import tensors
 
 _Stamp = tuple[torch.Tensor | None, int]
@@ -91,6 +93,10 @@ class Replica:
     def __init__(self, module: nn.Module) -> None:
         self._frozen = [param for param in bare(module).parameters() if not param.requires_grad]
         self._params = list(bare(module).parameters())
+        unshared = getattr(module, "parameters_to_ignore", ())
+        named = getattr(module, "module", module).named_parameters() if unshared else ()
+        self.own = [param for name, param in named if name in unshared]
+        """Parameters that each rank has for itself."""
         # Only tensors of this many dimensions have a memory format; looking at all would cost a step too much.
         self._orders = {
             param: (name, param.stride()) for name, param in bare(module).named_parameters() if param.dim() >= 4
@@ -205,17 +211,22 @@ class Replica:
 
 class ReplicatedShards(Shards):
     """All of every parameter. replicas: of the modules that the optimizer may hold parameters of. reducers: of those whose
-    gradients are not averaged by `DistributedDataParallel`."""
+    gradients are not averaged by `DistributedDataParallel`. ranks: those that hold them alike; None where they need not."""
 
     def __init__(
         self,
         optimizer: Optimizer,
         replicas: Mapping[nn.Module, Replica],
         reducers: Mapping[nn.Module, Reducer] = MappingProxyType({}),
+        ranks: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(optimizer)
         self.replicas = replicas
         self._reducers = reducers
+        self._ranks, self.likeness = ranks, None if ranks is None else Likeness()
+
+    def alike(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
+        return alike(self, self._ranks)
 
     def check_gradients(self) -> None:
         check_replicas(self)
@@ -241,6 +252,12 @@ class ReplicatedShards(Shards):
             for replica in self.replicas.values():
                 stack.enter_context(replica.kept())
             yield
+
+
+def alike(shards: Shards, ranks: dist.ProcessGroup | None) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
+    """Return for `Shards.alike` what `ranks` hold whole, but what `DistributedDataParallel` was told to leave alone."""
+    own = {param for replica in shards.replicas.values() for param in replica.own}
+    return [] if ranks is None else [(ranks, [param for param in trained(shards.optimizer) if param not in own])]
 
 
 def check_replicas(shards: Shards) -> None:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,7 +20,8 @@ from booster.model.optimizer_kinds import Kind, check_attributes, kind_of, unkno
 from booster.ranks.communicate import exchange
 from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards, State, StateOfParts
 from booster.shards.divided import Divided
-from booster.shards.replicated import Reducer, Replica, check_averaged, check_replicas, watch_reduced
+from booster.shards.likeness import Likeness
+from booster.shards.replicated import Reducer, Replica, alike, check_averaged, check_replicas, watch_reduced
 from booster.shards.zero_buckets import FlatParameters, ModuleBuckets, stretch
 from booster.shards.zero_states import Holding, gather_states
 from booster.tensors.flat import flat_like, shaped_like
@@ -62,7 +64,7 @@ class ZeroShards(Shards):
     reduced: whether gradients are kept as slices in the buckets; otherwise the parameters' `.grad` are whole on all ranks.
     overlaps: `publish` leaves weights on their way, in the layouts' `arriving`; whoever reads them waits there.
     replicas: of the modules whose parameters these are. reducers: what averages their gradients instead of
-    `DistributedDataParallel`.
+    `DistributedDataParallel`. ranks: those that hold the parameters alike; None where they need not.
     Raises ValueError for an optimizer that cannot step parts.
     """
 
@@ -77,8 +79,10 @@ class ZeroShards(Shards):
         overlaps: bool = False,
         replicas: Mapping[nn.Module, Replica] = MappingProxyType({}),
         reducers: Mapping[nn.Module, Reducer] = MappingProxyType({}),
+        ranks: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(optimizer)
+        self._ranks, self.likeness = ranks, None if ranks is None else Likeness()
         kind = check_parts(optimizer)
         self.replicas = replicas
         self._reducers = reducers
@@ -196,6 +200,10 @@ class ZeroShards(Shards):
     def holding_of(self, param: torch.Tensor) -> Holding | None:
         """Return where `param` lies; None if it is not divided."""
         return self._holding(param)
+
+    def alike(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
+        # Of a step made within backward, ranks have stepped their own parts, and those of others have not come yet.
+        return [(ranks, [] if self._lent else params) for ranks, params in alike(self, self._ranks)]
 
     def check_gradients(self) -> None:
         check_replicas(self)

@@ -211,7 +211,15 @@ class TorchDDPPlugin(Plugin):
         return dist.group.WORLD  # type: ignore[return-value]
 
     def make_shards(self, optimizer: Optimizer) -> Shards:
-        return Shards(optimizer) if self.group is None else ReplicatedShards(optimizer, self._replicas, self._reducers)
+        if self.group is None:
+            return Shards(optimizer)
+        return ReplicatedShards(optimizer, self._replicas, self._reducers, self._alike)
+
+    @property
+    def _alike(self) -> dist.ProcessGroup | None:
+        """The ranks whose weights stay alike; None under a hook of the user's own, which may leave gradients apart, as that of
+        local SGD does."""
+        return self._ranks if self._comm_hook is None else None
 
     def _hook(self, placed: DistributedDataParallel, device: torch.device) -> None:
         """Say how the gradients of `placed` are averaged, where that is not torch's own way."""

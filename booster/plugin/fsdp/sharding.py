@@ -55,7 +55,21 @@ class ShardingPlugin(Plugin):
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         roots = [module for module in self._placed if any(id(param) in held for param in module.parameters())]
         return FullyShardedShards(
-            optimizer, roots, unreduced=self._unreduced, left=self._left, group=self.group, **self._of_pipelines()
+            optimizer,
+            roots,
+            unreduced=self._unreduced,
+            left=self._left,
+            group=self.group,
+            copies=self._copies,
+            **self._of_pipelines(),
+        )
+
+    @property
+    def _copies(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shards as this one; None where it is alone."""
+        mesh = next(iter(self._meshes.values()), None)
+        return (
+            mesh["replicate"].get_group() if mesh is not None and self._mesh_sizes().get("replicate", 1) > 1 else None
         )
 
     def _of_pipelines(self) -> dict[str, Any]:

@@ -184,6 +184,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             overlaps=self._overlaps,
             replicas=self._replicas,
             reducers=self._reducers,
+            ranks=self._alike,
         )
 
     def _hook(self, placed: DistributedDataParallel, device: torch.device) -> None:
