@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from booster.ground.foreign_files import printable
 from booster.ground.meetings import Meetings
-from booster.ground.torch_internals import agent_serves_store, default_store
+from booster.ground.torch_internals import agent_serves_store, default_store, gathered_name
 
 PATIENCE = 30.0  # seconds
 _PROMPT = 4.0  # seconds that a call has stood still before the others are asked where they are
@@ -39,6 +39,8 @@ _WAITS_ON_PURPOSE: Mapping[str, tuple[str, ...]] = {
     "data/": (),
 }
 _STARTERS: Mapping[str, tuple[str, ...]] = {"cli/": (), "launch.py": ("launch_notebook", "_rank")}
+
+_FORWARD = ("forward", "_run")  # of a boosted model
 
 _logger = logging.getLogger(__name__)
 
@@ -62,8 +64,8 @@ class RollCall(threading.Thread):
 
     The call is the library's, such as `save`, or a collective of torch's own. Once it has stood still for `_PROMPT` seconds,
     ranks are named that live on after an exception, or stand still in the script's own code; after `patience` seconds all that
-    are not in the same call (None: never). Each is a WARNING, once for a wait, which goes on: what ends it is the process
-    group's timeout.
+    are not in the same call, or wait in it in another collective (None: never). Each is a WARNING, once for a wait, which goes
+    on: what ends it is the process group's timeout.
 
     Nothing is noted in a step: what is read is the stack, once a second. As often the store is asked whether any rank asks:
     then all meet there, and those that wait conclude from what is said. Ranks that begin to wait at the same time are in the
@@ -167,6 +169,7 @@ class RollCall(threading.Thread):
             "call": _call(frames),
             "still": time.monotonic() - self._since,
             "where": _where(frames),
+            "collective": _collective(frames),
             "is_outside": not any(frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)) for frame in frames),
             "error": error,
         }
@@ -175,6 +178,13 @@ class RollCall(threading.Thread):
         apart = {rank: other for rank, other in others.items() if other["call"] != word["call"]}
         if self.patience is not None and word["still"] >= self.patience:
             silent = set(range(self._meetings.size)) - {self._meetings.rank} - set(others)
+            apart |= {
+                rank: other
+                for rank, other in others.items()
+                if None not in (other["collective"], word["collective"])
+                and other["collective"] != word["collective"]
+                and other["still"] >= self._prompt
+            }
         else:
             silent = set()
             apart = {
@@ -191,23 +201,24 @@ class RollCall(threading.Thread):
     def _tell(
         self, word: Mapping[str, Any], absent: Mapping[int, Mapping[str, Any]], silent: Sequence[int] = ()
     ) -> None:
-        told = []
+        told, inside = [], any(other["call"] == word["call"] for other in absent.values())
         for rank, other in sorted(absent.items()):
-            told.append(
-                f"rank {rank} "
-                + (f"raised {other['error']}, and " if other["error"] else "")
-                + f"is at {other['where']}"
-            )
+            other_way = f", in the same call, in {other['collective']}" if other["call"] == word["call"] else ""
+            raised = f"raised {other['error']}, and " if other["error"] else ""
+            told.append(f"rank {rank} {raised}is at {other['where']}{other_way}")
         told += [f"rank {rank} does not answer: it has ended, or is held up outside of Python" for rank in silent]
         _logger.warning(
-            "rank %d has waited %.0f s in %s (%s) for ranks %s, which have not called it: %s. It goes on waiting, until "
-            "the timeout of the process group; all ranks must make this call",
+            "rank %d has waited %.0f s in %s (%s%s) for ranks %s, which have not called %s: %s. It goes on waiting, until "
+            "the timeout of the process group; all ranks must make this call%s",
             self._meetings.rank,
             word["still"],
             word["call"],
             word["where"],
+            f", in {word['collective']}" if word["collective"] else "",
             sorted({*absent, *silent}),
+            "this collective" if inside else "it",
             "; ".join(told),
+            ", and come to the same collectives in it" if inside else "",
         )
 
 
@@ -237,6 +248,7 @@ _FORM: dict[str, Callable[[Any], bool]] = {  # of what `RollCall._word` tells
     "call": _is_text_or_none,
     "still": lambda value: isinstance(value, (int, float)) and math.isfinite(value),
     "where": _is_text,
+    "collective": _is_text_or_none,
     "is_outside": lambda value: isinstance(value, bool),
     "error": _is_text_or_none,
 }
@@ -272,7 +284,7 @@ def _is_of(places: Mapping[str, tuple[str, ...]], code: CodeType) -> bool:
 
 
 def _shown(code: CodeType) -> str:
-    return "the model's forward" if code.co_name == "forward" else code.co_name
+    return "the model's forward" if code.co_name in _FORWARD else code.co_name
 
 
 def _where(frames: Sequence[FrameType]) -> str:
@@ -280,6 +292,21 @@ def _where(frames: Sequence[FrameType]) -> str:
     own = (frame for frame in frames if _is_own(frame.f_code))
     frame = next(own, frames[0] if frames else None)
     return "its end" if frame is None else _place(frame.f_code, frame.f_lineno)
+
+
+def _collective(frames: Sequence[FrameType]) -> str | None:
+    """Return which collective the innermost frames wait in, and of which parameters where that is known; None: in none."""
+    if not frames or not frames[0].f_code.co_filename.startswith((f"{_TORCH}distributed/", f"{_PACKAGE}ranks/")):
+        return None
+    inner = [frame for frame in frames if not frame.f_code.co_filename.endswith("/c10d_logger.py")]
+    outside = (
+        place for place, frame in enumerate(inner) if not frame.f_code.co_filename.endswith("/distributed_c10d.py")
+    )
+    depth = next(outside, 0)
+    name = f"{inner[depth - 1].f_code.co_name}() called by " if depth else ""
+    groups = (gathered_name(frame.f_locals.get("self")) for frame in inner if "_fsdp_" in frame.f_code.co_filename)
+    of = next((f", for the parameters of {group!r}" for group in groups if group), "")
+    return f"{name}{_place(inner[depth].f_code, inner[depth].f_lineno)}{of}"
 
 
 def _is_own(code: CodeType) -> bool:

@@ -501,6 +501,11 @@ def fsdp_states(modules: Iterable[Any]) -> Iterator[Any]:
         yield module._get_fsdp_state()
 
 
+def gathered_name(group: Any) -> str | None:
+    """Return the name of the module whose parameters are gathered together in `group`; None where it is none, or not known."""
+    return getattr(group, "_module_fqn", None) if type(group).__name__ == "FSDPParamGroup" else None
+
+
 def fsdp_groups(modules: Iterable[Any]) -> list[Any]:
     """Return the groups of parameters that are gathered together, of modules that `fully_shard` was applied to."""
     found: list[Any] = []

@@ -74,7 +74,41 @@ def guarded_call(name):
     return case
 
 
+class Joins(logging.Handler):
+    """Joins those who wait at the barrier of `group` once something is logged, from the thread that logs."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+
+    def emit(self, record):
+        dist.barrier(self.group)
+
+
+def in_another_collective(b, model, optimizer, folder):
+    """Both ranks wait in the model's forward, rank 0 for a sum and rank 1 at a barrier."""
+    sums, barrier, logger = dist.new_group(), dist.new_group(), logging.getLogger("booster.ground.roll_call")
+    joins = Joins(barrier)
+
+    def wait(module, args):
+        if b.is_main:
+            dist.all_reduce(torch.zeros(1), group=sums)
+        else:
+            dist.barrier(barrier)
+
+    hook = b.unwrap(model).register_forward_pre_hook(wait)
+    if b.is_main:
+        logger.addHandler(joins)
+    loss = model(torch.ones(2, 4)).sum()
+    logger.removeHandler(joins)
+    hook.remove()
+    if not b.is_main:
+        dist.all_reduce(torch.zeros(1), group=sums)
+    b.backward(loss, optimizer)
+
+
 CASES = {
+    "collectives": in_another_collective,
     "raised": raises_and_lives_on,
     "still": raised_before_and_stands_still,
     **{name: guarded_call(name) for name in ("save", "save_model", "gather", "load")},
@@ -173,6 +207,17 @@ def test_an_exception_that_the_standard_library_handles_is_not_told_and_one_of_t
 def test_a_rank_that_forgot_its_exception_and_stands_still_in_the_script_is_named_with_its_line(ranks2, tmp_path):
     told = only_line(ranks2(on_rank, tmp_path, "still")[0]["still"])
     assert re.search(rf"for ranks \[1\], which have not called it: rank 1 is at {waiting_in_stay()}", told)
+
+
+def test_ranks_in_different_collectives_of_one_call_are_told_which_each_is_in(ranks2, tmp_path):
+    told = only_line(ranks2(on_rank, tmp_path, "collectives")[0]["collectives"])
+    one, other = (
+        rf"{name}\(\) called by {re.escape(__file__)}:{line_of(text)} in wait"
+        for name, text in (("all_reduce", "dist.all_reduce(torch.zeros(1)"), ("barrier", "dist.barrier(barrier)"))
+    )
+    call = re.escape("the model's forward()")
+    assert re.search(rf"rank 0 has waited \d+ s in {call} \(.*, in {one}\) for ranks \[1\]", told), told
+    assert re.search(rf"rank 1 is at .*, in the same call, in {other}", told), told
 
 
 def test_what_one_rank_alone_calls_names_those_that_have_not_called_it_and_goes_on_waiting(ranks2, tmp_path):

@@ -15,7 +15,14 @@ from booster.ground.roll_call import RollCall
 
 launch = import_module("booster.launch")
 
-WAITING = {"call": "save()", "still": 60.0, "where": "train.py:1 in main", "is_outside": False, "error": None}
+WAITING = {
+    "call": "save()",
+    "still": 60.0,
+    "where": "train.py:1 in main",
+    "collective": "a",
+    "is_outside": False,
+    "error": None,
+}
 BUSY = {**WAITING, "call": None}
 
 
