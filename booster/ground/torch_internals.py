@@ -103,6 +103,8 @@ def has_saved_tensors_hooks() -> bool:
 # each product asks.
 saved_tensors_hooks_around = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 interpreters_around = torch._C._functorch.peek_interpreter_stack
+# The level of forward mode that is entered, or -1. A function of C likewise.
+dual_level = functools.partial(getattr, torch.autograd.forward_ad, "_current_level")
 
 
 def when_backward_ends(action: Callable[[], None]) -> None:

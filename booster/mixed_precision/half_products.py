@@ -30,7 +30,7 @@ from booster.ground.torch_internals import (
 )
 from booster.mixed_precision import hardware
 from booster.mixed_precision.engine import run_engine
-from booster.mixed_precision.half_sums import SUMS, is_half
+from booster.mixed_precision.half_sums import SUMS, is_half, of_sparse_product
 from booster.mixed_precision.kept_operands import KeptOperands, WideOperand
 from booster.tensors.cast_regions import CastMode, cast_floats
 from booster.tensors.trees import HALF_DTYPES
@@ -66,6 +66,7 @@ class HalfProducts:
         self._recomputation = Recomputation()
         self._settled = False
         self._groups = self._falls_back = False
+        self._regions: dict[tuple[str, bool], frozenset[hardware.Kind]] = {}
         self.choice: Choice = "auto"
         self.choose("auto")
 
@@ -112,7 +113,7 @@ class HalfProducts:
 
     def report(self) -> str:
         """What is widened on a CPU, as a sentence; empty where nothing is."""
-        inference, training = self._regions["cpu", False], self._regions["cpu", True]
+        inference, training = (self._regions.get(("cpu", each), _NONE) for each in (False, True))
         if not training:
             return ""
         name = str(self.dtype).removeprefix("torch.")
@@ -132,10 +133,12 @@ class HalfProducts:
         """A new context for one forward pass, to be entered inside `torch.autocast`; None where products are torch's."""
         training = torch.is_grad_enabled()
         kinds = self._regions.get((device_type, training))
-        if not kinds and not self._groups:
+        if kinds is None and not self._groups:
             return None
         own = SUMS if self.refuses_probabilities else _WITHOUT_REFUSALS
-        wide = WideProducts(device_type, kinds or _NONE, self._recomputation, own if kinds else {}, training=training)
+        if kinds is None or self.choice == "native":
+            own = {}
+        wide = WideProducts(device_type, kinds or _NONE, self._recomputation, own, training=training)
         # Where it is entered with gradients alone, a function would be cast while training and raise in evaluation.
         wide.casts = self._groups or bool(self._regions.get((device_type, False)))
         if self._falls_back:
@@ -147,17 +150,17 @@ class HalfProducts:
         return (self.forward_context(device_type) if self._recomputation.seen else None) or nullcontext()
 
     def _plan(self) -> None:
-        """Work out what is widened in a region, by its device type and whether it records gradients."""
-        self._regions = {("cpu", training): self.kinds for training in (False, True)}
-        if self.dtype is not None:
-            if self._sdpa_fp32 is False:
-                self._regions = {region: kinds - {"attention"} for region, kinds in self._regions.items()}
-            elif self.choice != "native":
-                self._regions["cpu", True] |= hardware.SLOW_BACKWARD
-            if self._sdpa_fp32 is True:
-                self._regions["cpu", True] |= {"attention"}
-                self._regions["cuda", True] = frozenset({"attention"})
-        self.widens = self._groups or any(self._regions.values())
+        """Work out which products are widened in a region, by its device type and whether it records gradients. Where none
+        are, the mode is entered for the sums alone, but by "native"."""
+        self._regions = {}
+        if self.dtype is not None and self.choice != "native":
+            kinds = self.kinds if self._sdpa_fp32 is not False else self.kinds - {"attention"}
+            training = kinds if self._sdpa_fp32 is False else kinds | hardware.SLOW_BACKWARD
+            self._regions = {("cpu", False): kinds, ("cpu", True): training}
+        if self.dtype is not None and self._sdpa_fp32 is True:
+            self._regions["cpu", True] = self._regions.get(("cpu", True), _NONE) | {"attention"}
+            self._regions["cuda", True] = frozenset({"attention"})
+        self.widens = self._groups or bool(self._regions)
 
 
 class Recomputation:
@@ -250,6 +253,8 @@ class WideProducts(CastMode):
         if func is F.multi_head_attention_forward:
             with self:  # in its body, which hands all of it to the mode otherwise
                 return _multi_head_attention_forward(*args, **kwargs)
+        if args and isinstance(args[0], torch.Tensor) and args[0].layout is not torch.strided and self._sums:
+            return of_sparse_product(func, args, kwargs)
         if kind not in self._kinds:
             return self._as_torch_has_it(func, rule, args, kwargs) if self.casts else func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from booster.ground.torch_internals import interpreters_around
+from booster.ground.torch_internals import dual_level, interpreters_around
 from booster.model.dtensors import is_dtensor
 from booster.tensors.trees import HALF_DTYPES
+
+_How = Callable[[Any, Any, Mapping[str, Any]], Any]
 
 
 class _Backward32(torch.autograd.Function):
@@ -66,6 +68,22 @@ class _LayerNorm(torch.autograd.Function):
         return (None if wide is None else wide.to(source.dtype)), None, of_weight, of_bias, None
 
 
+class _LogSoftmax(torch.autograd.Function):
+    """`log_softmax` of halves along `dim`: forward as torch has it, backward in float32 of what went in."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, dim: int) -> torch.Tensor:
+        ctx.dim = dim
+        ctx.save_for_backward(source)
+        return torch.log_softmax(source, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (source,), grad = ctx.saved_tensors, grads[0].float()
+        shares = torch.softmax(source.float(), ctx.dim)
+        return (grad - shares * grad.sum(ctx.dim, keepdim=True)).to(source.dtype), None
+
+
 def is_half(value: Any) -> bool:
     """Whether `value` holds halves on a CPU, all of them: DTensors are left to torch, which knows how to divide a function."""
     return (
@@ -91,9 +109,82 @@ def _rounded(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     return func(*args, **kwargs) if half is None else _whole(func, args, kwargs).to(half)
 
 
+def _first(args: Any, kwargs: Mapping[str, Any]) -> Any:
+    return args[0] if args else kwargs["input"]
+
+
+def _in_place(instead: Any) -> _How:
+    """How a function adds into its first argument, by `instead`, which returns the sum."""
+
+    def how(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        target = _first(args, kwargs)
+        return target.copy_(_whole(instead, args, kwargs)) if is_half(target) else func(*args, **kwargs)
+
+    return how
+
+
+def _accumulated(how: _How) -> _How:
+    """As `how` where values are added to what is there, and torch's own where they take its place: no sum is made then."""
+
+    def only(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        adds = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+        return how(func, args, kwargs) if adds else func(*args, **kwargs)
+
+    return only
+
+
+def _counted(how: _How) -> _How:
+    """As `how` in float16, where a number of terms from 2**16 on is infinite."""
+
+    def only(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        is_narrow = _first(args, kwargs).dtype is torch.float16
+        return how(func, args, kwargs) if is_narrow else func(*args, **kwargs)
+
+    return only
+
+
+def _pooled(how: _How) -> _How:
+    """As `how` of an average over 2**16 elements or more, of which float16 makes a gradient of zero."""
+
+    def only(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        source = _first(args, kwargs)
+        large = source.dtype is torch.float16 and source.numel() >= 2**16
+        return how(func, args, kwargs) if large else func(*args, **kwargs)
+
+    return only
+
+
+def _spread(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """An adaptive average whose output may be larger than what goes in, which then is taken many times."""
+    source, size = _first(args, kwargs), args[1] if len(args) > 1 else kwargs["output_size"]
+    largest = max(each or 0 for each in size) if isinstance(size, (tuple, list)) else size
+    return _taken(func, args, kwargs) if largest > min(source.shape[-2:]) else func(*args, **kwargs)
+
+
+def _padded(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    mode = args[2] if len(args) > 2 else kwargs.get("mode", "constant")
+    return _taken(func, args, kwargs) if mode == "replicate" else func(*args, **kwargs)
+
+
+def _of_sparse(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Sparse tensors hold an element several times until they are summed."""
+    is_dense = _first(args, kwargs).layout is torch.strided
+    return func(*args, **kwargs) if is_dense else _rounded(func, args, kwargs)
+
+
+def _log_softmax(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    source = _first(args, kwargs)
+    if not is_half(source) or not _is_recorded(source) or kwargs.get("dtype") is not None or len(args) > 2:
+        return func(*args, **kwargs)
+    if not _is_eager():
+        return _rounded(func, args, kwargs)
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return func(*args, **kwargs) if dim is None else _LogSoftmax.apply(source, dim)
+
+
 def _loss(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """A loss stays float32, as autocast has it on CUDA: a sum over rows is beyond what float16 holds."""
-    scores = args[0] if args else kwargs["input"]
+    scores = args[0] if args else kwargs.get("input", kwargs.get("log_probs"))
     return _whole(func, args, kwargs) if scores.dtype in HALF_DTYPES else func(*args, **kwargs)
 
 
@@ -103,8 +194,8 @@ def _is_recorded(*tensors: Any) -> bool:
 
 
 def _is_eager() -> bool:
-    """Whether autograd functions run as written: torch.compile and torch.func differentiate operations instead."""
-    return not torch.compiler.is_compiling() and interpreters_around() is None
+    """Whether autograd functions run as written: torch.compile, torch.func and forward mode differentiate operations."""
+    return not torch.compiler.is_compiling() and interpreters_around() is None and dual_level() < 0
 
 
 def _layer_norm(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -116,8 +207,10 @@ def _layer_norm(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         eps: float = 1e-5,
         cudnn_enable: bool = True,
     ) -> Any:
-        if not is_half(input) or not _is_recorded(weight, bias):
+        if not _is_recorded(weight, bias):
             return func(*args, **kwargs)
+        if not is_half(input):
+            return _divided(func, args, kwargs) if is_dtensor(input) else func(*args, **kwargs)
         if not _is_eager():
             return _rounded(func, args, kwargs)
         shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
@@ -126,8 +219,23 @@ def _layer_norm(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     return plain(*args, **kwargs)
 
 
+def _divided(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """All of `func` in float32, of a DTensor first: torch knows how to divide casts, and not autograd functions of ours."""
+    source = _first(args, kwargs)
+    if source.dtype not in HALF_DTYPES or source.device.type != "cpu":
+        return func(*args, **kwargs)
+
+    def wide(value: Any) -> Any:
+        return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES else value
+
+    return func(*map(wide, args), **{key: wide(value) for key, value in kwargs.items()}).to(source.dtype)
+
+
 def _taken(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """What `func` takes out of a half tensor, its first argument, by indices."""
+    if not args:
+        kwargs = dict(kwargs)
+        args = (kwargs.pop("input"),)
     source, *rest = args
     if not is_half(source) or not _is_recorded(source):
         return func(*args, **kwargs)
@@ -176,29 +284,44 @@ UNSAFE = (
     "still; return logits, without the sigmoid, and take nn.BCEWithLogitsLoss or F.binary_cross_entropy_with_logits, which is "
     "the same loss and safe in half"
 )
-_How = Callable[[Any, Any, Mapping[str, Any]], Any]
+
+
+def _named(how: _How, names: str, *holders: Any) -> dict[Any, _How]:
+    holders = holders or (torch, torch.Tensor)
+    return {getattr(holder, name): how for name in names.split() for holder in holders if hasattr(holder, name)}
+
+
 SUMS: Mapping[Any, _How] = {
-    F.layer_norm: _layer_norm,
-    torch.layer_norm: _layer_norm,
+    **_named(_layer_norm, "layer_norm", F, torch),
+    **_named(_log_softmax, "log_softmax", F, torch, torch.Tensor),
     F.embedding: _embedding,
-    F.embedding_bag: _rounded,
     torch.Tensor.__getitem__: _by_index,
-    torch.take: _taken,
-    torch.Tensor.take: _taken,
-    torch.index_select: _taken,
-    torch.Tensor.index_select: _taken,
-    torch.index_add: _rounded,
-    torch.Tensor.index_add: _rounded,
-    torch.index_put: _rounded,
-    torch.Tensor.index_put: _rounded,
-    torch.index_reduce: _rounded,
-    torch.Tensor.index_reduce: _rounded,
-    torch.segment_reduce: _rounded,
-    F.grid_sample: _rounded,
-    F.nll_loss: _loss,
-    F.cross_entropy: _loss,
-    torch.matrix_exp: _rounded,
-    torch.linalg.matrix_exp: _rounded,
-    torch.Tensor.matrix_exp: _rounded,
+    **_named(_taken, "take index_select unfold"),
+    **_named(_rounded, "index_add index_put index_reduce segment_reduce"),
+    **_named(_rounded, "embedding_bag grid_sample adaptive_avg_pool3d", F),
+    **_named(_accumulated(_rounded), "put"),
+    torch.Tensor.index_add_: _in_place(torch.index_add),
+    torch.Tensor.index_reduce_: _in_place(torch.index_reduce),
+    **_named(_accumulated(_in_place(torch.index_put)), "index_put_"),
+    torch.Tensor.put_: _accumulated(_in_place(torch.put)),
+    **_named(_counted(_rounded), "nanmean scatter_reduce"),
+    torch.Tensor.scatter_reduce_: _counted(_in_place(torch.scatter_reduce)),
+    **_named(_pooled(_taken), "avg_pool1d avg_pool2d", F),
+    **_named(_pooled(_rounded), "lp_pool1d lp_pool2d", F),
+    **_named(_spread, "adaptive_avg_pool1d adaptive_avg_pool2d", F),
+    F.pad: _padded,
+    **_named(_of_sparse, "coalesce to_dense", torch.Tensor),
+    **_named(_rounded, "mm addmm sum", torch.sparse),
+    **_named(_loss, "nll_loss cross_entropy", F),
+    # Of which torch has no half kernel on a CPU, or none of use.
+    **_named(_rounded, "matrix_exp", torch, torch.linalg, torch.Tensor),
+    **_named(_rounded, "cdist", torch),
+    **_named(_rounded, "pdist avg_pool3d", F),
+    **_named(_loss, "ctc_loss multi_margin_loss multilabel_margin_loss", F),
     F.binary_cross_entropy: _refused,
 }
+
+
+def of_sparse_product(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """A product with a sparse matrix, of which torch sums the rows in half."""
+    return _rounded(func, args, kwargs)

@@ -1,5 +1,6 @@
 """Sums that torch's CPU kernels make in half are made in float32 and rounded once, where products of halves are widened."""
 
+import contextlib
 import contextvars
 
 import pytest
@@ -32,7 +33,32 @@ TAKEN = {
     "take": lambda x, n: x.take(zeros(n)),
     "index_select": lambda x, n: x.index_select(0, zeros(n)),
     "index_select of numbers": lambda x, n: x[0].index_select(0, zeros(n)),
+    "index_select by names": lambda x, n: torch.index_select(input=x, dim=0, index=zeros(n)),
+    "padding by the edge": lambda x, n: F.pad(x[None], (n, 0), mode="replicate"),
+    "adaptive average": lambda x, n: F.adaptive_avg_pool1d(x[:1, :1], n),
+    "sliding windows": lambda x, n: x.repeat(8, 1).flatten().unfold(0, 128, 1),
     "index_put": lambda x, n: torch.zeros(n, 8, dtype=x.dtype).index_put((torch.arange(n),), x[0]),
+}
+# Of n numbers, functions that add them up.
+ADDED = {
+    "index_add": lambda x, n: x.new_zeros(4).index_add(0, zeros(n), x)[0],
+    "index_add_": lambda x, n: x.new_zeros(4).index_add_(0, zeros(n), x)[0],
+    "index_put": lambda x, n: x.new_zeros(4).index_put((zeros(n),), x, accumulate=True)[0],
+    "index_put_": lambda x, n: x.new_zeros(4).index_put_((zeros(n),), x, accumulate=True)[0],
+    "index_put_ of rows": lambda x, n: torch.index_put_(x.new_zeros(4, 2), (zeros(n),), x[:, None], True)[0, 1],
+    "put": lambda x, n: x.new_zeros(4).put(zeros(n), x, accumulate=True)[0],
+    "put_": lambda x, n: x.new_zeros(4).put_(zeros(n), x, accumulate=True)[0],
+    "index_reduce_": lambda x, n: x.new_zeros(1, 1).index_reduce_(0, zeros(n), x[:, None], "mean", include_self=False),
+    "segment_reduce": lambda x, n: torch.segment_reduce(x, "sum", lengths=torch.tensor([n])),
+    "coalesce": lambda x, n: torch.sparse_coo_tensor(zeros(n)[None], x, (4,)).coalesce().to_dense()[0],
+    "to_dense": lambda x, n: torch.sparse_coo_tensor(zeros(n)[None], x, (4,)).to_dense()[0],
+    "sparse product": lambda x, n: (torch.ones(1, n, dtype=x.dtype).to_sparse() @ x[:, None])[0, 0],
+    "sparse.mm": lambda x, n: torch.sparse.mm(torch.ones(1, n, dtype=x.dtype).to_sparse(), x[:, None])[0, 0],
+    "adaptive_avg_pool3d": lambda x, n: F.adaptive_avg_pool3d(x.view(1, 1, n // 64, 8, 8), 1),
+    "avg_pool2d": lambda x, n: F.avg_pool2d(x.view(1, 1, n // 64, 64), (n // 64, 64)),
+    "lp_pool1d": lambda x, n: F.lp_pool1d(x.view(1, 1, n), 2, n),
+    "nanmean": lambda x, n: x.nanmean(),
+    "scatter_reduce": lambda x, n: x.new_zeros(1).scatter_reduce(0, zeros(n), x, "mean", include_self=False),
 }
 # With weights of (4, 8), functions of n rows of ones whose gradient is a sum over the rows.
 SUMMED = {
@@ -64,6 +90,82 @@ def test_what_is_taken_many_times_gets_the_whole_sum_of_its_gradients(name, coun
     out.backward(weights)
     # Sums in float32 of up to 2**16 positive terms, off by at most 2**16 * 2**-24 of it, and one rounding.
     torch.testing.assert_close(param.grad.double(), wide.grad, rtol=EPS[dtype] + 2.0**-8, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("count", [4096, 2**16])
+@pytest.mark.parametrize("name", ADDED)
+@pytest.mark.filterwarnings("ignore:index_reduce", "ignore:Sparse invariant")
+def test_what_adds_into_few_numbers_gives_the_whole_sum_and_its_gradient(name, count, dtype):
+    # Of whole multiples of 2**-7, of which 2**16 are in the range of float16.
+    terms = torch.rand(count, generator=torch.Generator().manual_seed(0)).add(0.5).mul(16 * 8).round().div(2**8)
+    found, wide = terms.to(dtype).requires_grad_(), terms.to(dtype).double().requires_grad_()
+    with context(dtype):
+        out = ADDED[name](found, count)
+    expected = ADDED[name](wide, count)
+    assert out.dtype == dtype
+    # Positive terms, as above, or multiples of a power of two that float32 holds, and one rounding each way.
+    torch.testing.assert_close(out.double(), expected, rtol=EPS[dtype] + 2.0**-8, atol=0.0)
+    out.backward(torch.ones_like(out))
+    expected.backward(torch.ones_like(expected))
+    # Gradients of a mean of 2**16 are subnormal in float16, to 2**-24.
+    torch.testing.assert_close(found.grad.double(), wide.grad, rtol=EPS[dtype] + 2.0**-8, atol=2.0**-24)
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gradients_of_log_softmax_are_those_of_float32(dim, dtype):
+    gen = torch.Generator().manual_seed(0)
+    scores = torch.randn((4096, 2) if dim == 0 else (2, 4096), generator=gen).to(dtype)
+    grad = torch.rand(scores.shape, generator=gen).to(dtype)
+    for call in (lambda x: F.log_softmax(x, dim), lambda x: x.log_softmax(dim), nn.LogSoftmax(dim)):
+        found, wide = scores.clone().requires_grad_(), scores.double().requires_grad_()
+        with context(dtype):
+            out = call(found)
+        out.backward(grad)
+        call(wide).backward(grad.double())
+        assert out.dtype == dtype
+        assert (found.grad - wide.grad).norm() <= EPS[dtype] * wide.grad.norm()
+        half = scores.clone().requires_grad_()
+        torch.log_softmax(half, dim).backward(grad)
+        assert (half.grad - wide.grad).norm() > EPS[dtype] * wide.grad.norm()  # torch's own
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize(
+    "call", [lambda x, w: F.layer_norm(x, (8,), w[0], w[1]), lambda x, w: F.embedding(zeros(3), w) * x]
+)
+def test_forward_mode_passes_through_what_is_summed_in_float32(call):
+    gen = torch.Generator().manual_seed(0)
+    x, w, along = (torch.randn(3, 8, generator=gen) for _ in range(3))
+
+    def tangent(dtype, mode):
+        weight, source = w[:2].to(dtype).requires_grad_(), x.to(dtype)
+        with torch.autograd.forward_ad.dual_level(), mode:
+            dual = torch.autograd.forward_ad.make_dual(weight, along[:2].to(dtype))
+            return torch.autograd.forward_ad.unpack_dual(call(source, dual)).tangent
+
+    found, wide = tangent(torch.bfloat16, context(torch.bfloat16)), tangent(torch.float64, contextlib.nullcontext())
+    assert (found - wide).norm() <= 8 * 2.0**-8 * wide.norm()  # some eight roundings on the way
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_sums_are_float32_where_no_product_is_widened_and_torchs_own_where_native_is_asked_for(training):
+    ones = torch.ones(4096, dtype=torch.bfloat16)
+    found = {}
+    for choice in ("auto", "native"):
+        products = HalfProducts(torch.bfloat16, sdpa_fp32=False)
+        products.choose(choice)
+        products.kinds = frozenset()  # as on a CPU with units for halves
+        products._plan()
+        assert products.report() == ""
+        with torch.set_grad_enabled(training), products.forward_context("cpu") or contextlib.nullcontext():
+            found[choice] = ADDED["index_add"](ones, 4096).item()
+    assert found == {"auto": 4096.0, "native": 256.0}
+    products = HalfProducts(torch.bfloat16, sdpa_fp32=True)
+    products.choose("native")
+    with products.forward_context("cpu"):  # for attention
+        assert ADDED["index_add"](ones, 4096).item() == 256.0
 
 
 @pytest.mark.parametrize("dtype", EPS)
