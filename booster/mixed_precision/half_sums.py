@@ -2,7 +2,8 @@
 
 A sum of halves stands still once a term is below half an ulp of it: 4,096 ones add up to 256 in bfloat16. Most of torch's CPU
 kernels add in float32 and round at the end. Those here do not: gradients of layer norm's weight and bias, also where these are
-float32, and of everything that takes rows or elements by index; the loss of classes. Where activations are halves and weights
+float32, and of everything that takes rows or elements by index; what adds into elements by index, sparse tensors among them; the
+loss of classes. Where activations are halves and weights
 float32, only what is a half is widened. Forward passes stay torch's own, with what they save, where they are right already;
 the backward pass then runs in float32. See docs/design/half_products.md for the table of what torch adds in half.
 

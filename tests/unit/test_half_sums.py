@@ -112,6 +112,17 @@ def test_what_adds_into_few_numbers_gives_the_whole_sum_and_its_gradient(name, c
     torch.testing.assert_close(found.grad.double(), wide.grad, rtol=EPS[dtype] + 2.0**-8, atol=2.0**-24)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.filterwarnings("ignore")
+def test_no_function_of_the_list_sums_in_half_but_those_that_it_leaves(dtype):
+    from benchmarks.half_sums import LEFT, wrong
+
+    assert wrong(dtype, widened=True).keys() <= LEFT
+    some = ["embedding", "index_put_", "replicate padding, 2d", "coalesce", "adaptive_avg_pool3d", "layer_norm rows"]
+    assert list(wrong(dtype, widened=False, names=some)) == some  # it finds them
+
+
 @pytest.mark.parametrize("dtype", EPS)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_gradients_of_log_softmax_are_those_of_float32(dim, dtype):
