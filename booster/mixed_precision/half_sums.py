@@ -2,10 +2,10 @@
 
 A sum of halves stands still once a term is below half an ulp of it: 4,096 ones add up to 256 in bfloat16. Most of torch's CPU
 kernels add in float32 and round at the end. Those here do not: gradients of layer norm's weight and bias, also where these are
-float32, and of everything that takes rows or elements by index; what adds into elements by index, sparse tensors among them; the
-loss of classes. Where activations are halves and weights
-float32, only what is a half is widened. Forward passes stay torch's own, with what they save, where they are right already;
-the backward pass then runs in float32. See docs/design/half_products.md for the table of what torch adds in half.
+float32, and of everything that takes rows or elements by index; what adds into elements by index, sparse tensors among them;
+the loss of classes. Where activations are halves and weights float32, only what is a half is widened. Forward passes stay
+torch's own, with what they save, where they are right already; the backward pass then runs in float32. See
+docs/design/half_products.md for the table of what torch adds in half.
 
 `SUMS` says for each function how: a function of (function, args, kwargs) that returns the result.
 """
@@ -265,13 +265,15 @@ def _embedding(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Any:
-        if not is_half(weight) or not _is_recorded(weight) or sparse or max_norm is not None:
+        divided = weight.dtype in HALF_DTYPES and weight.device.type == "cpu" and is_dtensor(weight)
+        if not (is_half(weight) or divided) or not _is_recorded(weight) or sparse or max_norm is not None:
             return func(*args, **kwargs)
 
         def of(table: torch.Tensor) -> torch.Tensor:
             return F.embedding(input, table, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
 
-        return _Backward32.apply(weight, of) if _is_eager() else of(weight.float()).to(weight.dtype)
+        cast = divided or not _is_eager()
+        return of(weight.float()).to(weight.dtype) if cast else _Backward32.apply(weight, of)
 
     return plain(*args, **kwargs)
 

@@ -9,11 +9,15 @@ from matrix import PRECISIONS, Transformer, loss_of
 from test_hybrid import batch
 from test_two_optimizers import BLOCKS, PLUGINS
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster import Booster
 from booster.mixed_precision import hardware
+from booster.mixed_precision.half_products import HalfProducts
 from booster.plugin import HybridParallelPlugin, TorchDDPPlugin
 
 HALVES = {torch.bfloat16, torch.float16}
@@ -122,3 +126,34 @@ def test_styles_of_torch_whose_layers_multiply_dtensors_train_too(ranks2):
     first, second = ranks2(on_torchs_styles)
     assert first == second
     assert first[-1] < first[0]
+
+
+def summed(rank, world_size):
+    """Gradients of a bias and of a row of embeddings that are DTensors, each of which is a sum of 4,096 ones."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    products = HalfProducts(torch.bfloat16)
+    products.choose("float32")
+
+    def divided(tensor, placement):
+        return distribute_tensor(tensor, mesh, [placement]).requires_grad_()
+
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        x = divided(torch.randn(4096, 8).bfloat16(), Shard(0))
+        weight, bias = (divided(torch.ones(8, dtype=dtype), Replicate()) for _ in range(2))
+        with products.forward_context("cpu"):
+            out = F.layer_norm(x, (8,), weight, bias)
+        out.backward(torch.ones_like(out))
+        found.append(bias.grad.full_tensor().tolist())
+    for placement in (Shard(0), Shard(1), Replicate()):
+        table = divided(torch.ones(4, 8, dtype=torch.bfloat16), placement)
+        index = distribute_tensor(torch.zeros(4096, dtype=torch.long), mesh, [Replicate()])
+        with products.forward_context("cpu"):
+            out = F.embedding(index, table).redistribute(placements=[Replicate()])
+        out.backward(torch.ones_like(out))
+        found.append(table.grad.full_tensor()[0].tolist())
+    return found
+
+
+def test_sums_over_dtensors_are_float32(ranks2):
+    assert ranks2(summed) == [[[4096.0] * 8] * 5] * 2
