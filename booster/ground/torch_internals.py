@@ -575,23 +575,39 @@ def _end_iteration_of_2_11(root: Any) -> None:
     passes.post_backward_final_callback_queued = False
 
 
-def run_hooks_outside_modes(module: nn.Module) -> None:
+def run_hooks_outside_modes(module: nn.Module, watch: Any) -> None:
     """Let the hooks around the forward of `module`, to which `fully_shard` was just applied, run in no torch function mode.
 
     They gather and free; a mode that sees what a user's forward calls need not see each of the some hundred functions that a
     group takes for that. Nor do they run in `torch.inference_mode`: what is gathered into stays, for training too.
+    watch: has `look()`, called before what was gathered is freed, whenever `always`, or where the whole parameters of its
+    `params` were written in place since they had `versions`.
     """
     (state,) = fsdp_states([module])
-    tables: list[Any] = [module._forward_pre_hooks, module._forward_hooks]
-    for hooks in tables:
+    tables: list[tuple[Any, Any]] = [(module._forward_pre_hooks, None), (module._forward_hooks, watch)]
+    for hooks, watched in tables:
         for key, hook in hooks.items():
-            if getattr(hook, "__self__", None) is state:
-                hooks[key] = _outside_modes(hook)
+            inner = hook  # of several modules it is wrapped
+            while hasattr(inner, "__wrapped__") and not hasattr(inner, "__self__"):
+                inner = inner.__wrapped__
+            if getattr(inner, "__self__", None) is state:
+                hooks[key] = _outside_modes(hook, watched)
 
 
-def _outside_modes(hook: Callable[..., Any]) -> Callable[..., Any]:
+_VERSION_OF_WHOLE = attrgetter("_unsharded_param._version")
+
+
+def versions_of_wholes(params: Sequence[Any]) -> list[int]:
+    """Return how often the whole parameters of records of `fsdp_params` were written in place; gathering does not count."""
+    return list(map(_VERSION_OF_WHOLE, params))
+
+
+def _outside_modes(hook: Callable[..., Any], watch: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with without_function_modes(), outside_inference():
+            # As `versions_of_wholes`, but that every forward pass of every group comes here.
+            if watch is not None and (watch.always or list(map(_VERSION_OF_WHOLE, watch.params)) != watch.versions):
+                watch.look()
             return hook(*args, **kwargs)
 
     return torch.compiler.disable(run)  # as the hook itself is
@@ -791,6 +807,31 @@ def dtype_in_gather(param: Any) -> torch.dtype:
     """Return the dtype in which a record of `fsdp_params` is gathered; after the first forward pass has begun."""
     dtype: torch.dtype = param.param_dtype or param.orig_dtype
     return dtype
+
+
+def takes_its_gathering(param: Any) -> bool:
+    """Return whether a record of `fsdp_params` is gathered into what becomes the whole parameter, by no class of its own."""
+    return not hasattr(param._sharded_local_tensor, "fsdp_post_all_gather")
+
+
+def name_of(param: Any) -> str:
+    """Return the name of a record of `fsdp_params` in the outermost module; after the first forward pass has begun."""
+    return str(param._param_fqn)
+
+
+def gather_here_again(param: Any) -> None:
+    """Have the whole parameter of a record of `fsdp_params` stand in the memory that is gathered into again, with its numbers,
+    if somebody put another tensor there by `.data = ...`."""
+    (memory,), whole = param.all_gather_outputs, param._unsharded_param
+    local = getattr(whole, "_local_tensor", whole).detach()
+    if local.data_ptr() != memory.data_ptr():
+        own = memory.as_strided(param._orig_size, param._contiguous_orig_stride, 0)
+        with of_same_version([own]):
+            own.copy_(local)
+        if local is getattr(whole, "_local_tensor", None):
+            whole._local_tensor = own
+        else:
+            whole.data = own
 
 
 def own_piece(param: Any, whole: torch.Tensor) -> torch.Tensor:

@@ -78,6 +78,7 @@ class FP8Gather:
         self._records = list(records)
         self._low = [record for record in records if record in low]
         self._arrived: dict[Any, tuple[Scaled, int]] = {}
+        self._largest: dict[Any, torch.Tensor] = {}  # of the last gathering
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for what is gathered, as torch's own gathers do."""
@@ -94,6 +95,7 @@ class FP8Gather:
             for record, dtype in zip(self._records, dtypes, strict=True)
         ]
         low = dict(zip(self._low, self.scales.of(self._low), strict=True))
+        self._largest = low
         largest = [low.get(record) for record in self._records]
         message, sizes = pack(input_tensor.split(lengths), dtypes, largest)
         ranks = dist.get_world_size(group)
@@ -137,7 +139,7 @@ class FP8Gather:
         """Return `values`, a part of the weight of `record` in the dtype of the group, as it was gathered the last time."""
         if record not in self._low:
             return values
-        largest = _in_dtype(self.scales.of([record])[0], values)
+        largest = _in_dtype(self._largest[record], values)
         return decode_tensorwise(encode_tensorwise(values, largest), largest, values.dtype)
 
 

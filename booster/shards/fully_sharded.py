@@ -198,24 +198,32 @@ class LeftGathered:
             if isinstance(gather, FP8Gather):
                 gather.forget_arrived()  # other ranks may hold what was written to
             for param in group.fsdp_params:
-                whole = gathered(param)
-                if whole is not None:
-                    own = own_piece(param, local_part(whole.detach()))
-                    _adopt(local_part(param.sharded_param), own, param, gather)
+                if gathered(param) is not None:
+                    shard, piece, same = compared(param, gather)
+                    if not same.all():
+                        adopt(shard, piece, same)
 
 
 def _groups(module: nn.Module) -> list[Any]:
     return fsdp_groups(_sharded_in(module))
 
 
-def _adopt(shard: torch.Tensor, piece: torch.Tensor, param: Any, gather: Any) -> None:
-    piece = piece.to(shard.device)
+def compared(param: Any, gather: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return of a record of `fsdp_params`, whole at present: this rank's shard, what stands gathered in its place, and where
+    that is what `gather` made of the shard, to the bit."""
+    shard = local_part(param.sharded_param)
+    piece = own_piece(param, local_part(gathered(param).detach())).to(shard.device)  # type: ignore[union-attr]
     came = shard.to(piece.dtype)
     if isinstance(gather, FP8Gather):
         came = gather.as_gathered(param, came)
-    same = (came == piece) | (came.isnan() & piece.isnan())
-    if not same.all():
-        shard.copy_(torch.where(same, shard, piece.to(shard.dtype)))
+    if piece.dtype.is_floating_point and piece.dtype.itemsize == 1:  # nothing compares those
+        return shard, piece, came.view(torch.uint8) == piece.view(torch.uint8)
+    return shard, piece, (came == piece) | (came.isnan() & piece.isnan())
+
+
+def adopt(shard: torch.Tensor, piece: torch.Tensor, same: torch.Tensor) -> None:
+    """Write `piece` to `shard`, but where they are the `same`: there a shard may have more bits."""
+    shard.copy_(torch.where(same, shard, piece.to(shard.dtype)))
 
 
 def reshard(module: nn.Module) -> None:

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from booster import Booster
 from booster.plugin import HybridParallelPlugin
+from booster.plugin.tensor_parallel.plan import resolve_plan
 
 DIM, HEADS = 8, 4
 
@@ -100,3 +101,71 @@ def test_keys_and_values_that_all_heads_share_step_as_in_one_process(ranks2, pre
         for name, param in model.named_parameters():
             right = torch.zeros_like(param) if param.grad is None else -param.grad
             assert (found[name] - right).norm() <= (1e-5 if precision == "fp32" else 0.2) * right.norm() + 1e-7, name
+
+
+def gathered(rank, world_size, precision):
+    _, booster, model, optimizer = boosted(precision, {**PLAN, "kv": "colwise_gather_output"})
+    with pytest.raises(RuntimeError, match="gives 'kv' 'colwise_gather_output', whose whole output all ranks must use"):
+        booster.backward(model(batch(0)).float().square().mean(), optimizer)
+    # Read by all ranks alike it is right, and nothing is compared after the first passes.
+    _, booster, model, optimizer = boosted(precision, {"inp": "colwise_gather_output"})
+    for number in range(5):
+        booster.backward(model(batch(number)).float().square().mean(), optimizer)
+        assert optimizer.step().applied
+        optimizer.zero_grad()
+    return True
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_gathered_output_that_ranks_read_for_their_own_heads_is_named(ranks2, precision):
+    assert ranks2(gathered, precision) == [True] * 2
+
+
+class Latent(nn.Module):
+    """Attention whose keys and values come of a latent, beside positions that every head reads."""
+
+    qk_rope_head_dim = 2
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.kv_a, self.norm = nn.Linear(DIM, 2 * DIM), nn.Linear(DIM, DIM), nn.LayerNorm(DIM - 2)
+        self.kv_b, self.out = nn.Linear(DIM - 2, 2 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        latent, positions = self.kv_a(x).split([DIM - 2, 2], dim=-1)
+        q = self.q(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+        k, v = self.kv_b(self.norm(latent)).unflatten(-1, (-1, 4)).transpose(1, 2).chunk(2, dim=-1)
+        k = torch.cat([k, positions.unsqueeze(1).expand_as(k)], dim=-1)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+LATENT = {"q": "colwise", "kv_a": "mla_kv_a_proj", "kv_b": "colwise", "out": "rowwise"}
+
+
+def latent(rank, world_size):
+    model = Latent()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    booster = Booster("cpu", "fp32", HybridParallelPlugin(tp_size=2, pp_size=1, tp_plan=LATENT))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    booster.backward(model(batch(0)).square().mean(), optimizer)
+    optimizer.step()
+    return {
+        name: (param.full_tensor() if isinstance(param, DTensor) else param).detach() - before[name]
+        for name, param in booster.unwrap(model).named_parameters()
+    }
+
+
+def test_latent_attention_steps_as_in_one_process(ranks2):
+    model = Latent()
+    model(batch(0)).square().mean().backward()
+    for found in ranks2(latent):
+        for name, param in model.named_parameters():
+            assert (found[name] + param.grad).norm() <= 1e-5 * param.grad.norm() + 1e-7, name
+
+
+def test_a_latent_projection_needs_to_know_how_many_positions_there_are():
+    model = Latent()
+    model.qk_rope_head_dim = None
+    with pytest.raises(ValueError, match=r"gives 'kv_a' 'mla_kv_a_proj', but the Latent around it does not say"):
+        resolve_plan(model, LATENT, tp_size=2, sequence_parallelism=False)

@@ -18,6 +18,7 @@ NAMES = [
     "colwise_rep",
     "embedding_colwise",
     "embedding_rowwise",
+    "mla_kv_a_proj",
     "moe_tp_experts",
     "packed_colwise",
     "replicate",
@@ -99,7 +100,7 @@ def test_colwise_and_rowwise_of_an_embedding_are_its_features_and_its_vocabulary
     ]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "moe_tp_experts"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("moe_tp_experts", "mla_kv_a_proj")])
 def test_every_name_is_a_style(name):
     module = "embed" if name.startswith("embedding") else "layers.0.q_proj"
     style = resolve(Net(), {module: name})[module]
@@ -109,7 +110,7 @@ def test_every_name_is_a_style(name):
 def test_the_names_are_those_that_plans_of_transformers_use(transformers):
     from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
-    others = {"mla_kv_a_proj", "packed_rowwise"}
+    others = {"packed_rowwise"}
     # Of experts that are divided among ranks, whose names each version has changed: 4.57 has "gather" and "local".
     experts = ("moe_identity", "ep_", "grouped", "megamoe_", "local", "gather")
     theirs = {name for name in ALL_PARALLEL_STYLES if not name.startswith(experts)}
@@ -168,9 +169,9 @@ def test_an_output_layer_tied_to_an_embedding_that_stays_whole_stays_whole(trans
 def test_a_plan_that_a_transformers_model_brings_and_that_cannot_be_used_is_said_to_be_its_own(transformers):
     config = transformers.GPT2Config(vocab_size=8, n_embd=16, n_layer=1, n_head=2, n_positions=8)
     model = transformers.GPT2LMHeadModel(config)
-    model._tp_plan = {"lm_head": "mla_kv_a_proj"}
+    model._tp_plan = {"lm_head": "packed_rowwise"}
     assert message(ValueError, model) == (
-        "the plan that GPT2LMHeadModel brings cannot be used: tp_plan gives 'lm_head' the style 'mla_kv_a_proj'; choose one "
+        "the plan that GPT2LMHeadModel brings cannot be used: tp_plan gives 'lm_head' the style 'packed_rowwise'; choose one "
         f"of {NAMES}, or a ParallelStyle"
     )
 

@@ -52,6 +52,7 @@ from booster.model.modules import LinearStandIn, bare
 from booster.plugin.fsdp.dtypes import show_computed_dtypes
 from booster.plugin.fsdp.groups import Group, plan_groups
 from booster.plugin.fsdp.unused import UnusedParameters
+from booster.plugin.fsdp.written import RefuseReplaced, WrittenParameters
 from booster.ranks.communicate import SENT
 from booster.shards.dtensor import check_own
 from booster.shards.fp8_gather import FP8Gather, WeightScales
@@ -153,7 +154,8 @@ def shard_module(
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     memo: dict[int, torch.Tensor] = {}
     held: list[torch.Tensor] = []  # keeps ids in `memo` from being used again
-    unused = UnusedParameters(model, mesh, device)
+    written = WrittenParameters(model, mesh, device)
+    unused = UnusedParameters(model, mesh, device, written)
     weakly = reads_weakly(policy) and bool(policy.keep_fp32 or weak_buffers(model, policy))
     for group in groups:
         # One group at a time, so that no more than one is whole on the device.
@@ -174,8 +176,9 @@ def shard_module(
             shard_placement_fn=shard_placement,
         )
         unused.after_sharding(group.modules)
+        watch = written.watch(group.modules)
         for child in group.modules:
-            run_hooks_outside_modes(child)
+            run_hooks_outside_modes(child, watch)
             if weakly and not group.pinned and child is not model:
                 # fully_shard hands on inputs as new tensors, which are not weak any more.
                 child.register_forward_pre_hook(settle_inputs(policy.param), with_kwargs=True, prepend=True)  # type: ignore[arg-type]
@@ -341,6 +344,7 @@ def keep_whole(module: nn.Module, policy: DtypePolicy) -> None:
     Its parameters have the dtypes of `policy` already, see `store_parameters`. They may be DTensors of tensor parallelism.
     """
     install_keep_fp32(bare(module), policy)
+    RefuseReplaced(bare(module))
     bare(module).register_load_state_dict_pre_hook(ShardLoaded(policy))
 
 

@@ -23,6 +23,7 @@ from booster.ground.torch_internals import (
     without_function_modes,
     zero_unreduced,
 )
+from booster.plugin.fsdp.written import WrittenParameters
 from booster.tensors.trees import tensors
 
 _LOOKS = 4  # forward passes in which ranks compare the order in which they gather, and a GPU is asked what they reduce
@@ -87,7 +88,8 @@ class UnusedParameters:
     or reduce different groups. A GPU is waited for in the first passes, and where this rank lacks a gradient.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, device: torch.device, written: WrittenParameters) -> None:
+        self._written, self._passes = written, 0
         self._model = weakref.ref(model)
         self._names = {module: name for name, module in model.named_modules()}
         self._ranks = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
@@ -128,6 +130,9 @@ class UnusedParameters:
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._under_way = False  # if a backward pass raised
+        self._passes += 1
+        if self._passes & (self._passes - 1) == 0:  # a power of two
+            self._written.pass_ends(self._passes)
         if self._looks:
             self.look(None)
             self._looks -= 1

@@ -22,7 +22,14 @@ from booster.plugin.tensor_parallel.boundary import LocalStyle
 from booster.plugin.tensor_parallel.derive import derive_by_shape, derive_plan, within_adapters
 from booster.plugin.tensor_parallel.experts import Experts
 from booster.plugin.tensor_parallel.sequence import with_sequence_parallelism
-from booster.plugin.tensor_parallel.styles import Colwise, EmbeddingParallel, Region, Rowwise, output_dim
+from booster.plugin.tensor_parallel.styles import (
+    Colwise,
+    EmbeddingParallel,
+    LatentProjection,
+    Region,
+    Rowwise,
+    output_dim,
+)
 from booster.plugin.tensor_parallel.tied_weights import check_ties, tied_slots
 
 
@@ -45,6 +52,7 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
     "colwise_rep": lambda module: Colwise(gather_output=True),
     "embedding_colwise": lambda module: EmbeddingParallel(by="features"),
     "embedding_rowwise": lambda module: EmbeddingParallel(by="vocabulary"),
+    "mla_kv_a_proj": lambda module: LatentProjection(),
     "moe_tp_experts": lambda module: Experts({}),
     "packed_colwise": lambda module: Colwise(num_parts=2),
     "replicate": lambda module: Region(),
@@ -92,7 +100,7 @@ def resolve_plan(
     not divide by `tp_size`, tied parameters that would part, and sequence parallelism where it cannot be.
     """
     plan = _known_plan(model) if tp_plan is None else _given_plan(model, tp_plan)
-    plan = _with_inner_parameters(model, _with_heads(model, plan))
+    plan = _with_positions(model, _with_inner_parameters(model, _with_heads(model, plan)))
     for name, style in plan.items():
         layer = model.get_submodule(name)
         if isinstance(style, LocalStyle) and not hasattr(layer, "lora_A"):  # of which the layers inside are divided
@@ -250,6 +258,24 @@ def _with_heads(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, P
             if isinstance(wanted, Colwise) and getattr(style, "num_parts", 1) != wanted.num_parts:
                 plan[name] = wanted
     return plan
+
+
+def _with_positions(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """`plan` with the numbers of positions that latent attention has beside its latents."""
+    found = dict(plan)
+    for name, style in plan.items():
+        if not isinstance(style, LatentProjection) or style.num_positions is not None:
+            continue
+        around: Any = model.get_submodule(name.rpartition(".")[0])
+        sizes = [getattr(each, "qk_rope_head_dim", None) for each in (around, getattr(around, "config", None))]
+        size = next((size for size in sizes if isinstance(size, int)), None)
+        if size is None:
+            raise ValueError(
+                f"tp_plan gives {name!r} 'mla_kv_a_proj', but the {type(around).__name__} around it does not say in "
+                "qk_rope_head_dim how many of its output features are positions that every head reads; set that attribute"
+            )
+        found[name] = LatentProjection(size)
+    return found
 
 
 def _with_inner_parameters(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import weakref
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -17,6 +20,10 @@ from booster.ground.torch_internals import StridedShard
 from booster.plugin.tensor_parallel import boundary
 from booster.plugin.tensor_parallel.boundary import LocalStyle, PartForward, own_dtensors, part_with_gradient, swapped
 from booster.plugin.tensor_parallel.shared_input import SharedInput
+from booster.ranks.communicate import communication_device
+from booster.tensors.trees import HALF_DTYPES
+
+_LOOKS = 3  # backward passes in which ranks compare the gradients of what they gathered
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
@@ -56,6 +63,7 @@ class Colwise(LocalStyle):
         self.sequence_dim = _dim_or_none(sequence_dim)
         self.shared_input = arguments.flag("shared_input", shared_input)
         self.shared: SharedInput | None = None
+        self._looks: weakref.WeakKeyDictionary[nn.Module, tuple[str, int]] = weakref.WeakKeyDictionary()
 
     @property
     def reads_whole_input(self) -> bool:
@@ -77,6 +85,8 @@ class Colwise(LocalStyle):
 
     def check(self, name: str, module: Any, tp_size: int) -> None:
         _check_linear(name, module, "by columns")
+        if self.gather_output:
+            self._looks[module] = name, _LOOKS
         features = module.weight.shape[output_dim(module)]
         if features % (self.num_parts * tp_size):
             projections = f" in {self.num_parts} projections" if self.num_parts > 1 else ""
@@ -106,7 +116,32 @@ class Colwise(LocalStyle):
         return parts
 
     def leave(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
-        return boundary.gather(output, mesh, -1, sum_gradients=False) if self.gather_output else output
+        if not self.gather_output:
+            return output
+        whole = boundary.gather(output, mesh, -1, sum_gradients=False)
+        name, left = self._looks.get(module, ("", 0))
+        if left and whole.requires_grad and not torch.compiler.is_compiling():
+            self._looks[module] = name, left - 1
+            whole.register_hook(functools.partial(_check_alike, name, mesh))
+        return whole
+
+
+@torch.no_grad()
+def _check_alike(name: str, mesh: DeviceMesh, grad: torch.Tensor) -> None:
+    """Raise RuntimeError, on all ranks, unless they have the same `grad`, of a whole output of which each takes its part."""
+    digest = torch.stack([grad.double().norm(), grad.double().sum()])
+    known = digest.where(digest.isfinite(), torch.inf)  # a maximum may lose a NaN
+    ends = torch.stack([known, -known]).to(communication_device(grad.device, mesh.get_group()))
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=mesh.get_group())
+    most, least = ends[0].cpu(), -ends[1].cpu()
+    allowed = (5e-2 if grad.dtype in HALF_DTYPES else 1e-3) * float(most[0])  # the same sums in another order at most
+    bounds = torch.tensor([allowed, allowed * max(grad.numel(), 1) ** 0.5], dtype=torch.float64)
+    if bool(most.isfinite().all()) and bool(((most - least) > bounds).any()):
+        raise RuntimeError(
+            f"tp_plan gives {name!r} 'colwise_gather_output', whose whole output all ranks must use alike, but the gradient of "
+            "it differs among them: each reads it for its own heads or features, as keys and values that all heads share. "
+            "Give it 'replicated_with_output_grad_allreduce', which sums these gradients"
+        )
 
 
 class Rowwise(LocalStyle):
@@ -329,6 +364,22 @@ class Region(LocalStyle):
         if self.out == "copy":
             return boundary.copy(x, mesh)
         return boundary.gather(x, mesh, self.sequence_dim, sum_gradients=False)
+
+
+class LatentProjection(Region):
+    """Whole on every rank; of its output the last features, positions, are read by every rank for its own heads, so their
+    gradient is summed; that of the latent before them is, by the column-wise layer that reads it.
+
+    num_positions: how many these are; None: as many as the attention around it says, by `qk_rope_head_dim`.
+    """
+
+    def __init__(self, num_positions: int | None = None) -> None:
+        super().__init__(out="copy")
+        self.num_positions = num_positions
+
+    def leave(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
+        latent = output.shape[-1] - int(self.num_positions or 0)
+        return torch.cat([output[..., :latent], boundary.copy(output[..., latent:], mesh)], dim=-1)
 
 
 def output_dim(module: nn.Module) -> int:

@@ -1,0 +1,203 @@
+"""Parameters of a sharded model that its own forward pass writes to, as that of a momentum encoder does."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from booster.ground.text import listed
+from booster.ground.torch_internals import (
+    fsdp_groups,
+    gather_here_again,
+    gather_of,
+    gathered,
+    name_of,
+    storage_key,
+    takes_its_gathering,
+    versions_of_wholes,
+)
+from booster.model.dtensors import is_dtensor, local_part
+from booster.shards.fully_sharded import adopt, compared
+
+_LOOKS = 4  # first passes of training in which all bits are compared, as writes through `.data` leave no other trace
+_SUM = 2**62 - 1
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_FOUND, _LATE, _LOW, _DROPPED = 1, 2, 3, 4
+_REFUSED = {
+    _DROPPED: "another tensor was put into {names} by `.data = ...`: of a parameter that is sharded, torch drops it without a "
+    "word, and the weight stays what it was. Write in place, as by `.data.copy_(...)`",
+    _LOW: "forward writes to {names}, frozen and float32, but fully_shard gathers a copy of fewer bits, and what is written "
+    "there is rounded every time, so that an average stands still. Name the module whose forward writes in keep_fp32, which "
+    "has it gathered in float32, or write in the training loop, between passes",
+    _LATE: "forward writes to {names} through .data, and did not in the first passes: fully_shard gathers copies, and what was "
+    "written to them by now may be lost. Write in place inside torch.no_grad(), which leaves a trace, or in the training "
+    "loop, between passes",
+}
+_APART = (
+    "forward writes other numbers to {names} on each rank, as those are that follow a rank's own batch, but each rank keeps a "
+    "part of the one weight. Average over the ranks what is written, or make it a buffer"
+)
+
+
+class WatchedGroup:
+    """Whole parameters that are freed together, of `modules`: what `torch_internals.run_hooks_outside_modes` asks."""
+
+    def __init__(self, owner: WrittenParameters, modules: Sequence[nn.Module]) -> None:
+        self._owner = owner
+        self.groups = {param: group for group in fsdp_groups(modules[:1]) for param in group.fsdp_params}
+        self.params = [param for param in self.groups if takes_its_gathering(param) and param.sharded_param.numel()]
+        self.versions: list[int] = []
+        self.always = True
+        self._hooks = [
+            module.register_forward_pre_hook(torch.compiler.disable(self._begin)) for module in modules if self.params
+        ]
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        """In the first pass, after torch's own hook, which gathers."""
+        self.versions = versions_of_wholes(self.params)
+        self._owner.gathered_first(self.params)
+        for hook in self._hooks:
+            hook.remove()
+
+    def look(self) -> None:
+        """A module of theirs has computed, and what it gathered is about to be freed."""
+        self._owner.look(self)
+
+
+class WrittenParameters:
+    """Sees to it that what the forward pass of `model` writes to gathered parameters reaches this rank's shards.
+
+    Torch frees them after the pass, with what was written. Writes in place leave a trace and are found in every pass, others in
+    the first passes, and now and then. RuntimeError, on all ranks, by name, for what a copy cannot take over. Costs: in those
+    passes a comparison of this rank's shards, one small collective, and on a GPU waits for it; else none.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+        self._model = weakref.ref(model)
+        self._ranks = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+        self._device = device
+        self._watches: list[WatchedGroup] = []
+        self._left, self._late = _LOOKS, False
+        self._known: set[Any] = set()
+        self._untraced: set[Any] = set()  # those of them that were written to through `.data`
+        self._places: dict[Any, list[tuple[Any, int]]] = {}
+        self._seen: dict[
+            Any, tuple[int, int]
+        ] = {}  # in this pass: one of the numbers above or 0, and the sum of all bits
+
+    def watch(self, modules: Sequence[nn.Module]) -> WatchedGroup:
+        """`fully_shard` was just applied to `modules` together; the last time to the model itself."""
+        self._watches.append(WatchedGroup(self, modules))
+        self._places.update((param, _places(param)) for param in self._watches[-1].params)
+        return self._watches[-1]
+
+    def gathered_first(self, params: Sequence[Any]) -> None:
+        for param in params:
+            self._places[param] += _places(param)[1:]
+
+    def pass_ends(self, number: int) -> None:
+        """Before the parameters of the model itself are looked at: compare all bits until the next pass of training ends."""
+        if number > _LOOKS:
+            self._left = max(self._left, 2)
+            for watch in self._watches:
+                watch.always = True
+
+    @torch.no_grad()
+    def look(self, watch: WatchedGroup) -> None:
+        versions, last = versions_of_wholes(watch.params), self._watches[-1]
+        if not watch.versions:
+            watch.versions = versions
+        for param, now, before in zip(watch.params, versions, watch.versions, strict=True):
+            if self._left or now != before or param in self._untraced:
+                gather_here_again(param)
+                shard, piece, same = compared(param, gather_of(watch.groups[param]))
+                if self._left or param not in self._known:
+                    last.always = True
+                    if self._note(param, now != before, shard.dtype != piece.dtype, bool(same.all())):
+                        continue
+                adopt(shard, piece, same)
+        watch.versions = versions_of_wholes(watch.params)
+        watch.always = self._left > 0 or not self._untraced.isdisjoint(watch.params)
+        if watch is last:
+            self._end()
+
+    def _note(self, param: Any, traced: bool, rounded: bool, same: bool) -> bool:
+        what = 0
+        if not same:
+            what = _FOUND
+            if rounded and not param.sharded_param.requires_grad:
+                what = _LOW
+            elif not traced and self._late and param not in self._untraced:
+                what = _LATE
+            if not traced:
+                self._untraced.add(param)
+        before, self._places[param] = self._places[param], _places(param)
+        if _replaced(before, self._places[param]):
+            what = _DROPPED
+        whole = local_part(gathered(param)).contiguous()  # type: ignore[arg-type]
+        bits = int(whole.view(_BITS[whole.element_size()]).sum(dtype=torch.int64)) & _SUM
+        self._seen[param] = max(what, self._seen.get(param, (0, 0))[0]), bits
+        return same
+
+    def _end(self) -> None:
+        """The pass ends: what this rank found is told to the others, in a collective where anything was looked at."""
+        if not self._seen:
+            return
+        params = [param for watch in self._watches for param in watch.params]
+        found, bits = zip(*(self._seen.get(param, (0, 0)) for param in params), strict=True)
+        told = torch.tensor([*found, *bits, *(-each for each in bits)], device=self._device)
+        for ranks in self._ranks:
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=ranks)
+        anywhere = told.view(3, -1).tolist()
+        self._seen.clear()
+        if self._left and self._model().training:  # type: ignore[union-attr]
+            self._left -= 1
+            self._late = not self._left
+        for watch in self._watches:
+            watch.always = self._left > 0 or not self._untraced.isdisjoint(watch.params)
+        for what, reason in _REFUSED.items():
+            if names := [name_of(param) for param, each in zip(params, anywhere[0], strict=True) if each == what]:
+                raise RuntimeError(reason.format(names=listed(names, 5)))
+        written = [(param, most == -least) for param, each, most, least in zip(params, *anywhere, strict=True) if each]
+        self._known.update(param for param, _ in written)
+        if apart := [name_of(param) for param, alike in written if not alike]:
+            raise RuntimeError(_APART.format(names=listed(apart, 5)))
+
+
+class RefuseReplaced:
+    """Raises RuntimeError in the first passes of `model`, whose layers are divided, if DTensors of it got another tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = {
+            name: [(param, storage_key(param))] for name, param in model.named_parameters() if is_dtensor(param)
+        }
+        self._left = _LOOKS
+        self._hook = model.register_forward_hook(torch.compiler.disable(self))
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._left -= module.training
+        if not self._left:
+            self._hook.remove()
+        names = []
+        for name, before in self._places.items():
+            self._places[name] = [(param, storage_key(param)) for param, _ in before]
+            if _replaced(before, self._places[name]):
+                names.append(name)
+        if names:
+            raise RuntimeError(_REFUSED[_DROPPED].format(names=listed(names, 5)))
+
+
+def _places(param: Any) -> list[tuple[Any, int]]:
+    """What stands for a parameter, and what of a DTensor changes when another tensor is put into it by `.data = ...`."""
+    standing = (param.sharded_param, gathered(param))
+    return [(each, storage_key(each)) for each in standing if each is not None and is_dtensor(each)]
+
+
+def _replaced(before: list[tuple[Any, int]], now: list[tuple[Any, int]]) -> bool:
+    return any(old is new and was != key for (old, was), (new, key) in zip(before, now, strict=False))
