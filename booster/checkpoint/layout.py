@@ -6,7 +6,7 @@ JSON-like values with tensors in them, as text and a dict of tensors, and back: 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -62,6 +62,12 @@ def can_be_read_into(held: torch.Tensor, shape: tuple[int, ...], dtype: torch.dt
     )
 
 
+def note_written(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell autograd that the memory of `tensors` was written to, which a read from a file does past it."""
+    written = list(tensors)
+    torch.autograd.graph.increment_version([*written, *(local_part(each) for each in written if is_dtensor(each))])
+
+
 class LoadPlanner(dcp.DefaultLoadPlanner):
     """Torch's planner for tensors under their whole names, some of them `Divided`."""
 
@@ -100,6 +106,7 @@ def _is_boxes(tensor: torch.Tensor) -> bool:
 
 
 _TAG = "__booster__"  # the key of everything that JSON has no form for
+_ORDER = "order"  # of a reference to a tensor whose dimensions lie in memory otherwise than in a file
 
 
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor | Divided]) -> Any:
@@ -115,7 +122,8 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor | Divided]) -
     if isinstance(value, (torch.Tensor, Divided)):
         refuse_made_of_tensors(where, value)
         tensors[where] = value if isinstance(value, Divided) else value.detach()
-        return {_TAG: "tensor", "name": where}
+        order = None if isinstance(value, Divided) or is_dtensor(value) else _order_of(value)
+        return {_TAG: "tensor", "name": where, **({} if order is None else {_ORDER: order})}
     if isinstance(value, (torch.dtype, torch.device)):
         return {_TAG: type(value).__name__, "value": str(value).removeprefix("torch.")}
     if isinstance(value, Mapping):
@@ -135,6 +143,32 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor | Divided]) -
         f"{where} is a {type(value).__name__}, which a checkpoint does not hold: give tensors, numbers, strings, lists, "
         "tuples, dicts of these, or an object with state_dict() and load_state_dict()"
     )
+
+
+def _order_of(tensor: torch.Tensor) -> list[int] | None:
+    """Return the dimensions of a tensor from the slowest in memory to the fastest; None where that is their own order, or where
+    the memory has gaps.
+
+    In another order products of the same numbers end in other bits, as those with eigenvectors, which LAPACK makes by columns.
+    """
+    if tensor.is_contiguous():
+        return None
+    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def has_order(value: Any) -> bool:
+    """Return whether an entry of what `encode` gave refers to a tensor that `decode` lays out in another order of memory."""
+    return isinstance(value, dict) and _ORDER in value
+
+
+def _laid(held: torch.Tensor | Divided, order: Any) -> torch.Tensor | Divided:
+    """Return `held` with its dimensions in memory in the order of `_order_of`, where this rank has all of it."""
+    if order is None or isinstance(held, Divided) or is_dtensor(held):
+        return held
+    if not isinstance(order, list) or sorted(map(repr, order)) != sorted(map(repr, range(held.dim()))):
+        raise ValueError(f"{str(order)[:80]} is no order of {held.dim()} dimensions")
+    return held.permute(order).contiguous().permute([order.index(dim) for dim in range(held.dim())])
 
 
 def refuse_made_of_tensors(where: str, tensor: Held) -> None:
@@ -164,7 +198,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor | Divided]) -> Any:
         return {key: decode(entry, tensors) for key, entry in value.items()}
     kind = value[_TAG]
     if kind == "tensor":
-        return tensors[value["name"]]
+        return _laid(tensors[value["name"]], value.get(_ORDER))
     if kind == "float":
         return float(value["value"])
     if kind == "dtype":

@@ -7,21 +7,22 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from booster.checkpoint import parts
 from booster.checkpoint.agree import agreed, exchange, is_first
 from booster.checkpoint.folder import checkpoints, damage, manifest_now, standing
 from booster.checkpoint.hashing import new_hash
+from booster.checkpoint.layout import note_written
 from booster.checkpoint.manifest import MANIFEST, CheckpointError, Chunk, Tensor
 from booster.checkpoint.objects import Loaded, Objects, named
 from booster.checkpoint.parts.others import extra_of
 from booster.checkpoint.parts.part import Found
 from booster.checkpoint.saved import Saved
+from booster.checkpoint.storage import read_entries
 from booster.checkpoint.tensor_file import dtype_of
-from booster.checkpoint.way_back import load_module
-from booster.checkpoint.weights import entries_of, entry_of, weights_for
+from booster.checkpoint.way_back import load_module, read_by_torch
+from booster.checkpoint.weights import Fitting, entries_of, entry_of, half_read, weights_for
 from booster.ground.foreign_files import printable
 from booster.ground.text import listed
 from booster.interface.model import ModelWrapper
@@ -145,16 +146,19 @@ def load_model(model: ModelWrapper, path: Path, *, strict: bool, group: dist.Pro
     if exchange((path / MANIFEST).exists(), group)[0]:
         load(path, named(model, None, None, None, None, None), strict=strict, group=group)
         return
-    state: dict[str, torch.Tensor] = {}
-    left_out: list[str] = []
+    found = Fitting()
     with agreed(group):
-        state, left_out = weights_for(model, path, strict=strict)
+        found = weights_for(model, path, read_by_torch(model), read_entries, strict=strict)
     with ExitStack() as undo:
         with agreed(group, partial(_refused, f"{path} does not load into this model")):
-            load_module(model, state, undo)
+            load_module(model, found.state, undo)
+        with agreed(group, half_read):
+            targets = {name: here for name, (_, here) in found.in_place.items()}
+            read_entries({name: entry for name, (entry, _) in found.in_place.items()}, targets)
+            note_written(targets.values())
         undo.pop_all()
-    if left_out:
-        _logger.warning("%s: %s", path, printable(listed(left_out, 8)))
+    if found.left_out:
+        _logger.warning("%s: %s", path, printable(listed(found.left_out, 8)))
 
 
 class _Loading:

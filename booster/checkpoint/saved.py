@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,25 +9,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from booster.checkpoint.agree import agree_on_success, agreed, exchange, first_failure
 from booster.checkpoint.layout import (
     Held,
-    LoadPlanner,
     can_be_read_into,
     decode,
     empty_like_whole,
+    note_written,
     reference,
     references,
 )
 from booster.checkpoint.manifest import CheckpointError, Tensor, check_sizes, read_manifest
-from booster.checkpoint.storage import ManifestReader
+from booster.checkpoint.storage import ManifestReader, load_into
 from booster.checkpoint.tensor_file import dtype_of
 from booster.checkpoint.tree import read_tree
 from booster.interface.optimizer import OptimizerWrapper, updates_of
-from booster.model.dtensors import is_dtensor, local_part
 from booster.shards.divided import Divided
 from booster.update.checkpoint import STATE_KEY
 
@@ -253,23 +250,14 @@ class Saved:
                 f"{error}. It was whole when it was read first, and another process changed it meanwhile: weights and "
                 "optimizer states of this job hold parts of it, and all else is as it was; load a checkpoint before you go on"
             ) from error
-        changed = [held.values if isinstance(held, Divided) else held for held in targets.values()]
-        torch.autograd.graph.increment_version([*changed, *(local_part(held) for held in changed if is_dtensor(held))])
+        note_written(held.values if isinstance(held, Divided) else held for held in targets.values())
 
     def _read(self, targets: dict[str, Held], files: set[str] | None, group: dist.ProcessGroup | None) -> None:
         """Read `targets`, and compare `files`, or all where that is None, with their hashes."""
         rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         reader = ManifestReader(self.folder, self.manifest, rank, num_ranks, files)
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                dcp.load(
-                    targets,
-                    storage_reader=reader,
-                    planner=LoadPlanner(),
-                    process_group=group,
-                    no_dist=group is None,
-                )
+            load_into(targets, reader, group)
         except CheckpointException as error:
             raise CheckpointError(f"reading {self.folder} failed {first_failure(error)}") from error
         agree_on_success(CheckpointError("; ".join(reader.damage)) if reader.damage else None, group)

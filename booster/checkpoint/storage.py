@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -34,11 +38,13 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from booster.checkpoint import layout
 from booster.checkpoint.folder import sync_folder
 from booster.checkpoint.header import SAFETENSORS_DTYPES
-from booster.checkpoint.manifest import Chunk, File, Manifest, Tensor
+from booster.checkpoint.layout import Held
+from booster.checkpoint.manifest import CheckpointError, Chunk, File, Manifest, Tensor
 from booster.checkpoint.tensor_file import dtype_of, read_tensors, write_tensors
-from booster.checkpoint.weights import entries_of, entry_of, read_box
+from booster.checkpoint.weights import Entry, entries_of, entry_of, read_box
 from booster.ground.foreign_files import open_regular
 
 
@@ -233,6 +239,39 @@ class ManifestReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether a path is one on a file system."""
         return "://" not in str(checkpoint_id)
+
+
+def read_entries(entries: Mapping[str, Entry], targets: Mapping[str, torch.Tensor]) -> None:
+    """Read entries of plain files into `targets`, by name, of which this rank may hold parts; no communication.
+
+    Raises CheckpointError where a file holds something else now, or cannot be read: then they hold anything.
+    """
+    tensors = {
+        name: Tensor(
+            str(entry.dtype).removeprefix("torch."),
+            entry.shape,
+            (Chunk(str(entry.file.absolute()), entry.name, (0,) * len(entry.shape), entry.shape),),
+        )
+        for name, entry in entries.items()
+    }
+    try:
+        load_into(dict(targets), ManifestReader(Path(), Manifest(0, 1, {}, {}, tensors)), None)
+    except CheckpointException as error:
+        (cause, _), *_ = error.failures.values()
+        raise CheckpointError(str(cause)) from error
+
+
+def load_into(targets: dict[str, Held], reader: ManifestReader, group: dist.ProcessGroup | None) -> None:
+    """Read `targets`, by name, as `reader` finds them; a collective of `group`, which fails on all with torch's exception."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp.load(
+            targets,  # type: ignore[arg-type]
+            storage_reader=reader,
+            planner=layout.LoadPlanner(),
+            process_group=group,
+            no_dist=group is None,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

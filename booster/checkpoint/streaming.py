@@ -12,8 +12,9 @@ from typing import IO
 import torch
 from torch import nn
 
+from booster.checkpoint.layout import note_written
 from booster.checkpoint.manifest import CheckpointError
-from booster.checkpoint.weights import Entry, entries_of, is_safetensors, pieces, read_entry, weight_files
+from booster.checkpoint.weights import Entry, entries_of, half_read, is_safetensors, pieces, read_entry, weight_files
 from booster.frozen import Form, FrozenLinear, note_origin
 from booster.ground.foreign_files import open_regular
 from booster.ground.text import listed
@@ -37,7 +38,7 @@ class Storage:
     compute: torch.dtype | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Step:
     """One tensor of the model, all its places, where its values come from, and in what it is stored."""
 
@@ -59,10 +60,11 @@ def stream(
 ) -> nn.Module:
     """Load the weights in `path` into `model`, in place, and return it, which is another object where it is one layer itself.
 
-    Tensor after tensor, in pieces of a few MB, all into new memory, which the model gets once everything is read: what raises,
-    as a file that another process cuts short meanwhile, touches nothing. keep: linear layers that are not frozen. device:
-    where what is on the meta device gets memory. Raises CheckpointError that lists all that does not fit. What is to be
-    packed is read twice, first to see that all of it is finite.
+    Tensor after tensor: first what has no memory yet, or is to be frozen, into new memory; then all else into the memory that
+    it has, or, where its dtype changes, into new memory in its place. keep: linear layers that are not frozen. device: where
+    what is on the meta device gets memory. Raises CheckpointError that lists all that does not fit, with nothing touched. One
+    that another process cuts short meanwhile leaves the model as it was in the first half; in the second the error says that
+    weights hold parts of it. What is to be packed is read twice, first to see that all of it is finite.
     """
     files = weight_files(path)
     others = [str(file) for file in files if not is_safetensors(file)]
@@ -86,14 +88,19 @@ def stream(
         opened = {file: stack.enter_context(open_regular(file)) for file in files}
         for step in steps:
             _refuse_what_has_no_code(opened[step.entry.file], step)
+        steps.sort(key=lambda step: (str(step.entry.file), step.entry.start))
         # All memory first: between weights that stay, what is only needed for a while would leave holes.
-        filled = [_memory_for(step, device) for step in steps]
-        for step, memory in sorted(
-            zip(steps, filled, strict=True), key=lambda pair: (str(pair[0].entry.file), pair[0].entry.start)
-        ):
+        new = {step: _memory_for(step, device) for step in steps if _is_new(step)}
+        for step, memory in new.items():
             _read(opened[step.entry.file], step, memory)
+        try:
+            for step in steps:
+                if step not in new:
+                    _read_in_place(opened[step.entry.file], step)
+        except (CheckpointError, OSError) as error:
+            raise half_read(error) from error
     for step in steps:
-        model = _install(model, step, storage, filled.pop(0))
+        model = _install(model, step, storage, new.pop(step, None))
     frozen = [place.holder for step in steps if step.frozen for place in step.places[:1]]
     if storage.linear is not None:
         layers = [name for name, module in model.named_modules() if type(module) is nn.Linear]
@@ -201,22 +208,35 @@ def _fault_of_packed(tensor: torch.Tensor, entry: Entry, form: Form | torch.dtyp
     )
 
 
+def _is_new(step: _Step) -> bool:
+    """Whether a tensor gets memory beside what the model has; all else is read into what is there, or in its place."""
+    return step.frozen or step.tensor.is_meta
+
+
 def _memory_for(step: _Step, device: torch.device) -> torch.Tensor:
-    """Return memory without values that one tensor is to be read into: its own to be, or, where it has some, host memory."""
+    """Return memory without values that one new tensor is to be read into."""
     old = step.tensor
     there = device if old.is_meta else old.device
     if step.frozen:
         return FrozenLinear.memory(step.places[0].holder, step.stored, there)  # type: ignore[arg-type]
-    if old.is_meta:
-        return torch.empty_strided(old.shape, old.stride(), dtype=step.stored, device=there)  # type: ignore[arg-type]
-    if old.dtype != step.stored:
-        return torch.empty_like(old, dtype=step.stored, requires_grad=False)  # type: ignore[arg-type]
-    return torch.empty(old.shape, dtype=old.dtype)
+    return torch.empty_strided(old.shape, old.stride(), dtype=step.stored, device=there)  # type: ignore[arg-type]
+
+
+def _read_in_place(opened: IO[bytes], step: _Step) -> None:
+    """Read one tensor into its memory, or give it new memory of another dtype, which replaces that."""
+    tensor = step.tensor.detach()
+    if tensor.dtype == step.stored:
+        _read(opened, step, tensor)
+        note_written([step.tensor])
+    else:
+        memory = torch.empty_like(tensor, dtype=step.stored)  # type: ignore[arg-type]
+        _read(opened, step, memory)
+        step.tensor.data = memory
 
 
 @torch.no_grad()
-def _install(model: nn.Module, step: _Step, storage: Storage, memory: torch.Tensor) -> nn.Module:
-    """Give one tensor what was read of it, in all its places; returns the model."""
+def _install(model: nn.Module, step: _Step, storage: Storage, memory: torch.Tensor | None) -> nn.Module:
+    """Give one tensor what was read of it, in all its places; returns the model. memory: None where it has it already."""
     holders = [place.name.rpartition(".")[0] for place in step.places]
     if step.frozen:
         # By its name, as below: what was installed before may stand in the place of another module.
@@ -230,12 +250,8 @@ def _install(model: nn.Module, step: _Step, storage: Storage, memory: torch.Tens
                 model = layer
         return model
     target = step.tensor
-    if target.is_meta:
+    if memory is not None:
         target = nn.Parameter(memory, target.requires_grad) if isinstance(target, nn.Parameter) else memory
-    elif target.dtype != step.stored:
-        target.data = memory
-    else:
-        target.copy_(memory)
     for place, name in zip(step.places, holders, strict=True):
         holder = model.get_submodule(name)
         table = holder._parameters if place.own in holder._parameters else holder._buffers

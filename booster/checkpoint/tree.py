@@ -12,6 +12,7 @@ from booster.checkpoint.manifest import STATE, CheckpointError, Manifest, read_t
 from booster.ground.foreign_files import parse_json
 from booster.update.checkpoint import STATE_KEY
 
+BESIDE = "beside"  # of an optimizer: states of no parameter, by keys of its own
 _KINDS = ("models", "criteria", "optimizers", "dataloaders", "lr_schedulers", "pins", "run")
 
 
@@ -73,6 +74,7 @@ def _check_optimizer(name: str, optimizer: Any) -> None:
         _mapping(f"a group of {name}", group)
         _mapping(f"the options of a group of {name}", group.get("options"))
         _mapping(f"the parameters of a group of {name}", group.get("params"))
+    _mapping(f"the state of {name} of no parameter", optimizer.get(BESIDE, {}))
     own = _mapping(f"{STATE_KEY} of {name}", optimizer.get(STATE_KEY))
     _mapping(f"the loss scale of {name}", own.get("loss_scaler"))
     params = {param for group in optimizer["groups"] for param in group["params"]}

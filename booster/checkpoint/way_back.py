@@ -16,6 +16,7 @@ from booster.interface.model import ModelWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.masters.keeps import LoadedWeights
 from booster.model.modules import bare
+from booster.model.tied import places_of
 from booster.tensors.trees import map_tensors
 
 _OURS = ("torch.", "booster.")
@@ -77,6 +78,19 @@ def may_refuse(module: nn.Module) -> bool:
     """Return whether code of the user's runs while a state that fits is loaded into `module`: torch's own only copies."""
     own = _user_module(module)
     return any(_has_own_code(child) for child in own.modules())
+
+
+def read_by_torch(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of `module`, by name, of which a load does nothing but write into them: those alone may be read in place.
+
+    Without those that have several names, which may differ in a file, and those whose masters take over what is loaded.
+    """
+    own = _user_module(module)
+    if may_refuse(module):
+        return {}
+    watched = LoadedWeights.watched(own)
+    found = {places[0].name: tensor for tensor, places in places_of(own, buffers=True).items() if len(places) == 1}
+    return {name: tensor for name, tensor in found.items() if name not in watched}
 
 
 def _has_own_code(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,9 +21,9 @@ from torch import nn
 
 from booster.checkpoint.folder import write_synced
 from booster.checkpoint.header import read_header
-from booster.checkpoint.layout import placed_like
+from booster.checkpoint.layout import can_be_read_into, empty_like_whole, placed_like
 from booster.checkpoint.manifest import CheckpointError, Chunk, Manifest, Tensor
-from booster.checkpoint.tensor_file import dtype_of, fits, write_tensors
+from booster.checkpoint.tensor_file import bytes_of, dtype_of, fits, write_tensors
 from booster.checkpoint.torch_file import read_torch_file
 from booster.ground.foreign_files import ROOM, names_a_regular_file, open_regular, parse_json, read_regular
 from booster.interface.model import ModelWrapper
@@ -72,8 +72,12 @@ def pieces(opened: IO[bytes], entry: Entry, unit: int = 1) -> Iterator[torch.Ten
     for start in range(0, entry.numel, step):
         view = memoryview(buffer)[: min(step, entry.numel - start) * width]
         if opened.readinto(view) != len(view):  # type: ignore[attr-defined]
-            raise CheckpointError(f"{entry.file} ended while {entry.name} was read")
+            raise _ended(entry)
         yield torch.frombuffer(view, dtype=entry.dtype)
+
+
+def _ended(entry: Entry) -> CheckpointError:
+    return CheckpointError(f"{entry.file} ended while {entry.name} was read")
 
 
 def read_entry(opened: IO[bytes], entry: Entry, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -82,6 +86,11 @@ def read_entry(opened: IO[bytes], entry: Entry, into: torch.Tensor | None = None
     opened: its file, open for reading in binary.
     """
     whole = torch.empty(entry.shape, dtype=entry.dtype) if into is None else into
+    if can_be_read_into(whole, entry.shape, entry.dtype):
+        opened.seek(entry.start)
+        if opened.readinto(bytes_of(whole)) != whole.nbytes:  # type: ignore[attr-defined]
+            raise _ended(entry)
+        return whole
     flat, start = whole.view(-1), 0
     for piece in pieces(opened, entry):
         flat[start : start + len(piece)].copy_(piece)
@@ -90,7 +99,8 @@ def read_entry(opened: IO[bytes], entry: Entry, into: torch.Tensor | None = None
 
 
 def read_box(opened: IO[bytes], entry: Entry, box: Sequence[slice], into: torch.Tensor) -> None:
-    """Read the part of `entry` that lies in `box`, a slice for each dimension, into a tensor of its shape, some MB at a time.
+    """Read the part of `entry` that lies in `box`, a slice for each dimension, into a tensor of its shape: straight into its
+    memory where it has whole rows and the same dtype, else some MB at a time.
 
     opened: its file, open for reading in binary.
     """
@@ -101,6 +111,9 @@ def read_box(opened: IO[bytes], entry: Entry, box: Sequence[slice], into: torch.
     row = torch.Size(of_row).numel()
     shape = (box[0].stop - box[0].start, *of_row)
     rows = replace(entry, shape=shape, start=entry.start + box[0].start * row * entry.dtype.itemsize)
+    if tuple(into.shape) == shape and into.is_contiguous():
+        read_entry(opened, rows, into)
+        return
     for piece in pieces(opened, rows, max(1, row)):
         block = piece.view(-1, *of_row)[within]
         into[done : done + len(block)].copy_(block)
@@ -209,57 +222,81 @@ def export(
     replaced(target / f"{stem}{ending}.index.json", lambda path: write_synced(path, text.encode()))
 
 
-def read_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of every tensor in a file of weights, or in a folder of them with or without an index.
+@dataclass
+class Fitting:
+    """What files of weights have for a module. state: what it must be given, read, and divided as it is there. in_place: where
+    an entry's numbers are to be read to, with the tensor. left_out: names that one side alone has, in words."""
 
-    No pickle is run. Raises CheckpointError for what is none of these.
-    """
-    for file in weight_files(path):
-        if is_safetensors(file):
-            # Read, not mapped as the package does: who cuts a mapped file short ends the process that reads it.
-            entries = entries_of(file)
-            with open_regular(file) as opened:
-                for name, entry in entries.items():
-                    yield name, read_entry(opened, entry)
-        else:
-            yield from read_torch_file(file)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    in_place: dict[str, tuple[Entry, torch.Tensor]] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
 
 
-def weights_for(module: nn.Module, path: Path, *, strict: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return the weights in `path` that this rank has of `module`, divided as they are, and what is left out, in words.
+def weights_for(
+    module: nn.Module,
+    path: Path,
+    own: Mapping[str, torch.Tensor],
+    read: Callable[[Mapping[str, Entry], Mapping[str, torch.Tensor]], None],
+    *,
+    strict: bool,
+) -> Fitting:
+    """Return what the files of weights in `path` have for this rank of `module`, of which nothing is written to yet.
 
-    Raises CheckpointError that lists all names and shapes that differ.
+    own: tensors of `module`, by name, that may be read into. read: reads entries into new tensors. Raises CheckpointError that
+    lists all names and shapes that differ.
     """
     current = module.state_dict()
     partial = getattr(getattr(module, "module", None), "is_partial", False)
-    state: dict[str, torch.Tensor] = {}
+    found, unread = Fitting(), dict[str, Entry]()
     different, unknown, seen = [], [], set()
-    for name, value in read_weights(path):
-        own = current.get(name)
+    for name, value in named_in(path):
+        here = current.get(name)
         if name in seen:
             different.append(f"{name} is in two files")
         seen.add(name)
-        if own is None:
+        if here is None:
             unknown.append(name)
-        elif tuple(own.shape) != tuple(value.shape):
-            different.append(f"{name} has shape {tuple(value.shape)} in the file and {tuple(own.shape)} in the model")
-        elif not fits(value.dtype, own.dtype):
-            different.append(f"{name} has dtype {value.dtype} in the file and {own.dtype} in the model")
+        elif tuple(here.shape) != tuple(value.shape):
+            different.append(f"{name} has shape {tuple(value.shape)} in the file and {tuple(here.shape)} in the model")
+        elif not fits(value.dtype, here.dtype):
+            different.append(f"{name} has dtype {value.dtype} in the file and {here.dtype} in the model")
+        elif isinstance(value, torch.Tensor):
+            found.state[name] = placed_like(value.to(here.device), here)
+        elif name in own and _memory(own[name]) == _memory(here):
+            found.in_place[name] = value, here
         else:
-            state[name] = placed_like(value.to(own.device), own)
-    different += ties_that_differ(module, state)
+            unread[name] = value
+            found.state[name] = empty_like_whole(value.shape, value.dtype, here)
+    read(unread, {name: found.state[name] for name in unread})
+    found.state |= {name: placed_like(found.state[name], current[name]) for name in unread}
+    different += ties_that_differ(module, found.state)
     # Files of other programs hold a tied weight once.
-    held = {id(current[name]) for name in state} | {_memory(current[name]) for name in state}
+    names = found.state.keys() | found.in_place.keys()
+    held = {id(current[name]) for name in names} | {_memory(current[name]) for name in names}
     missing = [
         name
-        for name, own in current.items()
-        if name not in state and isinstance(own, torch.Tensor) and _memory(own) not in held
+        for name, here in current.items()
+        if name not in names and isinstance(here, torch.Tensor) and _memory(here) not in held
     ]
-    left_out = [f"{name} is not in the file" for name in missing]
-    left_out += [] if partial else [f"{name} is not in the model" for name in unknown]
-    if different or (strict and left_out):
-        raise CheckpointError(f"{path} does not fit this model:\n  " + "\n  ".join(different + left_out))
-    return state, left_out
+    found.left_out = [f"{name} is not in the file" for name in missing]
+    found.left_out += [] if partial else [f"{name} is not in the model" for name in unknown]
+    if different or (strict and found.left_out):
+        raise CheckpointError(f"{path} does not fit this model:\n  " + "\n  ".join(different + found.left_out))
+    return found
+
+
+def named_in(path: Path) -> Iterator[tuple[str, Entry | torch.Tensor]]:
+    """Yield every tensor in files of weights by its name: where it lies in a safetensors file; of `torch.save`, read."""
+    for file in weight_files(path):
+        yield from entries_of(file).items() if is_safetensors(file) else read_torch_file(file)
+
+
+def half_read(error: Exception) -> CheckpointError:
+    """What is raised where a file that fits cannot be read to its end, and weights of a model were read from it already."""
+    return CheckpointError(
+        f"{error}. Another process changed the file, or it cannot be read: weights of this model hold parts of it; load a "
+        "whole one before you go on"
+    )
 
 
 def ties_that_differ(module: nn.Module, state: Mapping[str, Any]) -> Iterator[str]:

@@ -24,7 +24,16 @@ from booster.masters.offload import HostMemory, moves
 from booster.masters.options import MasterOptions
 from booster.masters.rounding import Dither, rounded
 from booster.masters.stand_in import State
-from booster.masters.states import Places, StateView, give_back, places_of, signature, state_of_bucket, state_of_params
+from booster.masters.states import (
+    Places,
+    StateView,
+    as_of_master,
+    give_back,
+    places_of,
+    signature,
+    state_of_bucket,
+    state_of_params,
+)
 from booster.model.dtensors import around, is_dtensor, local_part
 from booster.model.optimizer_kinds import check_attributes, kind_of
 from booster.model.params import load_states
@@ -137,7 +146,7 @@ class Masters:
         if not any(fresh):
             return
         state = self.optimizer.state
-        states = {p: state.pop(p) for params in fresh for p in params if p in state}
+        states = {p: as_of_master(state.pop(p), p) for params in fresh for p in params if p in state}
         self.buckets += self._build(fresh, states, {} if sources is None else sources)
 
     def refuse_gone(self) -> None:

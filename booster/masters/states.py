@@ -214,11 +214,10 @@ def signature(param: torch.Tensor, state: State | None) -> tuple[Any, ...]:
 
 
 def state_of_bucket(bucket: Bucket, states: Mapping[torch.Tensor, State]) -> dict[torch.Tensor, State]:
-    """Return the state of the handles of `bucket`, from those of its parameters; what was of another precision, as of
-    a float64 parameter that was cast, becomes float32."""
+    """Return the state of the handles of `bucket`, from those of its parameters."""
     if bucket.whole:
         return {
-            handle: {key: _as_of_master(value, piece.param) for key, value in states[piece.param].items()}
+            handle: dict(states[piece.param])
             for handle, piece in zip(bucket.handles, bucket.pieces, strict=True)
             if piece.param in states
         }
@@ -280,10 +279,17 @@ def _has_shape_of(value: Any, param: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == param.shape
 
 
-def _as_of_master(value: Any, param: torch.Tensor) -> Any:
-    if isinstance(value, torch.Tensor) and (value.dtype in HALF_DTYPES or _has_shape_of(value, param)):
-        return value.float() if value.is_floating_point() else value
-    return value
+def as_of_master(own: State, param: torch.Tensor) -> State:
+    """Return the state of a parameter that gets a master: what is of another precision, as that of a float64 parameter that was
+    cast, becomes float32. What the optimizer keeps in half beside a master, a load and a step leave so."""
+    return {
+        key: value.float()
+        if isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and (value.dtype in HALF_DTYPES or _has_shape_of(value, param))
+        else value
+        for key, value in own.items()
+    }
 
 
 def _comparable(value: Any) -> Any:

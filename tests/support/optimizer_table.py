@@ -33,7 +33,7 @@ from torch import nn
 import booster
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
-from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchFSDPPlugin
+from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "optimizers.md"
 CELLS = Path(__file__).parents[1] / "data" / "optimizer_table.json"
@@ -51,7 +51,11 @@ PLACEMENTS = {
     "one device": SingleDevice,
     "ZeRO-1": lambda: LowLevelZeroPlugin(stage=1),
     "FSDP": TorchFSDPPlugin,
+    "DDP": TorchDDPPlugin,
+    "ZeRO-2": lambda: LowLevelZeroPlugin(stage=2),
 }
+PAGED = ("one device", "ZeRO-1", "FSDP")
+RESUMED = ("fp32", "bf16_naive", "8-bit states")
 # How far from float32's a run ends, as a share of the way: in float32 what sums in another order make of signs and square
 # roots of small gradients; in half twice what a loop of plain torch ends off, and this much besides; with packed states, whose
 # codes are 2**-4 to 2**-8 apart, a quarter of the way.
@@ -214,7 +218,7 @@ class Run:
 
             def closure(step: int = step) -> torch.Tensor:
                 self.optimizer.zero_grad()
-                loss = loss_of(self.model, step, part)
+                loss = loss_of(self.model, step % STEPS, part)
                 self.booster.backward(loss, self.optimizer)
                 return loss
 
@@ -289,6 +293,47 @@ def cell(row: Row, precision: str, placement: str, folder: Path) -> str:
     return f"not freed: {left[0]} and {len(left) - 1} more" if left else "yes"
 
 
+def resumed(row: Row, precision: str, placement: str, folder: Path) -> str:
+    """ "yes" where new objects that load a checkpoint end in the same bits ten steps later, or what refuses, and where; all
+    else is a fault."""
+    where = "boost"
+    try:
+        run = Run(row, precision, placement)
+        where = "its first steps"
+        run.train(range(HALF))
+        where = "save"
+        run.booster.save(folder, run.model, run.optimizer)
+    except Exception as error:
+        return f"refused at {where}: {words(error)}"
+    run.train(range(HALF, HALF + 10))
+    try:
+        again = Run(row, precision, placement)
+        again.booster.load(folder, again.model, again.optimizer)
+        again.train(range(HALF, HALF + 10))
+    except Exception as error:
+        return f"does not resume: {words(error)}"
+    if not torch.equal(weights(again.model), weights(run.model)):
+        return "does not resume to the bit"
+    states = [_by_path(each.optimizer.state_dict()) for each in (run, again)]
+    wrong = [path for path in states[0] | states[1] if not _same_bits(*(each.get(path) for each in states))]
+    return f"does not resume to the bit: {wrong[0]} of the state" if wrong else "yes"
+
+
+def _by_path(tree: Any, path: str = "") -> dict[str, Any]:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else None
+    if items is None:
+        return {path: tree} if isinstance(tree, (torch.Tensor, int, float)) else {}
+    return {name: leaf for key, value in items for name, leaf in _by_path(value, f"{path}/{key}").items()}
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return type(one) is type(other) and (one == other or one != one)
+    a, b = (getattr(each, "to_local", lambda each=each: each)() for each in (one, other))
+    a, b = (each.dequantize() if hasattr(each, "dequantize") and hasattr(each, "codes") else each for each in (a, b))
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
 def _averaged(row: Row, model: nn.Module) -> Any:
     return list(model.parameters()) if row.package == "torch-ema" else model
 
@@ -338,30 +383,32 @@ def beside_cell(row: Row, precision: str) -> str:
     return "yes" if off <= FLOAT32 else f"is {off:.0%} of its way off"
 
 
-def quiet_cell(*args: Any) -> str:
-    gc.collect()
-    gc.disable()
+def quiet_cell(row: Row, *args: Any, of: Any = None) -> str:
+    """What a cell is, without what packages print and warn of. of: what makes it; of the page where that is None."""
+    if of is None:
+        of = cell if row.kind == "optimizer" else lambda row, precision, *_: beside_cell(row, precision)
+        gc.collect()
+        gc.disable()
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
-            row = args[0]
-            return cell(*args) if row.kind == "optimizer" else beside_cell(row, args[1])
+            return of(row, *args)
     except Exception as error:
         return f"raises: {words(error)}"
     finally:
         gc.enable()
 
 
-def work(wanted: list[tuple[int, str, str]]) -> None:
+def work(wanted: list[tuple[int, str, str]], of: Any = None) -> None:
     """Make cells, each a line of JSON on rank 0's stdout."""
     ranks = wanted[0][2] != "one device"
     if ranks:
-        booster.launch_from_torch(timeout=20)
+        booster.launch_from_torch(timeout=60)
     for number, precision, placement in wanted:
         base = [tempfile.mkdtemp()]
         if ranks:
             dist.broadcast_object_list(base)
-        found = quiet_cell(ROWS[number], precision, placement, Path(base[0]) / "checkpoint")
+        found = quiet_cell(ROWS[number], precision, placement, Path(base[0]) / "checkpoint", of=of)
         if ranks:
             each: list[Any] = [None] * 2
             dist.all_gather_object(each, found)
@@ -370,14 +417,14 @@ def work(wanted: list[tuple[int, str, str]]) -> None:
             print(json.dumps([number, precision, placement, found]), flush=True)
 
 
-def start(wanted: list[tuple[int, str, str]], tell: Any) -> None:
+def start(wanted: list[tuple[int, str, str]], tell: Any, option: str = "--work") -> None:
     """Make cells of one placement, in processes of their own, again where one ends them. tell: called with each, and what it
     is."""
     left = list(wanted)
     while left:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
         ranks = left[0][2] != "one device"
-        command = [sys.executable, *(launch if ranks else []), __file__, "--work", json.dumps(left)]
+        command = [sys.executable, *(launch if ranks else []), __file__, option, json.dumps(left)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             for line in process.stdout:
                 if line.startswith("["):
@@ -397,7 +444,7 @@ def version(package: str) -> str | None:
 
 
 def placements(row: Row) -> list[str]:
-    return list(PLACEMENTS) if row.kind == "optimizer" else ["one device"]
+    return list(PAGED) if row.kind == "optimizer" else ["one device"]
 
 
 def known() -> dict[str, Any]:
@@ -420,7 +467,7 @@ def make(packages: list[str], *, rest: bool = False) -> None:
         stored["cells"][key_of(row, *of[1:])] = result
         CELLS.write_text(json.dumps(stored, indent=0, sort_keys=True) + "\n")
 
-    for placement in PLACEMENTS:
+    for placement in PAGED:
         of = [(n, precision) for n in numbers if placement in placements(ROWS[n]) for precision in PRECISIONS]
         known_ones = stored["cells"] if rest else {}
         start([(n, each, placement) for n, each in of if key_of(ROWS[n], each, placement) not in known_ones], tell)
@@ -479,8 +526,8 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--work"]:
-        work([tuple(each) for each in json.loads(sys.argv[2])])
+    if sys.argv[1:2] in (["--work"], ["--resume"]):
+        work([tuple(each) for each in json.loads(sys.argv[2])], resumed if sys.argv[1] == "--resume" else None)
     else:
         if sys.argv[1:] != ["--page"]:
             make([each for each in sys.argv[1:] if each != "--rest"], rest="--rest" in sys.argv)

@@ -6,6 +6,8 @@ import json
 
 from booster.checkpoint.hashing import hash_of
 from booster.checkpoint.manifest import MANIFEST, STATE, File, read_manifest
+from booster.checkpoint.weights import Entry, named_in, read_entry
+from booster.ground.foreign_files import open_regular
 
 
 def content_of(folder):
@@ -31,6 +33,15 @@ def change(folder, edit):
     edit(content, tree)
     (folder / STATE).write_text(json.dumps(tree, separators=(",", ":")))
     seal(folder, content)
+
+
+def read_weights(path):
+    """Yield (name, tensor) of files of weights, as loads find and read them."""
+    for name, value in named_in(path):
+        if isinstance(value, Entry):
+            with open_regular(value.file) as opened:
+                value = read_entry(opened, value)
+        yield name, value
 
 
 def header_and_data(path):

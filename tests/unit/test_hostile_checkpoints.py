@@ -15,12 +15,11 @@ import pytest
 import torch
 from checkpoint_oracle import Told, different, snapshot, wrong_after
 from poisoned import memory_that_holds
-from resealed import change, content_of, header_and_data, seal, write_safetensors
+from resealed import change, content_of, header_and_data, read_weights, seal, write_safetensors
 from test_checkpoint import job
 
 from booster.checkpoint import CheckpointError
 from booster.checkpoint.manifest import MANIFEST, STATE
-from booster.checkpoint.weights import read_weights
 from booster.cli import main
 from booster.ground.randomness import random_state, set_random_state
 from booster.interface.scheduler import known_state

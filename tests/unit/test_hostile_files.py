@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from programs import run
-from resealed import change, content_of, header_and_data, seal, write_safetensors
+from resealed import change, content_of, header_and_data, read_weights, seal, write_safetensors
 from safetensors import SafetensorError, safe_open
 from test_checkpoint import job, same
 from torch import nn
@@ -30,7 +30,7 @@ from booster.checkpoint import CheckpointError, damage, latest
 from booster.checkpoint.hashing import hash_of
 from booster.checkpoint.lock import Lock, lock_of
 from booster.checkpoint.manifest import Chunk, File, Manifest, Tensor, _are_the_whole, room_of
-from booster.checkpoint.weights import entries_of, read_weights
+from booster.checkpoint.weights import entries_of
 from booster.cli import main
 from booster.cli.nodes import read_hostfile
 from booster.ground.foreign_files import json_cost, open_regular, parse_json

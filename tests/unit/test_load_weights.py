@@ -359,5 +359,70 @@ def test_the_peak_of_memory_is_a_tenth_above_what_is_stored(tmp_path, form):
     assert peak <= 1.1 * stored
 
 
+ABOVE = """
+import sys
+import torch
+from torch import nn
+from booster import Booster, load_weights
+
+def resident(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) // 1024
+
+def above(load):
+    open("/proc/self/clear_refs", "w").write("5")
+    before = resident("VmRSS")
+    load()
+    return resident("VmHWM") - before
+
+def check(model):
+    return all(torch.equal(p, torch.full_like(p, 0.5 + int(name.split(".")[0]))) for name, p in model.named_parameters())
+
+small, large = sys.argv[1:3]
+for path, layers, width in ((small, 1, 8), (large, 24, 1024)):
+    def make(dtype=None):
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(width, width, dtype=dtype) for _ in range(layers))).to_empty(device="cpu")
+        for param in model.parameters():  # whose memory is there now
+            nn.init.zeros_(param)
+        return model
+
+    plain, half, b = make(), make(torch.bfloat16), Booster("cpu")
+    model, *_ = b.boost(make())
+    halved, *_ = b.boost(make(torch.bfloat16))
+    found = [
+        above(lambda: load_weights(plain, path)),
+        above(lambda: load_weights(plain, path, storage_dtype=torch.bfloat16)),
+        above(lambda: load_weights(half, path, storage_dtype=torch.bfloat16)),
+        above(lambda: b.load_model(model, path)),
+        above(lambda: b.load_model(halved, path)),
+    ]
+    assert all(map(check, (plain, half, b.unwrap(model), b.unwrap(halved))))
+print(*found)
+"""
+
+
+KEYS = (("weight", 2), ("bias", 1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts memory as Linux does")
+def test_a_load_into_a_model_that_is_there_takes_no_memory_beside_it(tmp_path):
+    """Of files in any dtype: straight into the weights, or some MB at a time."""
+    for name, layers, width in (("small", 1, 8), ("large", 24, 1024)):
+        (tmp_path / name).mkdir()
+        state = {f"{n}.{key}": torch.full((width, width)[:dim], 0.5 + n) for n in range(layers) for key, dim in KEYS}
+        where = {key: str(int(key.partition(".")[0]) // 12) for key in state}
+        for file in set(where.values()):
+            save_file({key: value for key, value in state.items() if where[key] == file}, tmp_path / name / file)
+        (tmp_path / name / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    done = subprocess.run(
+        [sys.executable, "-c", ABOVE, str(tmp_path / "small"), str(tmp_path / "large")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert max(map(int, done.stdout.split())) < 24, done.stdout  # MiB, of 96
+
+
 def test_booster_has_it():
     assert "load_weights" in booster.__all__

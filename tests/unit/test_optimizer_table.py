@@ -1,7 +1,23 @@
 """The page of optimizers shows what was tried, and torch's own train, resume and are freed as it says."""
 
+from pathlib import Path
+
 import pytest
-from optimizer_table import PAGE, PRECISIONS, ROWS, key_of, known, page, quiet_cell, version
+from optimizer_table import (
+    PAGE,
+    PLACEMENTS,
+    PRECISIONS,
+    RESUMED,
+    ROWS,
+    key_of,
+    known,
+    net,
+    page,
+    quiet_cell,
+    resumed,
+    start,
+    version,
+)
 
 TORCH = [row for row in ROWS if row.package == "torch" and row.kind == "optimizer"]
 QUICK = [("AdamW", "fp32"), ("SGD", "fp16"), ("Muon", "bf16_naive"), ("RMSprop", "8-bit states")]
@@ -39,3 +55,47 @@ def test_all_that_are_installed_do_what_the_table_says(row, precision, tmp_path)
     if key_of(row, precision, "one device") not in stored["cells"]:
         pytest.skip("this cell was not tried yet")
     agrees(row, precision, tmp_path)
+
+
+# ---- every optimizer resumes to the bit, or is refused by name before it has trained ----
+
+CROSSED = [(number, row) for number, row in enumerate(ROWS) if row.kind == "optimizer" and version(row.package)]
+
+
+def is_told(row, result):
+    """Whether a run goes on to the bit, or boost or save say by name what is not kept."""
+    name = type(row.make(net())).__name__  # of some packages a class is called otherwise in them
+    return result == "yes" or (result.startswith(("refused at boost: ", "refused at save: ")) and name in result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_optimizer_resumes_to_the_bit_or_is_refused_by_name(placement):
+    found = {}
+    wanted = [(number, precision, placement) for number, _ in CROSSED for precision in RESUMED]
+    start(wanted, lambda of, result: found.update({of: result}), "--resume")
+    assert len(found) == len(wanted)
+    wrong = {key_of(ROWS[of[0]], *of[1:]): result for of, result in found.items() if not is_told(ROWS[of[0]], result)}
+    assert not wrong
+
+
+OF_EACH_KIND = [
+    row for row in TORCH if row.name in ("AdamW", "LBFGS", "Muon")
+]  # of elements, of all at once, of matrices
+
+
+def resumed_here(rank, world_size, placement, folder):
+    return {row.name: quiet_cell(row, "fp32", placement, Path(folder) / row.name, of=resumed) for row in OF_EACH_KIND}
+
+
+@pytest.mark.parametrize("placement", ["DDP", "ZeRO-2", "FSDP"])
+def test_one_of_each_kind_resumes_to_the_bit_on_ranks_or_is_refused_by_name(run_on_ranks, tmp_path, placement):
+    for cells in run_on_ranks(resumed_here, 2, placement, str(tmp_path)):
+        assert {row.name: cells[row.name] for row in OF_EACH_KIND if not is_told(row, cells[row.name])} == {}
+
+
+@pytest.mark.parametrize("precision", ["bf16_naive", "8-bit states"])
+def test_one_of_each_kind_resumes_to_the_bit_with_half_weights(tmp_path, precision):
+    for row in OF_EACH_KIND:
+        result = quiet_cell(row, precision, "one device", tmp_path / row.name, of=resumed)
+        assert is_told(row, result), result

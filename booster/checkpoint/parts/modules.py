@@ -17,7 +17,7 @@ from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.parts.part import Collection, Found, Part, Step, leaves_out_frozen
 from booster.checkpoint.saved import Saved
 from booster.checkpoint.tensor_file import dtype_of, fits
-from booster.checkpoint.way_back import load_module, may_refuse
+from booster.checkpoint.way_back import load_module, may_refuse, read_by_torch
 from booster.checkpoint.weights import ties_that_differ
 from booster.ground.arguments import is_whole
 from booster.ground.text import listed
@@ -25,7 +25,7 @@ from booster.interface.model import Choice, Histories, ModelWrapper, Pinned, cho
 from booster.masters.keeps import LoadedWeights
 from booster.model.dtensors import local_part
 from booster.model.modules import bare, parents
-from booster.model.tied import names_of, places_of
+from booster.model.tied import names_of
 from booster.tensors.trees import HALF_DTYPES
 
 _logger = logging.getLogger(__name__)
@@ -75,19 +75,6 @@ def _frozen_names(module: nn.Module) -> frozenset[str]:
     return frozenset(name for param, names in names_of(own).items() if not param.requires_grad for name in names)
 
 
-def _read_by_torch(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of `module`, by name, of which a load does nothing but write into them: those alone may be read in place.
-
-    Without those that have several names, which may differ in a file, and those whose masters take over what is loaded.
-    """
-    own = bare(module.module) if isinstance(module, ModelWrapper) else module
-    if may_refuse(module):
-        return {}
-    watched = LoadedWeights.watched(own)
-    found = {places[0].name: tensor for tensor, places in places_of(own, buffers=True).items() if len(places) == 1}
-    return {name: tensor for name, tensor in found.items() if name not in watched}
-
-
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -125,7 +112,7 @@ class _Entry:
                 yield f"{self.what}: {listed(keys, 8)} {text}"
             elif keys:
                 self._saved.notes.append(f"{self.what}: {listed(keys, 8)} {text}")
-        own = _read_by_torch(self.module)
+        own = read_by_torch(self.module)
         for key, value in current.items():
             if key not in saved or not isinstance(value, torch.Tensor):
                 self._saved.want_all(saved.get(key))

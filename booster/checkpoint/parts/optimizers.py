@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.checkpoint.layout import Held, reference, references
+from booster.checkpoint.layout import Held, has_order, reference, references
 from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.objects import Objects
 from booster.checkpoint.parts.part import Collection, Found, Part, Step
 from booster.checkpoint.saved import Saved
+from booster.checkpoint.tree import BESIDE
 from booster.ground.text import listed
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of
@@ -37,10 +38,12 @@ class Optimizers(Part):
         return {"optimizers": self.objects.optimizers}
 
     def collect(self, into: Collection) -> dict[str, Any]:
-        told = {
-            name: into.together(_loadable(name, optimizer), f"optimizers/{name}")
-            for name, optimizer in self.objects.optimizers.items()
-        }
+        told = {}
+        for name, optimizer in self.objects.optimizers.items():
+            try:
+                told[name] = into.together(_loadable(name, optimizer), f"optimizers/{name}")
+            except TypeError as error:
+                raise TypeError(f"{type(optimizer.unwrap()).__name__} keeps more than its state: {error}") from error
         return {"optimizers": told, "masters": masters_behind(self.objects, told)}
 
     def compare(self, found: Found) -> Iterator[str]:
@@ -110,7 +113,7 @@ class _Entry:
         for param_name, param in params.items():
             for key, value in (saved["state"].get(param_name) or {}).items():
                 if (entry := reference(value)) is not None:
-                    self._saved.want_part(entry, param, optimizer, key)
+                    self._saved.want_part(entry, param, optimizer, None if has_order(value) else key)
                 for nested in references(value) if entry is None else ():
                     self._saved.want(nested, param)
             if self._takes_master(param_name, param):
@@ -121,6 +124,7 @@ class _Entry:
         self._saved.want_all(self._saved.masters(name).get("rounding"))
         for group in saved["groups"]:
             self._saved.want_all(group["options"])
+        self._saved.want_all(saved.get(BESIDE))
 
     def state(self) -> dict[str, Any]:
         """Return what was read as a state dict of the boosted optimizer."""
@@ -137,6 +141,7 @@ class _Entry:
             for param, number in numbers.items()
             if param in saved["state"]
         }
+        state |= self._saved.value(saved.get(BESIDE, {}))
         own = {key: self._saved.value(value) for key, value in saved[STATE_KEY].items() if key != "masters"}
         if not isinstance(own["loss_scaler"], Mapping):
             raise ValueError(f"the loss scale of optimizers {name!r} is {own['loss_scaler']!r}")
@@ -191,9 +196,11 @@ def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     flat = [entry for group in names for entry in group]
     name_of = {number: name for number, (name, _) in zip(numbers, flat, strict=True)}
+    beside = {key: own for key, own in state["state"].items() if key not in name_of}
     return {
         "class": type(optimizer.unwrap()).__name__,
-        "state": {name_of[number]: dict(own) for number, own in state["state"].items()},
+        "state": {name_of[number]: dict(own) for number, own in state["state"].items() if number in name_of},
+        **({BESIDE: beside} if beside else {}),
         "groups": [
             {"options": {key: value for key, value in group.items() if key != "params"}, "params": dict(own)}
             for group, own in zip(state["param_groups"], names, strict=True)
