@@ -922,8 +922,9 @@ class Booster:
         path: that file or folder.
         strict: False leaves out names that only one side has, with a WARNING.
 
-        Raises CheckpointError that lists all names and shapes that differ, with nothing loaded. Masters of the optimizer follow
-        the weights.
+        Weights are read from safetensors files straight into the model, but for those that masters or several names share.
+        Raises CheckpointError that lists all names and shapes that differ, with nothing loaded, and where a file that fits
+        cannot be read to its end says that weights hold parts of it. Masters of the optimizer follow the weights.
         """
         self._checkpoints.load_model(boosted_wrapper(model, "load_model"), path, strict=strict)
 

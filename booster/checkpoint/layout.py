@@ -153,7 +153,8 @@ def _order_of(tensor: torch.Tensor) -> list[int] | None:
     """
     if tensor.is_contiguous():
         return None
-    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     return order if tensor.permute(order).is_contiguous() else None
 
 

@@ -266,7 +266,7 @@ def load_into(targets: dict[str, Held], reader: ManifestReader, group: dist.Proc
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         dcp.load(
-            targets,  # type: ignore[arg-type]
+            targets,
             storage_reader=reader,
             planner=layout.LoadPlanner(),
             process_group=group,

@@ -31,8 +31,8 @@ def load_weights(
 ) -> nn.Module:
     """Read the weights in `path` into `model`, in place, in the dtype that they are to be stored in; returns `model`.
 
-    path: a safetensors file, or a folder of them with an index, as `save_pretrained` and `Booster.save_model` write it. It is
-        read in pieces of a few MB, and the model gets its weights once all are read.
+    path: a safetensors file, or a folder of them with an index, as `save_pretrained` and `Booster.save_model` write it. What
+        has no memory yet, or is to be frozen, is read first; then all else into its own memory. No second copy is made.
     storage_dtype: None stores parameters in the model's dtypes, which must be those of the file. torch.float32, torch.bfloat16
         or torch.float16 stores all floating parameters in it. "int8", "fp8" and "nf4" store the weights of linear layers in 8
         or 4 bits, with a float32 scale for each 128 or 64 numbers of a row; such a layer becomes a
@@ -43,11 +43,12 @@ def load_weights(
     keep: linear layers that are not frozen, by type, name pattern or predicate, as `keep_fp32`. A weight that two modules
         share, and that of a subclass of `nn.Linear`, is never frozen.
     device: where what is on the meta device gets memory, which is in memory once; None as for `Booster`. All else stays where
-        it is, and keeps its old memory until then.
+        it is.
 
     Make the optimizer afterwards.
     Raises `booster.checkpoint.CheckpointError` that lists all names that one side lacks and all shapes and dtypes that differ,
-    with nothing touched; RuntimeError for a model that is boosted. No collective: every rank reads for itself.
+    with nothing touched, and where a file that fits cannot be read to its end says whether weights hold parts of it;
+    RuntimeError for a model that is boosted. No collective: every rank reads for itself.
     """
     from booster.checkpoint.streaming import (
         Storage,

@@ -230,7 +230,8 @@ class Run:
 
     def note_alive(self) -> None:
         self.alive |= {name: weakref.ref(param) for name, param in self.model.named_parameters()}
-        for number, state in enumerate(self.optimizer.unwrap().state.values()):
+        states = [state for state in self.optimizer.unwrap().state.values() if isinstance(state, dict)]
+        for number, state in enumerate(states):
             tensors = {key: value for key, value in state.items() if type(value) is torch.Tensor}
             self.alive |= {f"state {key} {number}": weakref.ref(value) for key, value in tensors.items()}
 
