@@ -6,6 +6,7 @@ import ast
 import functools
 import linecache
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +23,13 @@ from booster.tensors.trees import tensors
 _HERE = os.path.dirname(__file__)
 _OURS = os.path.dirname(_HERE)
 _TORCH = os.path.dirname(torch.__file__)
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_KERNELS = tuple(os.path.join(place, "triton") + os.sep for place in _INSTALLED)  # which only reads where it interprets
+_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))  # of any environment
+_KERNELS = f"{os.sep}triton{os.sep}"  # which only reads where it interprets
 
 # Calls that read and show no operation.
 _SILENT = {"cpu", "numpy", "tolist", "__repr__", "__array__"}
+_TO_CPU = re.compile(r"""\.to\((device=)?(torch\.device\()?["']cpu["']""")
 _COPIES = {"tensor", "as_tensor", "new_tensor"}
 _SAID = {
     "item": ".item() of a tensor",
@@ -74,7 +77,7 @@ class Reads:
         if not self.on:
             return
         user, reader = _who()
-        if reader is not None and _path(reader).startswith(_KERNELS):
+        if reader is not None and _KERNELS in _path(reader) and _is_installed(_path(reader)):
             return
         path, line = self._origin if user is None else (_path(user), _statement(user))
         where = "" if reader is user or reader is None else f", in {_shown(_path(reader))}:{reader.f_lineno}"
@@ -116,10 +119,15 @@ class _Calls(TorchFunctionMode):
         names_device = kwargs.get("device") is not None or name == "new_tensor"
         if name in _SILENT and there:
             self._reads.note(_SAID[name])
-        elif name in _COPIES and names_device and not isinstance(args[0] if args else None, torch.Tensor):
-            self._reads.note("a number is copied to the device, which a graph would copy again as it was")
+        elif name == "to" and there and _is_to_cpu(_who()[0]):
+            self._reads.note("to() of a tensor, which copies it to the host")
+        elif name in _COPIES and not isinstance(data := _data(name, args, kwargs), torch.Tensor):
+            if not all(map(self._reads.lies_on_host, tensors(data))):  # which no operation shows
+                self._reads.note(f"{name}() of tensors, of which a host reads each")
+            elif names_device:
+                self._reads.note("a number is copied to the device, which a graph would copy again as it was")
         before = self.name, self.names_device
-        self.name, self.names_device = name, names_device
+        self.name, self.names_device = name, names_device or name == "__deepcopy__"
         try:
             made = func(*args, **kwargs)
         finally:
@@ -152,6 +160,9 @@ class _Operations(TorchDispatchMode):
                 _SAID.get(name, f"{name or func.overloadpacket.__name__}(), of which a host reads a result")
             )
         made = func(*args, **kwargs)
+        if there and func.overloadpacket.__name__ in _MOVES and self._reads.lies_on_host(made):
+            name = self._calls.name
+            self._reads.note(_SAID[name] if name in _SILENT else f"{name}() of a tensor, which copies it to the host")
         if not there and (given or not self._calls.names_device):
             self._reads.lie_on_host(made)
         return made
@@ -167,6 +178,7 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterat
 
 
 _WAITING = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+_MOVES = {"copy_", "_to_copy"}
 _BY_MASKS = {"index", "index_put", "index_put_", "_index_put_impl_"}  # wait for masks, and not for numbers
 
 
@@ -177,6 +189,12 @@ def _waits(func: Any, args: Sequence[Any]) -> bool:
         masks = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         return masks and (name == "index" or args[2].numel() != 1)  # of one number: a masked fill
     return name == "_linalg_check_errors" or not _WAITING.isdisjoint(func.tags)
+
+
+def _data(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a tensor is made from, by one of `_COPIES`."""
+    rest = args[1:] if name == "new_tensor" else args
+    return rest[0] if rest else kwargs.get("data")
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -198,14 +216,21 @@ def _who() -> tuple[Any, Any]:
     """
     frame: Any = sys._getframe(2)
     reader: Any = None
+    generated: Any = None  # as dataclasses write it: the user's where no file is
     while frame is not None:
         path = _path(frame)
         if not path.startswith((_TORCH + os.sep, _HERE + os.sep, "<frozen")):
             reader = reader or frame
-            if not path.startswith((_OURS + os.sep, *_INSTALLED)):
-                return frame, reader
+            if not _is_installed(path) and not path.startswith(_OURS + os.sep):
+                if not path.startswith("<") or linecache.getlines(path):
+                    return frame, frame if reader is generated else reader
+                generated = generated or frame
         frame = frame.f_back
-    return None, reader
+    return generated, reader
+
+
+def _is_installed(path: str) -> bool:
+    return path.startswith(_INSTALLED) or any(map(path.__contains__, _PACKAGES))
 
 
 def _shown(path: str) -> str:
@@ -218,6 +243,11 @@ def _statement(frame: Any) -> int:
     line: int = frame.f_lineno
     begins = [first for first, last in _statements(_path(frame)) if first <= line <= last]
     return max(begins, default=line) if frame.f_code.co_name != "<lambda>" else frame.f_code.co_firstlineno
+
+
+def _is_to_cpu(frame: Any) -> bool:
+    """Return whether the user's line spells to("cpu"): of to(device) nobody can tell on a CPU what it does on a GPU."""
+    return frame is not None and _TO_CPU.search(linecache.getline(_path(frame), frame.f_lineno)) is not None
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """What would keep a training step out of a CUDA graph: found by running it, told by the user's line, and nothing changed."""
 
 import copy
+import dataclasses
 import math
 import random
 
@@ -121,6 +122,11 @@ def helper(loss):
     return loss.item()  # LINE helper
 
 
+@dataclasses.dataclass
+class Held:
+    loss: torch.Tensor
+
+
 READS = {
     "item": lambda loss: loss.item(),
     "float": lambda loss: float(loss.detach()),
@@ -149,6 +155,16 @@ READS = {
     "in": lambda loss: 2.0 in loss.expand(3),
     "inverse": lambda loss: torch.linalg.inv(torch.eye(2, device=loss.device) * loss),
     "max": lambda loss: max(loss, loss + 1),
+    "to cpu": lambda loss: loss.to("cpu"),
+    "to cpu, wide": lambda loss: loss.to(torch.device("cpu"), torch.float64),
+    "copy to the host": lambda loss: torch.zeros(3).copy_(loss.detach()),
+    "element of the host": lambda loss: torch.zeros(3).__setitem__(0, loss.detach()),
+    "deepcopy": lambda loss: copy.deepcopy(loss.detach()).item(),
+    "tensor of tensors": lambda loss: torch.tensor([loss.detach(), 2.0]),
+    "as_tensor of tensors": lambda loss: torch.as_tensor([loss.detach()]),
+    "new_tensor of tensors": lambda loss: loss.new_tensor(data=[loss.detach()]),
+    "dataclass": lambda loss: Held(loss.detach()) == Held(loss.detach() + 1),
+    "executed": lambda loss: exec("loss.item()", {"loss": loss}),  # noqa: S102
     "number to the device": lambda loss: loss + torch.tensor(2.0, device=loss.device),
 }
 
@@ -163,6 +179,23 @@ def test_what_a_host_reads_is_told_by_the_users_line(name):
 def test_a_read_in_a_helper_is_told_by_the_helpers_line():
     (line,) = Run().found_when(helper)
     assert line == f"{HERE}:{helper.__code__.co_firstlineno + 1}: .item() of a tensor"
+
+
+def test_a_read_in_a_package_of_any_environment_is_told_by_the_line_that_calls_it(tmp_path):
+    path = tmp_path / "lib" / "site-packages" / "metric.py"
+    names = {}
+    exec(compile("def read(loss):\n    return loss.item()\n", str(path), "exec"), names)  # noqa: S102
+
+    def look(loss):
+        return names["read"](loss)
+
+    (line,) = Run().found_when(look)
+    assert line == f"{HERE}:{look.__code__.co_firstlineno + 1}: .item() of a tensor, in {path}:2"
+
+
+def test_to_a_device_that_the_line_does_not_name_is_no_read():
+    run = Run()
+    assert run.found_when(lambda loss: (loss.to(run.booster.device), loss.to(loss.device, torch.float64))) == []
 
 
 def test_a_statement_of_several_lines_is_told_by_its_first():
