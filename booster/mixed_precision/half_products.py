@@ -30,7 +30,7 @@ from booster.ground.torch_internals import (
 )
 from booster.mixed_precision import hardware
 from booster.mixed_precision.engine import run_engine
-from booster.mixed_precision.half_sums import SUMS, is_half, of_sparse_product
+from booster.mixed_precision.half_sums import SUMS, is_half, of_sparse_product, without_autocast
 from booster.mixed_precision.kept_operands import KeptOperands, WideOperand
 from booster.tensors.cast_regions import CastMode, cast_floats
 from booster.tensors.trees import HALF_DTYPES
@@ -42,6 +42,8 @@ CHOICES: tuple[Choice, ...] = ("auto", "native", "float32")
 # Elements of an operand that autograd keeps in float32, as it saves it: to keep the half and widen that again costs more time
 # than such a product, and the bytes that it saves are fewer than those of the gradients that come after.
 SMALL = 2**12
+_CASTABLE = HALF_DTYPES | {torch.float32}  # by autocast
+_ROUNDED = {torch.bfloat16: torch.Tensor.bfloat16, torch.float16: torch.Tensor.half}  # half the call that `to` is
 
 _logger = logging.getLogger(__name__)
 _SEEN: ContextVar[bool] = ContextVar("whether products ran here that a backward pass may run again", default=False)
@@ -259,6 +261,10 @@ class WideProducts(CastMode):
             return self._as_torch_has_it(func, rule, args, kwargs) if self.casts else func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
+        if not kwargs and instead is None and kind != "recurrent layer" and not torch.compiler.is_compiling():
+            out = self._small_product(func, rule, args)
+            if out is not None:
+                return out
         return self._product(func, rule, instead, args, kwargs)
 
     def _as_torch_has_it(self, func: Any, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -312,6 +318,50 @@ class WideProducts(CastMode):
         caches = not autocast or torch.is_autocast_cache_enabled()
         return (None if small or hooked else KeptOperands()), caches
 
+    def _small_product(self, func: Any, rule: Rule, args: tuple[Any, ...]) -> torch.Tensor | None:
+        """As `_product`, of small tensors alone, in one call, since calls cost more than they do; None where it is not that."""
+        device_type = self._device_type
+        autocast = torch.is_autocast_enabled(device_type)
+        half = cast_to = torch.get_autocast_dtype(device_type) if autocast and rule in _TO_HALF else None
+        for each in args:
+            if isinstance(each, torch.Tensor):
+                dtype = each.dtype
+                if dtype is not half and (cast_to is None or dtype not in _CASTABLE):
+                    if half is not None or dtype not in HALF_DTYPES:
+                        return None
+                    half = dtype
+                if each.numel() > SMALL or not each.is_cpu or each.layout is not torch.strided:
+                    return None
+            elif isinstance(each, (list, tuple)) and each and isinstance(each[0], torch.Tensor):
+                return None
+        if half is None:
+            return None
+        records, hooked = torch.is_grad_enabled(), saved_tensors_hooks_around() is not None
+        if self._training and (hooked or not records):
+            self._recomputation.look()
+        caches = records and interpreters_around() is None and (not autocast or torch.is_autocast_cache_enabled())
+        weights, rounded, wide_args = self._weights, _ROUNDED[half], []
+        for each in args:
+            if isinstance(each, torch.Tensor):
+                known = weights.get(id(each)) if caches else None
+                if known is not None and known[0] is each and known[1] == version(each) and known[3].dtype is half:
+                    wide = known[2]
+                else:
+                    narrow = each if each.dtype is half else rounded(each)
+                    wide = narrow.float()
+                    if caches and each.requires_grad and each.is_leaf:
+                        weights[id(each)] = each, version(each), wide, narrow, None
+                wide_args.append(wide)
+            else:
+                wide_args.append(each)
+        if not autocast:
+            return rounded(func(*wide_args))
+        torch.set_autocast_enabled(device_type, False)  # instead of a context, which would cost as much as the product
+        try:
+            return rounded(func(*wide_args))
+        finally:
+            torch.set_autocast_enabled(device_type, True)
+
     def _product(self, func: Any, rule: Rule, instead: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         autocast = torch.is_autocast_enabled(self._device_type)
         half, small = self._common_half(args, kwargs, autocast and rule in _TO_HALF)
@@ -323,29 +373,9 @@ class WideProducts(CastMode):
                 return func(*args, **kwargs)
             kwargs = {key: value for key, value in kwargs.items() if key != "out"}
         kept, caches = self._begin(autocast, small=small)
-        wide_args = []
-        for each in args:
-            if not isinstance(each, torch.Tensor):
-                wide = each if each is None else self._widened(each, half, kept, caches)
-            elif kept is not None or (caches and each.requires_grad and each.is_leaf):
-                wide = self._widened(each, half, kept, caches)
-            else:
-                wide = each.to(half).float() if each.is_floating_point() else each
-            wide_args.append(wide)
-        wide_kwargs = (
-            {key: self._widened(value, half, kept, caches) for key, value in kwargs.items()} if kwargs else kwargs
-        )
-        if kept is None and not autocast:
-            out = (instead or func)(*wide_args, **wide_kwargs)
-        elif kept is None and not torch.compiler.is_compiling():
-            # Instead of a context, which would cost as much as a small product.
-            torch.set_autocast_enabled(self._device_type, False)
-            try:
-                out = (instead or func)(*wide_args, **wide_kwargs)
-            finally:
-                torch.set_autocast_enabled(self._device_type, True)
-        else:
-            out = self._computed(instead or func, kept, wide_args, wide_kwargs, autocast)
+        wide_args = [self._widened(each, half, kept, caches) for each in args]
+        wide_kwargs = {key: self._widened(value, half, kept, caches) for key, value in kwargs.items()}
+        out = self._computed(instead or func, kept, wide_args, wide_kwargs, autocast)
         if into is not None:
             if into.shape != out.shape:
                 return func(*args, **kwargs) if instead is not None else func(*args, out=into, **kwargs)
@@ -360,8 +390,7 @@ class WideProducts(CastMode):
         if kept is not None:
             with kept:
                 return self._computed(func, None, args, kwargs, autocast)
-        with torch.autocast(self._device_type, enabled=False) if autocast else nullcontext():
-            return func(*args, **kwargs)
+        return without_autocast(self._device_type, func, args, kwargs) if autocast else func(*args, **kwargs)
 
     def _common_half(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cast: bool
@@ -395,7 +424,8 @@ class WideProducts(CastMode):
         if is_weight:
             written = version(value)
             known = self._weights.get(id(value))
-            if known is not None and known[0] is value and known[1] == written:  # it was not written to
+            # It was not written to, nor is this in another autocast.
+            if known is not None and known[0] is value and known[1] == written and known[3].dtype is half:
                 if kept is not None:
                     kept.add(WideOperand(known[3]) if known[4] is None else known[4], known[2])
                 return known[2]

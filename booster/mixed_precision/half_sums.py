@@ -99,10 +99,23 @@ def _wide(value: Any) -> Any:
     return value.float() if is_half(value) else value
 
 
+def without_autocast(device_type: str, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """`func(*args, **kwargs)` where autocast is on, or not, run without it."""
+    if torch.compiler.is_compiling():  # which traces no other way
+        with torch.autocast(device_type, enabled=False):
+            return func(*args, **kwargs)
+    before = torch.is_autocast_enabled(device_type)
+    torch.set_autocast_enabled(device_type, False)  # a context costs as much as a small product
+    try:
+        return func(*args, **kwargs)
+    finally:
+        torch.set_autocast_enabled(device_type, before)
+
+
 def _whole(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """All of `func` in float32, forward too."""
-    with torch.autocast("cpu", enabled=False):
-        return func(*map(_wide, args), **{key: _wide(value) for key, value in kwargs.items()})
+    wide = {key: _wide(value) if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
+    return without_autocast("cpu", func, tuple(map(_wide, args)), wide)
 
 
 def _rounded(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -646,6 +646,16 @@ def test_a_weight_is_widened_once_in_a_forward_that_records_and_anew_after_it_is
         assert torch.equal(F.linear(x, weight), F.linear(x.float(), weight.float()).bfloat16())
 
 
+@pytest.mark.parametrize("size", [4, 128], ids=["small", "large"])
+def test_a_weight_is_rounded_anew_in_an_autocast_to_another_dtype(size):
+    weight, x = torch.randn(size, size).requires_grad_(), torch.randn(2, size)
+    with torch.autocast("cpu", torch.bfloat16), widened():
+        F.linear(x, weight)
+        with torch.autocast("cpu", torch.float16):
+            found = F.linear(x, weight)
+    assert torch.equal(found, F.linear(x.half().float(), weight.half().float()).half())
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("choice", ["auto", "native", "float32"])
 @pytest.mark.parametrize("sdpa_fp32", ["auto", True, False])
