@@ -27,8 +27,11 @@ PROMPT, STEPS = 4, 30
 SETTINGS = {"max_new_tokens": 20, "do_sample": True, "top_k": 0, "eos_token_id": None, "pad_token_id": 0}
 
 
-def policy() -> hf.LlamaForCausalLM:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=64, initializer_range=0.2, **SIZES))
+def policy(dtype: torch.dtype = torch.float32) -> hf.LlamaForCausalLM:
+    """A model with weights in `dtype`; its frequencies of rotation are float32, as where a server opens it."""
+    return hf.AutoModelForCausalLM.from_config(
+        hf.LlamaConfig(vocab_size=64, initializer_range=0.2, **SIZES), dtype=dtype
+    )
 
 
 def log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +46,7 @@ def run(precision: object, dtype: torch.dtype, seed: int) -> torch.Tensor:
     b = booster.Booster(mixed_precision=precision, clip_grad_norm=1.0)
     model = policy()
     model, optimizer, *_ = b.boost(model, torch.optim.AdamW(model.parameters(), 1e-3))
-    sampler = policy().to(dtype).eval()
+    sampler = policy(dtype).eval()
     found = []
     for _ in range(STEPS):
         sampler.load_state_dict(model.state_dict())  # rounds float32 weights as the forward does; half ones to the bit
