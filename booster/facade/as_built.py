@@ -16,7 +16,7 @@ from booster.mixed_precision.keep_fp32 import Float32Forward
 from booster.model.modules import bare
 from booster.model.params import Done, set_tensors
 from booster.tensors.trees import HALF_DTYPES
-from booster.tensors.weak import WeakForward
+from booster.tensors.weak import InPlaceOfForward, WeakForward
 
 
 class AsBuilt:
@@ -161,9 +161,8 @@ def stand_around(model: nn.Module, around: dict[str, Any]) -> None:
         module = inner.get_submodule(name)
         innermost = module.__dict__.get("forward") or MethodType(type(module).forward, module)
         for outer, next_one in zip(chain, [*chain[1:], innermost], strict=True):
-            outer.forward = next_one
-            if "module" in vars(outer):
-                outer.module = module
+            outer.put_around(next_one)
+            outer.belong_to(module)
         module.forward = chain[0]
 
 
@@ -174,7 +173,7 @@ def _chain(forward: Any, own: Any) -> list[Any] | None:
     while forward is not None and forward is not own:
         if getattr(forward, "__func__", None) is not None:
             return chain if own is None or forward == own else None
-        if not hasattr(forward, "forward"):
+        if not isinstance(forward, InPlaceOfForward):
             return None
         chain.append(forward)
         forward = forward.forward

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import filterfalse
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -512,12 +513,14 @@ def fsdp_groups(modules: Iterable[Any]) -> list[Any]:
     """Return the groups of parameters that are gathered together, of modules that `fully_shard` was applied to."""
     found: list[Any] = []
     for module in modules:
-        state = module._get_fsdp_state()
-        if hasattr(state, "_fsdp_param_groups"):
-            found += state._fsdp_param_groups
-        elif state._fsdp_param_group is not None:  # in torch 2.11 a state has one group, or None
-            found.append(state._fsdp_param_group)
+        found += _groups_of(module._get_fsdp_state())
     return found
+
+
+def _groups_of(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # in torch 2.11 it has one, or none
 
 
 def fsdp_params(modules: Iterable[Any]) -> list[Any]:
@@ -526,6 +529,80 @@ def fsdp_params(modules: Iterable[Any]) -> list[Any]:
     for group in fsdp_groups(modules):
         found += group.fsdp_params
     return found
+
+
+def let_go(modules: Sequence[nn.Module]) -> None:
+    """Have what `fully_shard`, just applied to `modules` together, notes of them not keep them alive.
+
+    Torch's records refer to the modules that hold them, and to each other, so that only Python's collector would free a model,
+    which does not know of a GPU's memory.
+    """
+    (state,) = fsdp_states(modules[:1])
+    held = _Weakly(weakref.ref(module, functools.partial(_forget, weakref.ref(state))) for module in modules)
+    state._modules = held
+    for group in fsdp_groups(modules[:1]):
+        group.modules = held
+        group._module_to_pre_save_state_dict_hook_handle = weakref.WeakKeyDictionary()
+        group._module_to_pre_load_state_dict_hook_handle = weakref.WeakKeyDictionary()
+        for param in group.fsdp_params:
+            param._module_info = _Holders(**vars(param._module_info))
+    if len(modules) > 1:  # whose hooks know which of them are still to run
+        hooks = [hook for each in modules for hook in (*each._forward_pre_hooks.values(), *each._forward_hooks.values())]
+        for cell in _cells(hooks):
+            if isinstance(cell.cell_contents, nn.Module):
+                cell.cell_contents = _Same(cell.cell_contents)
+            elif cell.cell_contents == set(modules):
+                cell.cell_contents = weakref.WeakSet(modules)
+
+
+def _cells(functions: Iterable[Any]) -> Iterator[Any]:
+    """Yield what `functions`, and functions in it, close over."""
+    for cell in (cell for function in functions for cell in getattr(function, "__closure__", None) or ()):
+        yield cell
+        if isinstance(cell.cell_contents, FunctionType):
+            yield from _cells([cell.cell_contents])
+
+
+class _Same(weakref.ref[nn.Module]):
+    """Finds its module in a set, and does not keep it alive."""
+
+    __hash__ = weakref.ref.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self() is other
+
+
+class _Weakly(list[Any]):
+    """Modules that it does not keep alive, in the place of a tuple of them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (reference() for reference in super().__iter__())
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index)()
+
+
+class _Holders:
+    """In the place of torch's `ParamModuleInfo`: which modules hold a parameter, and by which name. It keeps none alive."""
+
+    module = property(methodcaller("_module"))  # asked without a Python call
+
+    def __init__(self, module: nn.Module, shared_modules: Iterable[nn.Module], **names: Any) -> None:
+        self._module = weakref.ref(module)
+        self.shared_modules = list(map(weakref.proxy, shared_modules))
+        self.__dict__.update(names)
+
+
+def _forget(reference: weakref.ref[Any], module: object) -> None:
+    """Take out what `fully_shard` keeps of modules that are all gone from what it keeps of all of their model."""
+    state = reference()
+    if state is None or any(module is not None for module in state._modules):
+        return
+    if state in state._state_ctx.all_states:
+        state._state_ctx.all_states.remove(state)
+    groups = _groups_of(state)
+    order = getattr(state._comm_ctx, "post_forward_order", [])
+    order[:] = [group for group in order if group not in groups]
 
 
 def is_in_forward(state: Any) -> bool:

@@ -225,35 +225,52 @@ def _as(kind: type[Weak], tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_subclass(kind) if type(tensor) is torch.Tensor and tensor.dtype in _WIDE else tensor
 
 
-class _OfAModule:
+class OfAModule:
     """What a module holds, and holds that module weakly, so that it dies with its last reference."""
 
-    _module: Any = None
+    def __getstate__(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        held = dict(self.__dict__)
+        weakly = {name: held.pop(name)() for name, value in self.__dict__.items() if isinstance(value, weakref.ref)}
+        return held, weakly
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_module": None if self._module is None else self._module()}
+    def __setstate__(self, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        held, weakly = state
+        self.__dict__.update(held)
+        for name, value in weakly.items():
+            self.__dict__[name] = None if value is None else weakref.ref(value)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        module = state["_module"]
-        self.__dict__.update(state, _module=None if module is None else weakref.ref(module))
 
-
-class InPlaceOfForward(_OfAModule):
+class InPlaceOfForward(OfAModule):
     """Base of what takes the place of the `forward` of a module, and not of hooks around it.
 
     inside: what tells whether a model runs that reads weakly; None where it returns no weak tensor.
+    owner: that module, where what takes the place looks at it.
     """
 
-    inside: Inside | None = None
+    _module: Any  # of a method, of which `_function` is the function; else None
+    _function: Callable[..., Any]
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], owner: nn.Module | None = None) -> None:
         self.__dict__.update(getattr(forward, "__dict__", {}))
         names = (name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(forward, name))
         self.__dict__.update({name: getattr(forward, name) for name in names})
-        self._module = None
-        self._function: Callable[..., Any] = forward
+        self._owner: Any = None if owner is None else weakref.ref(owner)
+        self.put_around(forward)
+
+    def put_around(self, forward: Callable[..., Any]) -> None:
+        """Take the place of `forward` from now on."""
+        self._module, self._function = None, forward
         if isinstance(forward, MethodType) and isinstance(forward.__self__, nn.Module):
             self._module, self._function = weakref.ref(forward.__self__), forward.__func__
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what it takes the place of."""
+        module = None if self._module is None else self._module()
+        return self._function(*args, **kwargs) if module is None else self._function(module, *args, **kwargs)
+
+    def belong_to(self, module: nn.Module) -> None:
+        """Take the place of the forward of `module` from now on."""
+        self._owner = self._owner and weakref.ref(module)
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -295,7 +312,7 @@ class Inside:
         return self.count > 0 or (not torch.compiler.is_compiling() and graph_task() != -1)
 
 
-class ShownBuffers(_OfAModule):
+class ShownBuffers(OfAModule):
     """The float buffers of one module, which its forward reads as weak tensors; at rest they are plain ones.
 
     names: of the buffers, in the module. half: the dtype of the weights around.
@@ -309,7 +326,7 @@ class ShownBuffers(_OfAModule):
         self._shown: dict[str, tuple[dict[str, Any], torch.Tensor, torch.Tensor]] = {}
         self._set_anew: frozenset[str] = frozenset()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
         super().__setstate__(state)
         if self._inside:  # a copy that is made inside of forward is at rest
             self._inside = 1

@@ -22,7 +22,9 @@ PRECISIONS = {
 }
 
 
-DIVIDING = ("DDP", "ZeRO-1", "ZeRO-2")
+KEPT = ["blocks.*.norm1", "norm"]  # of several modules `fully_shard` makes one group, with hooks of its own
+PRECISIONS |= {"fp16 kept": lambda: FP16TorchMixedPrecision(init_scale=SCALE, keep_fp32=KEPT)}
+DIVIDING = ("DDP", "ZeRO-1", "ZeRO-2", "FSDP", "TP", "PP")
 OPTIONS = {
     "plain": {},
     "clip": {"clip_grad_norm": 0.5},
@@ -73,7 +75,7 @@ def survivors(rank, world_size, precision, layout, options, record=False):
 
 
 ONE_DEVICE = [
-    *((precision, "plain", False) for precision in PRECISIONS),
+    *((precision, "plain", False) for precision in PRECISIONS if precision != "fp16 kept"),
     *((precision, "release", False) for precision in ("fp32", "fp16", "bf16_naive")),
     ("fp16", "clip", True),
     ("fp16_naive", "clip", True),
@@ -87,13 +89,17 @@ ON_RANKS = [
     ("ZeRO-2", "8bit", "release", False),
     ("ZeRO-1", "fp16_naive", "release", True),
     ("DDP", "bf16", "release", False),
+    ("FSDP", "fp16 kept", "clip", True),
+    ("FSDP", "bf16_naive", "release", False),
+    ("TP", "bf16_naive", "plain", False),
+    ("PP", "fp16", "plain", False),
 ]
 OTHERS_ON_RANKS = [
     (layout, precision, options, record)
     for layout in DIVIDING
     for precision in PRECISIONS
     for options, record in (("plain", False), ("release", False), ("clip", True))
-    if (layout, precision, options, record) not in ON_RANKS
+    if (layout, precision, options, record) not in ON_RANKS and not (layout == "PP" and options != "plain")
 ]
 
 

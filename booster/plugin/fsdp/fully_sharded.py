@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableSet
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -30,6 +31,7 @@ from booster.ground.torch_internals import (
     has_gradient_hooks,
     is_in_forward,
     is_view,
+    let_go,
     of_class,
     run_hooks_outside_modes,
     see_all_outputs,
@@ -165,7 +167,7 @@ def shard_module(
         _cast(group, policy, memo, held)
         for child in group.modules:
             child.register_forward_hook(_own_outputs)  # before those of fully_shard, which runs its own after it
-        unused.before_sharding(group.modules)
+        counted = unused.before_sharding(group.modules)
         fully_shard(
             group.modules[0] if len(group.modules) == 1 else group.modules,
             mesh=mesh,
@@ -175,8 +177,9 @@ def shard_module(
             offload_policy=offload,
             shard_placement_fn=shard_placement,
         )
-        unused.after_sharding(group.modules)
+        unused.after_sharding(group.modules, counted)
         watch = written.watch(group.modules)
+        let_go(group.modules)
         for child in group.modules:
             run_hooks_outside_modes(child, watch)
             if weakly and not group.pinned and child is not model:
@@ -184,6 +187,7 @@ def shard_module(
                 child.register_forward_pre_hook(settle_inputs(policy.param), with_kwargs=True, prepend=True)  # type: ignore[arg-type]
         if len(group.modules) == 1:  # several are leaves, which return tensors
             see_all_outputs(group.modules[0], tensors)
+    gc.collect(1)  # what `fully_shard` leaves behind, functions that call themselves, and that keep the modules
     _cast_buffers(model, policy)
     install_keep_fp32(model, policy)
     model.register_load_state_dict_pre_hook(ShardLoaded(policy))

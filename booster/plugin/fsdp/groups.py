@@ -66,7 +66,7 @@ def plan_groups(
         if not torn:
             break
         kept = {name: module for name, module in kept.items() if id(module) not in torn}
-    order = list(_children_first(model))
+    order = list(_children_first(model, set()))
     members: dict[int, list[nn.Module]] = {}
     for module in order:
         members.setdefault(homes[id(module)], []).append(module)
@@ -96,9 +96,11 @@ def _homes(
     homes: dict[int, int] = {}
     inside: set[int] = set()
 
-    def visit(module: nn.Module, home: int, is_pinned: bool) -> None:
+    left = [(model, id(model), False)]
+    while left:  # and no function that calls itself: it would be a cycle that keeps the modules
+        module, home, is_pinned = left.pop()
         if id(module) in homes:
-            return
+            continue
         is_pinned = is_pinned or id(module) in in_fp32
         if id(module) in wrapped:
             home = id(module)
@@ -107,10 +109,7 @@ def _homes(
         homes[id(module)] = home
         if is_pinned:
             inside.add(id(module))
-        for child in module.children():
-            visit(child, home, is_pinned)
-
-    visit(model, id(model), False)
+        left += [(child, home, is_pinned) for child in reversed(list(module.children()))]
     return homes, inside
 
 
@@ -210,17 +209,12 @@ def _is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _children_first(model: nn.Module) -> Iterator[nn.Module]:
-    seen: set[int] = set()
-
-    def visit(module: nn.Module) -> Iterator[nn.Module]:
-        if id(module) not in seen:
-            seen.add(id(module))
-            for child in module.children():
-                yield from visit(child)
-            yield module
-
-    yield from visit(model)
+def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    if id(module) not in seen:
+        seen.add(id(module))
+        for child in module.children():
+            yield from _children_first(child, seen)
+        yield module
 
 
 def _has(module: nn.Module) -> bool:

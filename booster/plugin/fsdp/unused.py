@@ -91,35 +91,36 @@ class UnusedParameters:
     def __init__(self, model: nn.Module, mesh: DeviceMesh, device: torch.device, written: WrittenParameters) -> None:
         self._written, self._passes = written, 0
         self._model = weakref.ref(model)
-        self._names = {module: name for name, module in model.named_modules()}
+        self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
         self._ranks = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
         self._device = device
-        self._groups: list[_Group] = []
+        self._groups: list[weakref.ref[_Group]] = []  # hooks of their modules hold them, and they hold this
         self._num_params = 0
         self._under_way = False
         self._looks = _LOOKS if self._ranks else 0
         self._looking: list[Any] = []  # hooks
 
-    def before_sharding(self, modules: Sequence[nn.Module]) -> None:
-        """`fully_shard` is about to be applied to `modules` together: what is to run before its own hooks on outputs."""
+    def before_sharding(self, modules: Sequence[nn.Module]) -> _Group:
+        """`fully_shard` is about to be applied to `modules` together: what is to run before its own hooks on outputs.
+
+        Returns what `after_sharding` wants.
+        """
         names = [repr(self._names[module]) if self._names[module] else "the model" for module in modules]
         group = _Group(self, len(self._groups), listed(names, 3))
-        self._groups.append(group)
         for module in modules:
             if self._looks:
                 hook = torch.compiler.disable(group.before_backward)
                 self._looking.append(module.register_forward_hook(hook))
             if module is self._model():
                 module.register_forward_hook(torch.compiler.disable(self._after_forward))
+        return group
 
-    def after_sharding(self, modules: Sequence[nn.Module]) -> None:
-        """`fully_shard` was just applied to `modules`."""
-        group = self._groups[-1]
+    def after_sharding(self, modules: Sequence[nn.Module], group: _Group) -> None:
+        """`fully_shard` was just applied to `modules`. group: what `before_sharding` returned of them."""
         if own := fsdp_groups(modules[:1]):
             (group.own,), group.first = own, self._num_params
             self._num_params += len(group.own.fsdp_params)
-        else:
-            self._groups.pop()
+            self._groups.append(weakref.ref(group))
         for module in modules:
             if own:
                 hook = torch.compiler.disable(group.before_forward)
@@ -153,13 +154,17 @@ class UnusedParameters:
     def _before_end(self) -> None:
         """Torch is about to reduce the groups whose inputs need no gradient, and those that were not reached."""
         self._under_way = False
-        if self._groups and reduces(self._groups[0].own):
+        groups = self._alive()
+        if groups and reduces(groups[0].own):
             self.agree(None)
-            for group in self._groups:
+            for group in groups:
                 group.called = group.told = False
         else:
-            for group in self._groups:
+            for group in groups:
                 leave_out(group.own)
+
+    def _alive(self) -> list[_Group]:
+        return [group for reference in self._groups if (group := reference()) is not None]
 
     def look(self, group: _Group | None) -> None:
         """Compare which group is gathered next; None: the forward pass ends."""
@@ -185,7 +190,7 @@ class UnusedParameters:
             count = len(self._groups)
             here = bytearray(count) + bytearray([1]) * count + bytearray(self._num_params)
             lacking: list[tuple[int, Any, bool]] = []
-            for group in self._groups if one is None else (one,):
+            for group in self._alive() if one is None else (one,):
                 if one is None and group.told:
                     continue
                 found, apart = unreduced(group.own)
@@ -213,7 +218,7 @@ class UnusedParameters:
 
     def _refuse(self, anywhere: list[int]) -> None:
         count = len(self._groups)
-        names = [group.name for group in self._groups if anywhere[group.index] and anywhere[count + group.index]]
+        names = [group.name for group in self._alive() if anywhere[group.index] and anywhere[count + group.index]]
         raise RuntimeError(
             f"ranks take different ways through the model: some go through {listed(names, 5)} now and others do not, but each "
             "of these is gathered and reduced by itself, so that weights and gradients of different modules would be taken for "

@@ -52,11 +52,7 @@ class StagePipeline(PlacedModule):
         self._mine = {stage.index: stage for stage in self._stages}
         self._runners: dict[bool, tuple[Any, tuple[Runner, Route]]] = {}
         self._copied: list[tuple[dict[str, Any], str, nn.Module, nn.Module]] = []  # see `_find_copied`
-        self._criterion: Callable[[Any, Any], torch.Tensor] = _no_criterion
-        self._factor: Any = None
-        self._keep_outputs = False
-        self._losses: list[torch.Tensor] = []
-        self._outputs: list[Any] = []
+        self._loss_of = _Losses()
         own = self.own_parameters()
         ranks = {
             name: tuple(sorted({plan.ranks[stage] for _, stage in held}))
@@ -94,19 +90,19 @@ class StagePipeline(PlacedModule):
         self._match_modes()
         with torch.set_grad_enabled(backward), nullcontext() if backward else fast_path_off():
             runner, route = self._runner(micro_batches, backward)
-            self._criterion, self._keep_outputs = criterion, return_outputs
-            self._factor = seed / len(micro_batches) if backward else None
+            ours = self._loss_of
+            ours.criterion, ours.keep_outputs = criterion, return_outputs
+            ours.factor = seed / len(micro_batches) if backward else None
             for stage in self._stages:
                 stage.begin(route, micro_batches)
             try:
                 with self._tied.summed() if backward else nullcontext():
                     runner.run()
-                return self._losses, self._outputs
+                return ours.losses, ours.outputs
             finally:
                 for stage in self._stages:
                     stage.finish()
-                self._losses, self._outputs = [], []
-                self._criterion, self._factor = _no_criterion, None
+                ours.clear()
 
     def share(self, loss: torch.Tensor | None, device: torch.device) -> torch.Tensor:
         """The 0-dim `loss` of the last stage, on every rank of the pipeline; a collective."""
@@ -201,25 +197,38 @@ class StagePipeline(PlacedModule):
                 place, child, module = self._modules, "module", self.module
             yield place, child, module, copy
 
-    def _loss_of(self, output: Any, target: Any) -> torch.Tensor:
-        """The loss of one micro-batch, as its backward starts from it."""
-        loss = self._criterion(output, target)
+
+class _Losses:
+    """The loss of one micro-batch, as its backward starts from it; and what is kept of a run."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.criterion: Callable[[Any, Any], torch.Tensor] = _no_criterion
+        self.factor: Any = None
+        self.keep_outputs = False
+        self.losses: list[torch.Tensor] = []
+        self.outputs: list[Any] = []
+
+    def __call__(self, output: Any, target: Any) -> torch.Tensor:
+        loss = self.criterion(output, target)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(
                 f"the loss must be a real tensor of one element, got {shape}; reduce it first, e.g. loss.mean()"
             )
         loss = (loss.float() if loss.dtype in HALF_DTYPES else loss).reshape(())
-        self._losses.append(loss.detach())
-        if self._keep_outputs:
-            self._outputs.append(map_tensors(torch.Tensor.detach, output))
-        if self._factor is None:
+        self.losses.append(loss.detach())
+        if self.keep_outputs:
+            self.outputs.append(map_tensors(torch.Tensor.detach, output))
+        if self.factor is None:
             return loss
         if not loss.requires_grad:
             raise RuntimeError(
                 "the loss does not require gradients: it was computed under no_grad, or from detached tensors"
             )
-        return loss * self._factor
+        return loss * self.factor
 
 
 def _no_criterion(output: Any, target: Any) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from booster.model.modules import bare
 from booster.plugin.pipeline.schedule import check_style, stage_ranks
 from booster.plugin.pipeline.skeleton import Prepare, Skeleton, replace_parameter
 from booster.plugin.pipeline.split import find_split, holders, owners, qualified
-from booster.plugin.pipeline.stage import Stage
+from booster.plugin.pipeline.stage import InStage, Stage
 
 
 class PipelinePlan:
@@ -67,7 +66,7 @@ class PipelinePlan:
                     if stage.index == 0:
                         module.get_submodule(name)._parameters = original._parameters
             stage.module = module
-            module.__dict__["forward"] = functools.partial(stage.forward, module.forward)
+            module.__dict__["forward"] = InStage(stage, module.forward)
         if len(mine) > 1:
             self._keep(self.model, set(mine), self.stages[0])
             # It names what the rank has; its stages are called one by one.
@@ -122,7 +121,7 @@ class PipelinePlan:
         parent, _, child = name.rpartition(".")
         if parent == self.split.container and child in self.split.children:
             module = copy.copy(module)
-            module.__dict__["forward"] = functools.partial(stage.elsewhere, self.split.children.index(child))
+            module.__dict__["forward"] = InStage(stage, position=self.split.children.index(child))
         return module
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class _Rehearsal:
         self._split = split
         self._stage = stage
         self._route = route
-        self._origins = Origins(self._names_of, skeleton.buffers, stage)
+        self._origins = Origins(partial(_names_of, skeleton.stages, stage), skeleton.buffers, stage)
         self._called: set[int] = set()
         self._stand_ins: dict[int, int] = {}  # by id of a leaf: the number of the received tensor that replaces it
         self._received: tuple[torch.Tensor, ...] = ()
@@ -91,10 +92,6 @@ class _Rehearsal:
         foreign = [self._origins.of(leaf) for leaf in leaves_of(output) if is_fake(leaf)]
         if any(foreign):
             raise foreign_use(NOWHERE.union(*foreign), self._stage)
-
-    def _names_of(self, tensor: torch.Tensor) -> frozenset[str]:
-        name, stages = self._skeleton.stages.get(id(tensor), ("", frozenset()))
-        return frozenset({name}) if name and self._stage not in stages else NOWHERE
 
     def _call(self, position: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A child of the container is called."""
@@ -193,6 +190,11 @@ class _Rehearsal:
         if is_fake(tensor):
             return tensor.detach()
         return self._skeleton.fake(tensor.shape, tensor.dtype, tensor.device)
+
+
+def _names_of(known: dict[int, tuple[str, frozenset[int]]], stage: int, tensor: torch.Tensor) -> frozenset[str]:
+    name, stages = known.get(id(tensor), ("", frozenset()))
+    return frozenset({name}) if name and stage not in stages else NOWHERE
 
 
 @contextmanager

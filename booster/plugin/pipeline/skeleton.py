@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from booster.ground.torch_internals import FakeTensor
 from booster.plugin.pipeline.hollow import HollowMode, hollow
 from booster.plugin.pipeline.split import Split, holders, owners
+from booster.tensors.weak import InPlaceOfForward, OfAModule
 
 Prepare = Callable[[nn.Module], nn.Module]
 
@@ -49,7 +50,7 @@ class Skeleton:
         for position, name in enumerate(split.children):
             if split.name_of(position) in self.owned:
                 child = container.get_submodule(name)
-                child.__dict__["forward"] = functools.partial(self._observed, position, child.forward)
+                child.__dict__["forward"] = _Observed(self, position, child.forward)
         for child in self.module.modules():
             # Hooks that look at activations would meet fake ones. Hooks before a forward may make its weights.
             child._forward_hooks.clear()
@@ -62,10 +63,6 @@ class Skeleton:
         """A new fake tensor."""
         with self.mode:
             return hollow(torch.empty(shape, dtype=dtype, device=device).requires_grad_(requires_grad))
-
-    def _observed(self, position: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a child of the container, which whoever runs the skeleton may answer for it."""
-        return forward(*args, **kwargs) if self.call is None else self.call(position, forward, args, kwargs)
 
     def _hollow(self, devices: dict[str, torch.device]) -> None:
         """Turn parameters and buffers into attributes, parameters into fake tensors; tied ones stay tied."""
@@ -90,6 +87,21 @@ class Skeleton:
                     else:
                         self.buffers.add(id(buffer))
                     setattr(module, name, value)
+
+
+class _Observed(OfAModule):
+    """The forward of a child of the container, which whoever runs the skeleton, by its `call`, may answer for it."""
+
+    def __init__(self, skeleton: Skeleton, position: int, forward: Callable[..., Any]) -> None:
+        self._skeleton = weakref.ref(skeleton)
+        self._position = position
+        self._inner = InPlaceOfForward(forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        skeleton = self._skeleton()
+        if skeleton is None or skeleton.call is None:
+            return self._inner.run(*args, **kwargs)
+        return skeleton.call(self._position, self._inner.run, args, kwargs)
 
 
 def is_fake(value: Any) -> bool:

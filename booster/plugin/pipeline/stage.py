@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,28 @@ from booster.plugin.pipeline.skeleton import Skeleton, is_fake
 from booster.plugin.pipeline.split import Split
 from booster.tensors.micro_batch import MicroBatch
 from booster.tensors.trees import leaves as leaves_of
-from booster.tensors.weak import Weak, plain
+from booster.tensors.weak import InPlaceOfForward, OfAModule, Weak, plain
+
+
+class InStage(OfAModule):
+    """The forward of the module of a stage, around `forward`; or of a child of the container, at `position`, that another stage
+    has. It does not keep the stage alive, which holds the module."""
+
+    def __init__(self, stage: Stage, forward: Callable[..., Any] | None = None, position: int = -1) -> None:
+        self._stage = weakref.ref(stage)
+        self._inner = None if forward is None else InPlaceOfForward(forward)
+        self._position = position
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stage = self._stage()
+        if stage is None:
+            raise RuntimeError(
+                "the model lies on several pipeline stages, and what b.boost(...) made of it is gone; keep that, and run it by "
+                "b.execute_pipeline(...)"
+            )
+        if self._inner is None:
+            return stage.elsewhere(self._position, *args, **kwargs)
+        return stage.forward(self._inner.run, *args, **kwargs)
 
 
 class Stage:
@@ -108,13 +130,16 @@ class Stage:
         self._blocks[position] = block
 
     def _receive_at(self, position: int, block: nn.Module) -> None:
+        this = weakref.ref(self)  # whose module has the block
+
         def receive(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-            slots = self._route.slots.get(position) if self._route is not None else None
-            if not slots:
+            stage = this()
+            slots = stage._route.slots.get(position) if stage is not None and stage._route is not None else None
+            if stage is None or not slots:
                 return None
-            if self._running:
-                self._skeleton.mode.allow_non_fake_inputs = False
-            return substitute(args, kwargs, slots, self._received[self.current])
+            if stage._running:
+                stage._skeleton.mode.allow_non_fake_inputs = False
+            return substitute(args, kwargs, slots, stage._received[stage.current])
 
         block.register_forward_pre_hook(receive, with_kwargs=True, prepend=True)
 

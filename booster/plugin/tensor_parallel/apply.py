@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from booster.plugin.tensor_parallel.shared_input import SharedInput, SharingForw
 from booster.plugin.tensor_parallel.styles import Colwise
 from booster.plugin.tensor_parallel.tied_weights import restore_frozen, tie, tied_slots
 from booster.tensors.trees import HALF_DTYPES
-from booster.tensors.weak import settle_inputs
+from booster.tensors.weak import InPlaceOfForward, OfAModule, settle_inputs
 
 
 def check_tensor_parallel(
@@ -113,35 +113,35 @@ def _apply_foreign(
         return
     before = _take(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, pre)
     after = _take(module._forward_hooks, module._forward_hooks_with_kwargs, post)
-    module.forward = functools.partial(_hooked, module, module.forward, before, after)
+    module.forward = _HookedForward(module, before, after)
 
 
 Hook = tuple[Callable[..., Any], bool]  # a hook, and whether it takes keyword arguments
 
 
-def _hooked(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    before: list[Hook],
-    after: list[Hook],
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Run `forward` between the hooks of `module` that were taken from it."""
-    for hook, with_kwargs in before:
-        if with_kwargs:
-            changed = hook(module, args, kwargs)
-            args, kwargs = (args, kwargs) if changed is None else changed
-        else:
-            changed = hook(module, args)
-            if changed is not None:
-                args = changed if isinstance(changed, tuple) else (changed,)
-    output = forward(*args, **kwargs)
-    for hook, with_kwargs in after:
-        changed = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
-        output = output if changed is None else changed
-    return output
+class _HookedForward(OfAModule):
+    """The forward of a module between hooks that were taken from it."""
+
+    def __init__(self, module: nn.Module, before: list[Hook], after: list[Hook]) -> None:
+        self._module = weakref.ref(module)
+        self._inner = InPlaceOfForward(module.forward)
+        self._before, self._after = before, after
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module()
+        for hook, with_kwargs in self._before:
+            if with_kwargs:
+                changed = hook(module, args, kwargs)
+                args, kwargs = (args, kwargs) if changed is None else changed
+            else:
+                changed = hook(module, args)
+                if changed is not None:
+                    args = changed if isinstance(changed, tuple) else (changed,)
+        output = self._inner.run(*args, **kwargs)
+        for hook, with_kwargs in self._after:
+            changed = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
+            output = output if changed is None else changed
+        return output
 
 
 def _take(hooks: Any, with_kwargs: dict[int, bool], known: set[int]) -> list[Hook]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +16,7 @@ from booster.ground.torch_internals import StridedShard
 from booster.plugin.tensor_parallel import boundary
 from booster.plugin.tensor_parallel.boundary import LocalStyle, swapped
 from booster.plugin.tensor_parallel.styles import packed_part
+from booster.tensors.weak import OfAModule
 
 
 class HeadParallel(LocalStyle):
@@ -60,10 +61,9 @@ class HeadParallel(LocalStyle):
         return parts
 
 
-class _HeadForward:
+class _HeadForward(OfAModule):
     def __init__(self, module: nn.Module, style: HeadParallel, mesh: DeviceMesh) -> None:
-        functools.update_wrapper(self, module.forward)
-        self.module: Any = module
+        self._module = weakref.ref(module)
         self.style = style
         self.mesh = mesh
 
@@ -78,7 +78,8 @@ class _HeadForward:
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, None]:
-        module, mesh = self.module, self.mesh
+        module: Any = self._module()
+        mesh = self.mesh
         if need_weights:
             raise ValueError(
                 "attention weights are not available under tensor parallelism; call with need_weights=False"
@@ -87,9 +88,9 @@ class _HeadForward:
             raise ValueError("is_causal=True is a hint about attn_mask; give the mask too")
         queries, keys, values = self._inputs(query, key, value)
         with swapped(module._parameters, self.style.parts(module, mesh)):
-            projected = self._project(queries, keys, values)
+            projected = _project(module, queries, keys, values)
         time_first = query.dim() == 3 and not module.batch_first
-        q, k, v = (self._split_heads(x, time_first) for x in projected)
+        q, k, v = (_split_heads(module, x, time_first) for x in projected)
         mask = self._mask(q, k, attn_mask, key_padding_mask)
         dropout = module.dropout if module.training else 0.0
         if is_causal and key_padding_mask is None:
@@ -114,22 +115,6 @@ class _HeadForward:
                 entered[id(x)] = boundary.copy(x, self.mesh)
         return entered[id(query)], entered[id(key)], entered[id(value)]
 
-    def _project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        module = self.module
-        if module.in_proj_weight is not None and query is key and key is value:
-            return F.linear(query, module.in_proj_weight, module.in_proj_bias).chunk(3, dim=-1)
-        if module.in_proj_weight is not None:
-            weights = module.in_proj_weight.chunk(3)
-        else:
-            weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-        return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
-
-    def _split_heads(self, x: torch.Tensor, time_first: bool) -> torch.Tensor:
-        x = x.unsqueeze(0) if x.dim() == 2 else x
-        x = x.transpose(0, 1) if time_first else x
-        return x.unflatten(-1, (-1, self.module.head_dim)).transpose(1, 2)  # batch, heads of this rank, time, features
-
     def _mask(
         self, q: torch.Tensor, k: torch.Tensor, attn_mask: torch.Tensor | None, padding: torch.Tensor | None
     ) -> torch.Tensor | None:
@@ -144,6 +129,25 @@ class _HeadForward:
         if padding is not None:
             masks.append(_additive(padding, q.dtype).view(batch, 1, 1, k.shape[2]))
         return sum(masks[1:], start=masks[0]) if masks else None
+
+
+def _project(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    if module.in_proj_weight is not None and query is key and key is value:
+        return F.linear(query, module.in_proj_weight, module.in_proj_bias).chunk(3, dim=-1)
+    if module.in_proj_weight is not None:
+        weights = module.in_proj_weight.chunk(3)
+    else:
+        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+    return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+
+
+def _split_heads(module: Any, x: torch.Tensor, time_first: bool) -> torch.Tensor:
+    x = x.unsqueeze(0) if x.dim() == 2 else x
+    x = x.transpose(0, 1) if time_first else x
+    return x.unflatten(-1, (-1, module.head_dim)).transpose(1, 2)  # batch, heads of this rank, time, features
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

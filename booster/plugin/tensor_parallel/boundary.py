@@ -7,7 +7,6 @@ The base of the styles that strings stand for: a module computes on plain local 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+
+from booster.tensors.weak import InPlaceOfForward
 
 
 def copy(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -142,21 +143,20 @@ class LocalStyle(ParallelStyle):
         return module
 
 
-class PartForward:
+class PartForward(InPlaceOfForward):
     """The forward of one module on this rank's parts of its parameters."""
 
     def __init__(self, module: nn.Module, style: LocalStyle, mesh: DeviceMesh) -> None:
-        functools.update_wrapper(self, module.forward)
-        self.module = module
-        self.forward = module.forward
+        super().__init__(module.forward, module)
         self.style = style
         self.mesh = mesh
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self.style.enter(self.module, self.mesh, args, kwargs)
-        with swapped(self.module._parameters, self.style.parts(self.module, self.mesh)):
-            output = self.forward(*args, **kwargs)
-        return self.style.leave(self.module, self.mesh, output)
+        module = self._owner()
+        args, kwargs = self.style.enter(module, self.mesh, args, kwargs)
+        with swapped(module._parameters, self.style.parts(module, self.mesh)):
+            output = self.run(*args, **kwargs)
+        return self.style.leave(module, self.mesh, output)
 
 
 def shard_parameter(param: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from booster.plugin.tensor_parallel import boundary
+from booster.tensors.weak import InPlaceOfForward
 
 
 class SharedInput:
@@ -47,17 +47,16 @@ class SharedInput:
             self._copies = before
 
 
-class SharingForward:
+class SharingForward(InPlaceOfForward):
     """The forward of a module whose children have a `SharedInput`."""
 
     def __init__(self, forward: Callable[..., Any], shared: SharedInput) -> None:
-        functools.update_wrapper(self, forward)
-        self.forward = forward
+        super().__init__(forward)
         self.shared = shared
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.shared.open():
-            return self.forward(*args, **kwargs)
+            return self.run(*args, **kwargs)
 
 
 def siblings(plan: Mapping[str, ParallelStyle], reads: Callable[[ParallelStyle], bool]) -> dict[str, list[str]]:

@@ -22,6 +22,7 @@ from booster.plugin.tensor_parallel.boundary import LocalStyle, PartForward, own
 from booster.plugin.tensor_parallel.shared_input import SharedInput
 from booster.ranks.communicate import communication_device
 from booster.tensors.trees import HALF_DTYPES
+from booster.tensors.weak import InPlaceOfForward
 
 _LOOKS = 3  # backward passes in which ranks compare the gradients of what they gathered
 
@@ -231,7 +232,7 @@ class EmbeddingParallel(LocalStyle):
     def make_forward(self, module: nn.Module, mesh: DeviceMesh) -> Any:
         forward = PartForward(module, self, mesh)
         if self.by == "vocabulary":
-            forward.forward = _VocabularyLookup(module, forward.forward, mesh)
+            forward.put_around(_VocabularyLookup(module.forward, module, mesh))
         return forward
 
     def leave(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
@@ -240,22 +241,22 @@ class EmbeddingParallel(LocalStyle):
         return boundary.gather(output, mesh, -1, sum_gradients=False) if self.gather_output else output
 
 
-class _VocabularyLookup:
+class _VocabularyLookup(InPlaceOfForward):
     """Look up the ids that lie in this rank's part of the vocabulary; the rest are zeros."""
 
-    def __init__(self, module: nn.Module, forward: Any, mesh: DeviceMesh) -> None:
-        self.module: Any = module
-        self.forward = forward
+    def __init__(self, forward: Any, module: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__(forward, module)
         self.mesh = mesh
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        count = self.module.weight.shape[0]  # of the part that stands for the parameter meanwhile
+        module = self._owner()
+        count = module.weight.shape[0]  # of the part that stands for the parameter meanwhile
         start = self.mesh.get_local_rank() * count
         inside = (ids >= start) & (ids < start + count)
-        padding = self.module.padding_idx
+        padding = module.padding_idx
         mine = padding - start if padding is not None and start <= padding < start + count else None
-        with swapped(self.module.__dict__, {"padding_idx": mine}):
-            found = self.forward(torch.where(inside, ids - start, 0))
+        with swapped(module.__dict__, {"padding_idx": mine}):
+            found = self.run(torch.where(inside, ids - start, 0))
         return found.masked_fill(~inside.unsqueeze(-1), 0)
 
 
