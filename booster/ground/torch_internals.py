@@ -547,7 +547,9 @@ def let_go(modules: Sequence[nn.Module]) -> None:
         for param in group.fsdp_params:
             param._module_info = _Holders(**vars(param._module_info))
     if len(modules) > 1:  # whose hooks know which of them are still to run
-        hooks = [hook for each in modules for hook in (*each._forward_pre_hooks.values(), *each._forward_hooks.values())]
+        hooks = [
+            hook for each in modules for hook in (*each._forward_pre_hooks.values(), *each._forward_hooks.values())
+        ]
         for cell in _cells(hooks):
             if isinstance(cell.cell_contents, nn.Module):
                 cell.cell_contents = _Same(cell.cell_contents)
@@ -583,14 +585,32 @@ class _Weakly(list[Any]):
 
 
 class _Holders:
-    """In the place of torch's `ParamModuleInfo`: which modules hold a parameter, and by which name. It keeps none alive."""
+    """In the place of torch's `ParamModuleInfo`: which modules hold a parameter, and by which name. It keeps none alive.
+
+    Where a module is replaced by one that has its dict of parameters, as one that computes otherwise is, they are set there.
+    """
 
     module = property(methodcaller("_module"))  # asked without a Python call
 
     def __init__(self, module: nn.Module, shared_modules: Iterable[nn.Module], **names: Any) -> None:
-        self._module = weakref.ref(module)
-        self.shared_modules = list(map(weakref.proxy, shared_modules))
+        replaced = functools.partial(_leave_parameters, weakref.ref(self), module._parameters)
+        self._module: Callable[[], nn.Module | None] = weakref.ref(module, replaced)
+        self.shared_modules = [_with_parameters(each._parameters) for each in shared_modules]
         self.__dict__.update(names)
+
+
+def _leave_parameters(holders: weakref.ref[_Holders], parameters: dict[str, Any], module: object) -> None:
+    left = holders()
+    if left is not None:
+        kept = _with_parameters(parameters)
+        left._module = lambda: kept
+
+
+def _with_parameters(parameters: dict[str, Any]) -> nn.Module:
+    """Return a module whose parameters are those of another: what is set in it is set there."""
+    module = nn.Module()
+    module.__dict__["_parameters"] = parameters
+    return module
 
 
 def _forget(reference: weakref.ref[Any], module: object) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.booster import Booster
+from booster.ground.text import listed
 from booster.integrations.region_hooks import RegionHooks
 from booster.interface.model import ModelWrapper, choice_of, histories_of, leave_raw_calls, pins_of
 from booster.interface.optimizer import OptimizerWrapper
@@ -163,10 +164,20 @@ class Trained:
 
     def _check_all(self, parameters: Iterable[torch.Tensor], method: str) -> None:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if any(id(param) not in self._params for param in given if param.grad is not None):
-            raise ValueError(
-                f"{method} was given parameters that are not of the model that trains; pass model.parameters()"
+        strange = {id(param) for param in given if param.grad is not None} - self._params
+        if not strange:
+            return
+        came = [name for name, param in self.model.named_parameters() if id(param) in strange]  # type: ignore[union-attr]
+        if came:
+            raise RuntimeError(
+                f"{listed(came, 3)} came into the model after training began, and the optimizer does not know them: they would "
+                "not train. What replaces parameters, as peft's load_adapter does for half weights, comes before train(); "
+                "afterwards load values into those that are there, by model.load_state_dict or peft's "
+                "set_peft_model_state_dict"
             )
+        raise ValueError(
+            f"{method} was given parameters that are not of the model that trains; pass model.parameters()"
+        )
 
 
 def generate_together(model: nn.Module) -> None:

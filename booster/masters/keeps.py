@@ -11,6 +11,7 @@ from torch import nn
 
 from booster.masters.masters import Masters, Weights, has_half_elements
 from booster.masters.rounding import rounded
+from booster.masters.stand_in import State
 from booster.model.dtensors import is_dtensor
 from booster.model.tied import names_of
 from booster.shards import Shards
@@ -121,7 +122,11 @@ class KeptMasters(KeptState):
 
     @property
     def state(self) -> Any:
-        return self.shards.view_state(self.masters.view_state())
+        return self.shards.view_state(self.masters.view_state(self._put_state))
+
+    def _put_state(self, param: torch.Tensor, own: State | None) -> None:
+        with self.shards.local():  # in which groups hold the parts that have masters
+            self.masters.put_state(param, own)
 
     def has_master(self, param: torch.Tensor) -> bool:
         return param.requires_grad and has_half_elements(param)

@@ -246,16 +246,14 @@ class Masters:
         for host in self.hosts.values():
             host.settle()
 
-    def view_state(self) -> StateView:
+    def view_state(self, put: Callable[[Any, State | None], None]) -> StateView:
         """Return the optimizer's state by working parameter: as `state`, but each made when it is asked for. What is written to
-        it is kept."""
+        it is kept by `put`, which calls `put_state`."""
         if self._placed is not self.buckets or self._num_placed != len(self.buckets):
             self._placed, self._num_placed = self.buckets, len(self.buckets)
             self._places = places_of(self.buckets)
         self.settle()
-        return StateView(
-            self._places, self.optimizer.state, self._layouts, put=self.put_state, steps=lambda: self.dither.count
-        )
+        return StateView(self._places, self.optimizer.state, self._layouts, put=put, steps=lambda: self.dither.count)
 
     def put_state(self, param: torch.Tensor, own: State | None) -> None:
         """Make `own` the state of `param`, which lies in a bucket; None: it has none. Buckets are made anew where `param` can

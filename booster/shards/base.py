@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.model.dtensors import is_dtensor
+from booster.model.dtensors import is_dtensor, local_part
 
 if TYPE_CHECKING:
     from booster.model.params import Selection
@@ -299,7 +299,7 @@ def world_size(group: dist.ProcessGroup | None) -> int:
 
 
 class StateOfParts(Mapping[Any, State]):
-    """State by parameter, each entry made when it is asked for, from `state` by part. For reading, and for dropping all of it.
+    """State by parameter, each entry made when it is asked for, from `state` by part. Set and deleted are those of parts.
 
     parts, params: the part of each parameter that has one, and back; what is in neither stands for itself. shown: makes an
     entry, of (parameter, part, its state). Keeps none of what it made.
@@ -322,6 +322,33 @@ class StateOfParts(Mapping[Any, State]):
         if key is None:
             raise KeyError(param)
         return self._shown(param, key, self._state[key])
+
+    def __setitem__(self, param: Any, own: State) -> None:
+        """Make `own`, laid out as what is read, the state of `param` on this rank; nothing where the rank has none of it."""
+        part = self._parts.get(param, param)
+        mine = {}
+        for key, given in own.items():
+            value = local_part(given) if isinstance(given, torch.Tensor) else given
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape != part.shape:
+                if value.numel() == part.numel():
+                    value = value.reshape(part.shape)
+                elif value.shape == param.shape:
+                    raise ValueError(
+                        f"optimizer.state[param] was given {key!r} of the whole parameter, {tuple(value.shape)}, and this rank "
+                        f"holds {part.numel()} of its numbers; give what optimizer.state[param] gives, changed, or load whole "
+                        "states by optimizer.load_state_dict"
+                    )
+            mine[key] = value
+        if part.numel() or not param.numel():
+            self._state[part] = mine
+
+    def __delitem__(self, param: Any) -> None:
+        """Drop the state of `param`, on this rank."""
+        key, part = self._key(param), self._parts.get(param, param)
+        if key is not None:
+            del self._state[key]
+        elif part is param or part.numel():
+            raise KeyError(param)
 
     def clear(self) -> None:
         """Drop the state of every parameter, on this rank."""

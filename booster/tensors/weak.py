@@ -319,7 +319,7 @@ class ShownBuffers(OfAModule):
     """
 
     def __init__(self, module: nn.Module, names: Iterable[str], half: torch.dtype) -> None:
-        self._module = weakref.ref(module)
+        self._module: Any = weakref.ref(module)
         self._names, self._half = tuple(names), half
         self._inside = 0
         # Where a buffer is held, what is shown for it, and the buffer.

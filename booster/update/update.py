@@ -70,8 +70,9 @@ class Update:
         with shards.local() if shards.sharded else WHOLE:
             try:
                 params = gradients.enter_step()
+                if not params:
+                    self._refuse_strangers(params is None)
                 if params is None:
-                    self._refuse_strangers()
                     self.decision.application.step_none()
                     next_scale = gradients.next_scale
                     gradients.reset(gradients.scale)
@@ -86,11 +87,17 @@ class Update:
         gradients.reset(scale)
         return result
 
-    def _refuse_strangers(self) -> None:
-        """Raise RuntimeError if parameters that came into the model after boost have gradients, and none of these has one."""
+    def _refuse_strangers(self, nowhere: bool) -> None:
+        """Raise RuntimeError if parameters that came into the model after boost have gradients, and none of these has one.
+
+        nowhere: on no rank. Else this rank has none, which may be since it steps nothing of those that have one: then all ranks
+        raise where none of these is in the model any more.
+        """
         models = [model for each in self.models if (model := each()) is not None]
-        named = [pair for model in models for pair in model.named_parameters() if pair[1] not in self.names]
-        strangers = [name for name, param in named if param.grad is not None]
+        named = [pair for model in models for pair in model.named_parameters()]
+        if not nowhere and any(param.requires_grad and param in self.names for _, param in named):
+            return
+        strangers = [name for name, param in named if param.grad is not None and param not in self.names]
         if strangers:
             raise RuntimeError(
                 f"no parameter of the optimizer has a gradient, and {listed(strangers, 3)} of its model, which came into the "

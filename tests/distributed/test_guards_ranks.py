@@ -220,3 +220,34 @@ def with_max_norm(rank, world_size):
 
 def test_an_embedding_that_writes_to_its_weight_in_forward_is_refused_on_several_ranks(ranks2):
     assert ranks2(with_max_norm) == [True] * 2
+
+
+def refused_strangers(rank, world_size):
+    """Of each case whether the step raised, and whether a step of what `boost` knew passed before; parameters are replaced."""
+    found = {}
+    for plugin, options in STRANGERS:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        b = Booster("cpu", "bf16_naive", PLUGINS[plugin](), **options)
+        model, optimizer, *_ = b.boost(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+        b.backward(model(torch.ones(4, 8)).float().square().mean(), optimizer)
+        applied = optimizer.step().applied
+        optimizer.zero_grad()
+        for layer in (net[0], net[2]):
+            layer.weight, layer.bias = (nn.Parameter(p.detach().clone()) for p in (layer.weight, layer.bias))
+        try:
+            b.backward(model(torch.ones(4, 8)).float().square().mean(), optimizer)
+            optimizer.step()
+            found[(plugin, *options)] = "it stepped"
+        except RuntimeError as error:
+            found[(plugin, *options)] = applied and str(error)
+    return found
+
+
+STRANGERS = [("ddp", {}), ("zero1", {}), ("zero2", {}), ("zero2", {"release_gradients": "exact"}), ("tp", {})]
+
+
+def test_a_step_names_parameters_that_came_into_the_model_after_boost_on_every_placement(ranks2):
+    for found in ranks2(refused_strangers):
+        for case, said in found.items():
+            assert "no parameter of the optimizer has a gradient, and 0.weight, 0.bias, 2.weight" in said, (case, said)

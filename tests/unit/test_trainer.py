@@ -542,6 +542,11 @@ def test_the_accelerator_refuses_what_it_cannot_do(tmp_path):
         stranger = torch.nn.Parameter(torch.zeros(1))
         stranger.grad = torch.zeros(1)
         accelerator.clip_grad_norm_([stranger], 1.0)
+    with pytest.raises(
+        RuntimeError, match=r"adapter came into the model after training began.* load_adapter .* train\(\)"
+    ):
+        trainer.model.register_parameter("adapter", stranger)
+        accelerator.clip_grad_norm_([stranger], 1.0)
     with pytest.raises(RuntimeError, match="save_state"):
         accelerator.save_state(tmp_path)
     with pytest.raises(ValueError, match="2 models"):

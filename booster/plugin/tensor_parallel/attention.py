@@ -131,9 +131,7 @@ class _HeadForward(OfAModule):
         return sum(masks[1:], start=masks[0]) if masks else None
 
 
-def _project(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def _project(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if module.in_proj_weight is not None and query is key and key is value:
         return F.linear(query, module.in_proj_weight, module.in_proj_bias).chunk(3, dim=-1)
     if module.in_proj_weight is not None:
