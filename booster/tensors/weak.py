@@ -247,6 +247,7 @@ class InPlaceOfForward(OfAModule):
     owner: that module, where what takes the place looks at it.
     """
 
+    inside: Inside | None = None
     _module: Any  # of a method, of which `_function` is the function; else None
     _function: Callable[..., Any]
 
