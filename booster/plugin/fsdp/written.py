@@ -49,7 +49,7 @@ class WatchedGroup:
     """Whole parameters that are freed together, of `modules`: what `torch_internals.run_hooks_outside_modes` asks."""
 
     def __init__(self, owner: WrittenParameters, modules: Sequence[nn.Module]) -> None:
-        self._owner = owner
+        self._owner: WrittenParameters = weakref.proxy(owner)  # which holds this, and `UnusedParameters` that
         self.groups = {param: group for group in fsdp_groups(modules[:1]) for param in group.fsdp_params}
         self.params = [param for param in self.groups if takes_its_gathering(param) and param.sharded_param.numel()]
         self.versions: list[int] = []
