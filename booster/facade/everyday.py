@@ -21,7 +21,9 @@ import torch.distributed as dist
 
 from booster.data.iteration import Iteration
 from booster.ground import arguments
+from booster.ground.torch_internals import default_store
 from booster.ranks.coordinator import is_main
+from booster.ranks.trial import LeftByOthers, Trial
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -165,15 +167,17 @@ def find_batch_size(trial: Callable[[int], Any], start: int, least: int = 1) -> 
     is no longer used is given back. Without trials, `booster estimate` says what fits.
 
     On several ranks all call it alike, and the size is one that fits on each: one MAX all-reduce of a number after every
-    trial. A trial must then exchange nothing with other ranks, as inside `Booster.no_sync`: a rank without memory leaves
-    a collective to the others. Raises MemoryError where not even `least` fits; any other error of `trial` as it is.
+    trial. Before each collective of a trial ranks wait until all have come to it, and where one has run out of memory all
+    leave the trial. `DistributedDataParallel`, of `TorchDDPPlugin` and the first stage of ZeRO, cannot go on after a pass that
+    raised: there a trial goes inside `Booster.no_sync`. Messages of pipelines are not waited for. Raises MemoryError where not
+    even `least` fits; any other error of `trial` as it is.
     """
     arguments.function("trial", trial, "a function of the batch size")
     arguments.count("start", start)
     arguments.count("least", least, most=start, what="the smallest batch size to try")
     size = start
     while True:
-        reason = _tried(trial, size)
+        reason = _tried(_together(trial), size)
         if not _on_any_rank(reason is not None):
             return size
         if size == least:
@@ -181,6 +185,27 @@ def find_batch_size(trial: Callable[[int], Any], start: int, least: int = 1) -> 
         smaller = max(size // 2, least)
         _logger.info("a batch of %d does not fit (%s); trying %d", size, reason or "on another rank", smaller)
         size = smaller
+
+
+def _together(trial: Callable[[int], Any]) -> Callable[[int], Any]:
+    """Return `trial`, which all ranks leave where one of them runs out of memory in it."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return trial
+    store = default_store()
+    number = store.add("booster/trial/come", 1)
+
+    def together(size: int) -> None:
+        own = Trial(store, f"booster/trial/{(number - 1) // dist.get_world_size()}")
+        try:
+            with own:
+                trial(size)
+        except LeftByOthers:
+            raise MemoryError("on another rank") from None
+        except BaseException:
+            own.leave()
+            raise
+
+    return together
 
 
 def _tried(trial: Callable[[int], Any], size: int) -> str | None:

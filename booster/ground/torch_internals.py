@@ -504,6 +504,15 @@ def fsdp_states(modules: Iterable[Any]) -> Iterator[Any]:
         yield module._get_fsdp_state()
 
 
+def process_group_of(arg: Any) -> dist.ProcessGroup | None:
+    """Return the process group that the argument `arg` of a collective is, as torch's dispatcher has it; None: it is none."""
+    if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+        return dist.ProcessGroup.unbox(arg)
+    if isinstance(arg, str) and arg in dist.distributed_c10d._world.pg_names.values():
+        return dist.distributed_c10d._resolve_process_group(arg)  # type: ignore[arg-type]
+    return None
+
+
 def gathered_name(group: Any) -> str | None:
     """Return the name of the module whose parameters are gathered together in `group`; None where it is none, or not known."""
     return getattr(group, "_module_fqn", None) if type(group).__name__ == "FSDPParamGroup" else None
@@ -1060,6 +1069,8 @@ NAMES: Mapping[str, Callable[[], Any]] = {
     "Tensor._indices": lambda: torch.Tensor._indices,
     "Tensor._is_view": lambda: torch.Tensor._is_view,
     "torch.distributed.distributed_c10d._get_default_store": lambda: dist.distributed_c10d._get_default_store,
+    "torch.distributed.distributed_c10d._world": lambda: dist.distributed_c10d._world.pg_names,
+    "torch.distributed.distributed_c10d._resolve_process_group": lambda: dist.distributed_c10d._resolve_process_group,
     "rendezvous._torchelastic_use_agent_store": lambda: (
         sys.modules[dist.rendezvous.__module__]._torchelastic_use_agent_store
     ),

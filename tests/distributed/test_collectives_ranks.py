@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from booster import Booster
+from booster import Booster, find_batch_size
 from booster.data import DataLoaderWrapper, prepare_dataloader
 from booster.facade.collectives import gather, reduce
-from booster.plugin import TorchDDPPlugin
+from booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 DTYPES = [
     torch.bool,
@@ -326,3 +327,59 @@ def test_rows_of_an_iterable_dataset_come_in_the_order_of_ranks(ranks2):
     for rows, epoch in ranks2(gather_streamed):
         assert rows.tolist() == [0, 2, 1, 3, 4, 6, 5]
         assert epoch.tolist() == [0, 2, 4, 6, 1, 3, 5]
+
+
+# ---- find_batch_size
+
+
+class Full(nn.Module):
+    """Two layers; between them rank 1 runs out of memory, in forward or in backward, with more than 5 samples."""
+
+    def __init__(self, rank, where):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.where = where if rank == 1 else None
+
+    def forward(self, x):
+        x = self.first(x)
+        if len(x) > 5 and self.where == "forward":
+            self.fill()
+        elif len(x) > 5 and self.where == "backward":
+            x.register_hook(self.fill)
+        return self.second(x)
+
+    def fill(self, grad=None):
+        raise MemoryError("out of memory")
+
+
+FULL = {
+    "fsdp": lambda: TorchFSDPPlugin(wrap_policy=nn.Linear),
+    "zero2": lambda: LowLevelZeroPlugin(stage=2),
+}
+
+
+def found(rank, world_size):
+    sizes, changes = {}, {}
+    for name, plugin in FULL.items():
+        for where in (None, "forward", "backward"):
+            b, model = Booster("cpu", "fp32", plugin()), Full(rank, where)
+            model, optimizer, *_ = b.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+            def trial(size):
+                b.backward(model(torch.ones(size, 4)).square().mean(), optimizer)  # noqa: B023
+                optimizer.zero_grad()  # noqa: B023
+
+            sizes[name, where] = find_batch_size(trial, 16)
+            b.backward(model(torch.ones(2, 4)).square().mean(), optimizer)
+            optimizer.step()
+            weights = [w.full_tensor() if hasattr(w, "full_tensor") else w for w in model.state_dict().values()]
+            changes[name, where] = torch.cat([weight.flatten() for weight in weights])
+    for name, where in sizes:
+        assert torch.equal(changes[name, where], changes[name, None]), (name, where)
+    return sizes
+
+
+def test_all_ranks_take_the_smaller_batch_where_one_of_them_alone_runs_out_of_memory(ranks2):
+    right = {(name, where): 4 if where else 16 for name in FULL for where in (None, "forward", "backward")}
+    assert ranks2(found) == [right] * 2
