@@ -198,9 +198,11 @@ def unknown(optimizer: Optimizer, would: str, otherwise: str) -> str:
 
 
 def check_attributes(optimizer: Optimizer, params: Iterable[torch.Tensor], would: str) -> None:
-    """Raise ValueError if `params` have attributes that the class of `optimizer` names: a tensor in their place has none.
+    """Raise ValueError if `params` have attributes that the class of `optimizer` names: a tensor in their place has none; or if
+    its states are not its own alone, so that nobody could put those of the parameters in the place of theirs.
 
     would: what would happen to the optimizer, a predicate. torch's own optimizers name none."""
+    _check_states(optimizer, would)
     there = {name for param in params if type(param) is nn.Parameter for name in vars(param)}
     if not there:
         return
@@ -217,6 +219,38 @@ def check_attributes(optimizer: Optimizer, params: Iterable[torch.Tensor], would
             "attributes; use mixed_precision='fp32', 'bf16' or 'fp16' on one device or with TorchDDPPlugin, or keep such "
             "values in the optimizer's state or groups"
         )
+
+
+def is_plain(state_dict: Mapping[str, Any]) -> bool:
+    """Return whether a state dict has what torch's have: groups, and states of their parameters by number or name."""
+    if not state_dict.keys() >= {"state", "param_groups"}:
+        return False
+    return state_dict["state"].keys() <= {key for group in state_dict["param_groups"] for key in group["params"]}
+
+
+def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizers that `optimizer` is put around, by its attributes that have them."""
+    return {name: each for name, each in vars(optimizer).items() if isinstance(each, Optimizer)}
+
+
+def _check_states(optimizer: Optimizer, would: str) -> None:
+    own, inner = type(optimizer), inner_optimizers(optimizer)
+    state = inspect.getattr_static(own, "state", None)
+    is_read_only = isinstance(state, property) and state.fset is None
+    apart = [name for name, each in inner.items() if is_read_only or each.state is not optimizer.state]
+    if apart:
+        base = type(inner[apart[0]]).__name__
+        what = f"is put around another optimizer, {base}, with states apart"
+        cure = f"Give boost() the {base} itself, or have both share one dict (self.state = self.{apart[0]}.state)"
+    elif own.state_dict is not Optimizer.state_dict and not is_plain(optimizer.state_dict()):
+        what, cure = "writes a state_dict() of its own form", "Use an optimizer that writes torch's"
+    else:
+        return
+    raise ValueError(
+        f"for its parameters, {own.__name__} {would}; but it {what}, and no checkpoint could tell whose its states are. "
+        f"{cure}; or use mixed_precision='fp32', 'bf16' or 'fp16' on one device or with TorchDDPPlugin, where what it writes "
+        "is kept as it is"
+    )
 
 
 def _names_in(code: CodeType) -> set[str]:

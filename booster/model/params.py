@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from booster.model.dtensors import is_dtensor
 from booster.model.modules import PlacedModule, bare
+from booster.model.optimizer_kinds import is_plain
 
 
 def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -171,6 +172,8 @@ def load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         groups = [{**group, "params": _Keys(group["params"])} for group in state_dict["param_groups"]]
         state_dict = {**state_dict, "param_groups": groups}
     optimizer.load_state_dict(state_dict)
+    if not is_plain(state_dict):
+        return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     saved = [(param, state_dict["state"].get(key, {})) for param, key in zip(params, keys, strict=True)]

@@ -33,8 +33,9 @@ def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], 
     shards = update.shards
     with shards.local():
         state, own = update.kept.state_dict()
-        widen = shards.divided_state if divided else shards.widen_state
-        state["state"] = widen(state["state"])
+        if isinstance(state.get("state"), dict):
+            widen = shards.divided_state if divided else shards.widen_state
+            state["state"] = widen(state["state"])
         if "masters" in own:
             widen_weights = shards.divided_weights if divided else shards.widen_weights
             weights = widen_weights(own["masters"]["weights"], update.names)

@@ -304,10 +304,18 @@ def test_a_method_that_only_reads_changes_no_bit_and_no_later_step(form, cls):
 class SharpnessAware(torch.optim.Optimizer):
     """Two half steps around a base optimizer, as people write it: up the gradient, and back before the base steps."""
 
-    def __init__(self, params, rho=0.05, lr=1e-4):
-        super().__init__(params, {"rho": rho, "lr": lr})
+    def __init__(self, params, rho=0.05, lr=1e-4, one_state=True):
+        super().__init__(params, {"rho": rho, "lr": lr, **({"one_state": True} if one_state else {})})
         self.base = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
         self.param_groups = self.base.param_groups
+        if one_state:
+            self.state = self.base.state
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.base.param_groups = self.param_groups
+        if "one_state" in self.defaults:
+            self.base.state = self.state
 
     @torch.no_grad()
     def first_step(self, zero_grad=False):
@@ -643,3 +651,79 @@ def test_attributes_on_parameters_are_refused_where_ranks_step_parts_of_them(che
         ValueError, match=r"Registered works with \['reach'\], attributes of its parameters, and would be"
     ):
         check(Registered([nn.Parameter(torch.ones(2))]))
+
+
+class Looking(torch.optim.Optimizer):
+    """Lookahead, as people write it: `form` says where it has its states, and what it writes."""
+
+    def __init__(self, params, form):
+        self.base, self.form, self.count = torch.optim.AdamW(params, lr=1e-2), form, 0
+        super().__init__(self.base.param_groups, {})
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.base.step()
+        self.count += 1
+        state = self.base.state if self.form == "of the base" else self.state
+        for param in self.param_groups[0]["params"]:
+            slow = state[param].setdefault("slow", param.clone())
+            if self.count % 2 == 0:
+                param.copy_(slow.lerp_(param, 0.5))
+
+    def state_dict(self):
+        if self.form == "apart":  # as torch's: without the states of the base
+            return {**super().state_dict(), "count": self.count}
+        slow = {(0, index): own for index, own in enumerate(self.state.values())}
+        base = self.base.state_dict()
+        return base if self.form == "of the base" else {"slow": slow, "base": base, "count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state.get("count", 4)
+        if self.form == "apart":
+            super().load_state_dict({"state": state["state"], "param_groups": state["param_groups"]})
+            return
+        self.base.load_state_dict(state.get("base", state))
+        for index, param in enumerate(self.base.param_groups[0]["params"]):
+            if "slow" in state:
+                self.state[param] = dict(state["slow"][0, index])
+        self.param_groups = self.base.param_groups
+
+
+def looking(form, precision, steps):
+    torch.manual_seed(0)
+    model, b = nn.Linear(4, 3), Booster("cpu", precision)
+    model, optimizer, *_ = b.boost(model, Looking(model.parameters(), form))
+    for step in range(steps):
+        one_step(b, model, optimizer, step)
+    return b, model, optimizer
+
+
+def one_step(b, model, optimizer, step):
+    b.backward(model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).square().mean(), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("form", ["of the base", "of its own form", "apart"])
+def test_an_optimizer_around_another_is_saved_with_the_states_of_both(tmp_path, form):
+    b, model, optimizer = first = looking(form, "fp32", 4)
+    b.save(tmp_path, model, optimizer)
+    again = looking(form, "fp32", 1)
+    again[0].load(tmp_path, *again[1:])
+    for step in range(4, 8):
+        for each in (first, again):
+            one_step(*each, step)
+    assert all(map(torch.equal, model.parameters(), again[1].parameters()))
+
+
+@pytest.mark.parametrize("form", ["of the base", "of its own form", "apart"])
+def test_an_optimizer_around_another_that_no_checkpoint_could_hold_is_refused_at_boost(form):
+    with pytest.raises(
+        ValueError, match=r"Looking would be stepped on float32 tensors .* around another optimizer, AdamW"
+    ):
+        looking(form, "bf16_naive", 0)
+    model = nn.Linear(4, 3)
+    b, made = Booster("cpu", "bf16_naive"), SharpnessAware(model.parameters(), one_state=False)
+    with pytest.raises(ValueError, match=r"have both share one dict \(self.state = self.base.state\)"):
+        b.boost(model, made)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from booster.checkpoint.layout import Held, has_order, reference, references
 from booster.checkpoint.manifest import CheckpointError
@@ -21,11 +22,13 @@ from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.masters.masters import has_half_elements
 from booster.model.modules import bare
-from booster.model.optimizer_kinds import kind_of
+from booster.model.optimizer_kinds import inner_optimizers, is_plain, kind_of
 from booster.shards.divided import Divided
 from booster.tensors.trees import is_container, tensors
 from booster.update.checkpoint import IN_MODEL, PARAMETERS, STATE_KEY
 from booster.update.loading import Reading, check_own
+
+_INNER = "inner"
 
 
 class Optimizers(Part):
@@ -63,8 +66,14 @@ class Optimizers(Part):
             yield what, partial(self._read, optimizer, state)
 
     def _read(self, optimizer: OptimizerWrapper, state: dict[str, Any], undo: ExitStack) -> None:
+        inner = state.pop(_INNER, {})
         self._readings.append(optimizer.read_state_dict(state))
         undo.callback(self._readings[-1].undo)
+        for name, each in inner_optimizers(optimizer.unwrap()).items():
+            if name in inner:
+                groups = each.param_groups  # which may be those of the optimizer around it
+                each.load_state_dict(inner[name])
+                each.param_groups = groups
 
     def finish(self) -> None:
         for read in self._readings:
@@ -110,6 +119,8 @@ class _Entry:
             if unknown:
                 yield f"{self.what}: {listed(unknown, 8)} of group {index} are not in that group of the checkpoint"
         params = dict(zip((n for g in groups for n, _ in g), _params(optimizer), strict=True))
+        self._saved.want_all(saved.get("own"))
+        self._saved.want_all(saved.get(_INNER))
         for param_name, param in params.items():
             for key, value in (saved["state"].get(param_name) or {}).items():
                 if (entry := reference(value)) is not None:
@@ -168,7 +179,10 @@ class _Entry:
             }
         if update.shards.selection is not None:
             own[PARAMETERS] = list(numbers)
-        return {"state": state, "param_groups": param_groups, STATE_KEY: own}
+        as_torch = {"state": state, "param_groups": param_groups}
+        return {**as_torch, **self._saved.value(saved.get("own", {})), STATE_KEY: own} | (
+            {_INNER: self._saved.value(saved[_INNER])} if _INNER in saved else {}
+        )
 
     def _takes_master(self, name: str, param: torch.Tensor) -> bool:
         """Whether float32 numbers stand behind `param` here, or did when it trained: one frozen since may train again."""
@@ -190,9 +204,26 @@ def _params(optimizer: OptimizerWrapper) -> list[torch.Tensor]:
 
 
 def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
-    """Return the state dict of `optimizer` with whole parameter names for numbers, and each group's place for its names."""
+    """Return the state dict of `optimizer` with whole parameter names for numbers, and each group's place for its names.
+
+    "own": what torch's state dicts do not have, or all of one of another form, as optimizers around others write it. "inner":
+    the states of such others, by attribute, where it has them not. Raises CheckpointError where nobody could put them together.
+    """
     state = optimizer.divided_state_dict()
     names = optimizer.parameter_names()
+    plain = is_plain(state)
+    own_form = {k: v for k, v in state.items() if k != STATE_KEY and not (plain and k in ("state", "param_groups"))}
+    inner = _inner_states(optimizer.unwrap(), state)
+    if not plain:
+        update = update_of(optimizer)
+        if update.kept.keeps_masters or update.shards.sharded or update.shards.selection is not None:
+            raise CheckpointError(
+                f"the state_dict() of {type(optimizer.unwrap()).__name__} has no states of parameters by their numbers, which "
+                "masters, parts and stages of ranks need; use mixed_precision='fp32', 'bf16' or 'fp16' on one device or with "
+                "TorchDDPPlugin. Nothing is written or removed"
+            )
+        groups = [{"params": [place for _, place in own]} for own in names]
+        state = {"state": {}, "param_groups": groups, STATE_KEY: state[STATE_KEY]}
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     flat = [entry for group in names for entry in group]
     name_of = {number: name for number, (name, _) in zip(numbers, flat, strict=True)}
@@ -205,7 +236,21 @@ def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
             {"options": {key: value for key, value in group.items() if key != "params"}, "params": dict(own)}
             for group, own in zip(state["param_groups"], names, strict=True)
         ],
+        **({"own": own_form} if own_form else {}),
+        **({_INNER: inner} if inner else {}),
         STATE_KEY: _without_names(state[STATE_KEY]),
+    }
+
+
+def _inner_states(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of the optimizers that `optimizer` is put around, of which `state`, what it writes itself, has no tensors."""
+    found = {name: each for name, each in inner_optimizers(optimizer).items() if each.state is not optimizer.state}
+    there = {tensor.data_ptr() for tensor in tensors(state)} if found else set()
+    theirs = {name: each.state_dict() for name, each in found.items()}
+    return {
+        name: own
+        for name, own in theirs.items()
+        if own.get("state") and not ({tensor.data_ptr() for tensor in tensors(own["state"])} or {None}) <= there
     }
 
 
