@@ -19,9 +19,11 @@ from booster.checkpoint.parts.part import Collection, Tensors, leaves_out_frozen
 from booster.ground.text import listed
 from booster.interface.model import ModelWrapper
 from booster.model.modules import bare
+from booster.update.checkpoint import STATE_KEY
 
 _logger = logging.getLogger(__name__)
 OWN = "own"  # key of the tree: by rank, which of its tensors stand under which name of the checkpoint
+ROUNDING = f"/{STATE_KEY}/masters/rounding/"
 
 
 def collect(
@@ -48,8 +50,9 @@ def settle(
     """Return what this rank writes of `shared`, and by rank the names of what it keeps under another name; a collective.
 
     Torch's planner takes each plain tensor that several ranks hold from any of them, which is right where they are equal to
-    the bit. Where they are not, the first rank that holds it writes it. Of `buffers` and what is below "extra" others write
-    theirs under a name of their own, or nothing without `all_kept`. Of all else, as weights that drifted apart, a WARNING.
+    the bit. Where they are not, the first rank that holds it writes it. Of `buffers`, what is below "extra", and random states
+    of rounding, which go with the size of a rank's part, others write theirs under a name of their own, or nothing without
+    `all_kept`. Of all else, as weights that drifted apart, a WARNING.
     """
     if group is None:
         return shared, [{}]
@@ -60,7 +63,7 @@ def settle(
         holders = [index for index, each in enumerate(told) if name in each]
         if len({told[index][name] for index in holders}) == 1:
             continue
-        may_differ = name in buffers or name == "extra" or name.startswith("extra/")
+        may_differ = name in buffers or name == "extra" or name.startswith("extra/") or ROUNDING in name
         drifted += [] if may_differ else [name]
         for index in holders[1:]:
             if may_differ and all_kept:

@@ -110,8 +110,9 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def damage(folder: Path) -> list[str]:
+def damage(folder: str | os.PathLike[str]) -> list[str]:
     """Return what is wrong with the checkpoint in `folder`; empty if every byte is as it was written."""
+    folder = Path(folder)
     while True:
         before = manifest_now(folder)
         try:

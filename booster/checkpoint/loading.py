@@ -171,7 +171,8 @@ class _Loading:
             saved.own = own[rank]
         elif any(own):
             saved.notes.append(
-                f"buffers or extra differ between the {len(own)} ranks that saved; those of the first are given to all"
+                f"buffers, extra or random states of rounding differ between the {len(own)} ranks that saved; those of the "
+                "first are given to all"
             )
         self._found = Found(saved, rank, strict)
         self._parts = [kind(objects) for kind in parts.PARTS]

@@ -13,6 +13,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -44,6 +45,7 @@ class Background:
         """Return the writing thread's process group; a collective the first time."""
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
+            weakref.finalize(self, _end, self._group).atexit = False
         return self._group
 
     def start(self, write: Callable[[], object]) -> None:
@@ -69,6 +71,13 @@ class Background:
             _logger.error("%s", error)
             self._error = error if isinstance(error, CheckpointError) else CheckpointError(f"saving failed: {error!r}")
             self._error.__cause__ = None if self._error is error else error
+
+
+def _end(group: dist.ProcessGroup) -> None:
+    """Free the threads and connections of `group`, which nobody uses any more: a thread that writes holds a `Background`."""
+    if dist.is_initialized():
+        with suppress(ValueError):  # where all groups were destroyed since, and made anew
+            dist.destroy_process_group(group)
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

@@ -404,7 +404,10 @@ class Masters:
 
     def read_state_dict(self, state: Mapping[str, Any]) -> Weights:
         """Return the weights in `state`, by parameter. Raises ValueError, nothing changed, if they cannot be masters here."""
-        weights, rounding = state["weights"], state.get("rounding", {})
+        weights = {
+            name: weight for name, weight in state["weights"].items() if weight.numel()
+        }  # a rank may have none of one
+        rounding = state.get("rounding", {})
         params = {self.name_of(p): p for p in self._half_params()}
         unknown = {
             name: tuple(weight.shape)

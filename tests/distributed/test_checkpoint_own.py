@@ -1,7 +1,9 @@
 """What differs between ranks is each rank's own in a checkpoint: running statistics and `extra`. Drifted replicas are told."""
 
+import gc
 import json
 import logging
+import os
 import random
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster import Booster
+from booster.mixed_precision import BF16NaiveMixedPrecision
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 PLACEMENTS = {
@@ -125,6 +128,32 @@ def test_an_average_in_extra_is_saved_as_weights_are(run_on_ranks, tmp_path, pla
     assert run_on_ranks(averaged, 2, placement, str(tmp_path)) == [(True, True)] * 2
 
 
+def rounded_by_chance(rank, world_size, folder):
+    """The weights that differ after a resume where ranks hold parts of different sizes, one of them none, and draw as much."""
+    wrong = []
+    for placement in ("zero1", "fsdp"):
+        runs = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 1))
+            chance = BF16NaiveMixedPrecision(master_weights="none", rounding="stochastic")
+            booster = Booster("cpu", chance, PLACEMENTS[placement]())
+            runs.append((booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]))
+        first, second = runs
+        train(first, rank, world_size, range(3))
+        first[0].save(f"{folder}/{placement}", *first[1:])
+        second[0].load(f"{folder}/{placement}", *second[1:])
+        for run in runs:
+            train(run, rank, world_size, range(3, 6))
+        after = state(second)
+        wrong += [f"{placement} {name}" for name, value in state(first).items() if not torch.equal(value, after[name])]
+    return wrong
+
+
+def test_ranks_of_unequal_parts_go_on_rounding_by_chance_to_the_bit(run_on_ranks, tmp_path):
+    assert run_on_ranks(rounded_by_chance, 2, str(tmp_path)) == [[], []]
+
+
 def drifted(rank, world_size, folder):
     """What the log says, and whose weights a checkpoint of replicas has that were written apart."""
     said = []
@@ -176,3 +205,22 @@ def test_plain_files_are_read_into_what_each_rank_holds(run_on_ranks, tmp_path, 
         save_file({name: source[name] for name in source if files[name] == file}, tmp_path / file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     assert run_on_ranks(given, 2, placement, precision, str(tmp_path)) == [[], []]
+
+
+def counts_of_boosters(rank, world_size, folder):
+    """Threads and descriptors of this process after each of some boosters that saved while training went on."""
+    counts = []
+    for number in range(10):
+        parts = start("ddp")
+        parts[0].save(f"{folder}/{number}", *parts[1:], async_save=True)
+        parts[0].wait_for_save()
+        del parts
+        gc.collect()
+        counts.append([len(os.listdir(f"/proc/self/{each}")) for each in ("task", "fd")])
+    return counts
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux lists of a process")
+def test_boosters_that_saved_while_training_went_on_leave_no_threads_and_no_descriptors(run_on_ranks, tmp_path):
+    for counts in run_on_ranks(counts_of_boosters, 2, str(tmp_path)):
+        assert counts[-1] == counts[1], counts

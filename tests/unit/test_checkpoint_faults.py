@@ -138,6 +138,7 @@ def test_a_checkpoint_cut_anywhere_is_refused(tmp_path, name):
         assert damage(path), f"{name} of {len(data)} bytes, cut after {place}"
     (path / name).write_bytes(data)
     assert not damage(path)
+    assert damage(str(path)) == []
 
 
 # ---- the disk ----
