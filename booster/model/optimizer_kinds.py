@@ -222,10 +222,8 @@ def check_attributes(optimizer: Optimizer, params: Iterable[torch.Tensor], would
 
 
 def is_plain(state_dict: Mapping[str, Any]) -> bool:
-    """Return whether a state dict has what torch's have: groups, and states of their parameters by number or name."""
-    if not state_dict.keys() >= {"state", "param_groups"}:
-        return False
-    return state_dict["state"].keys() <= {key for group in state_dict["param_groups"] for key in group["params"]}
+    """Return whether a state dict has what torch's have: groups, and states of their parameters."""
+    return state_dict.keys() >= {"state", "param_groups"} and isinstance(state_dict["state"], Mapping)
 
 
 def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:

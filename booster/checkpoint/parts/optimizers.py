@@ -247,10 +247,9 @@ def _inner_states(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, A
     found = {name: each for name, each in inner_optimizers(optimizer).items() if each.state is not optimizer.state}
     there = {tensor.data_ptr() for tensor in tensors(state)} if found else set()
     theirs = {name: each.state_dict() for name, each in found.items()}
+    places = {name: {tensor.data_ptr() for tensor in tensors(own.get("state"))} for name, own in theirs.items()}
     return {
-        name: own
-        for name, own in theirs.items()
-        if own.get("state") and not ({tensor.data_ptr() for tensor in tensors(own["state"])} or {None}) <= there
+        name: own for name, own in theirs.items() if own.get("state") and not (places[name] and places[name] <= there)
     }
 
 
