@@ -11,10 +11,10 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from resealed import read_weights
 from test_hostile_files import BIN, pickled, rewritten
 
 from booster.checkpoint import CheckpointError
-from booster.checkpoint.weights import read_weights
 
 
 def legacy(path, ahead):
