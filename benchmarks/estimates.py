@@ -175,7 +175,9 @@ def both(
     release: Any = False,
     clip: float = 0.0,
 ) -> Found:
-    """Estimate a case, then train it for three steps and record the fourth. With a plugin of ranks: a collective.
+    """Estimate a case, then train it and record the fifth step: in the first ones FSDP looks for what forward writes.
+
+    With a plugin of ranks: a collective.
 
     release, clip: release_gradients and clip_grad_norm, with buckets of `RELEASED_BUCKET` MiB, of which a model fills several.
     """
@@ -204,7 +206,7 @@ def both(
         boosted, stepped, loss_of, *_ = booster.boost(model, optimizer, criterion)
         del model, optimizer
         kept.extend([booster, boosted, stepped, loss_of, batch])
-        for _ in range(2):
+        for _ in range(4):
             step()
             stepped.zero_grad()
         with Counting(frees_gradients=True) as counting:

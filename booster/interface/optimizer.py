@@ -123,7 +123,7 @@ class OptimizerWrapper(Optimizer):
         Raises RuntimeError for gradients of a bare `loss.backward()` or a closure under a loss scaler, and
         `LossScaleError` when the last `max_consecutive_skips` steps were all skipped.
         """
-        update, history, gradients = self._update, self._history, self._update.gradients
+        update, history, gradients, looked = self._update, self._history, self._update.gradients, None
         if self._held is not None:
             raise RuntimeError(self._held)
         if "found_inf" in self.__dict__:
@@ -149,12 +149,15 @@ class OptimizerWrapper(Optimizer):
                     if likeness is not None and gradients.num_backwards:  # without a call, as in nearly every step
                         likeness.num_steps += 1
                         if likeness.num_steps == likeness.due:
+                            looked = likeness
                             likeness.look(update.shards)
                 for listener in gradients.listeners:
                     listener.before_step(update, history.num_steps + 1)
                 if self._forget_weights is not None:  # before the step needs memory of its own
                     self._forget_weights()
                 result = update.step()
+                if looked is not None:  # after the decision, which says who is waited for
+                    looked.send()
             else:
                 result = self._step_with_closure(closure)
                 self.forget_weights()

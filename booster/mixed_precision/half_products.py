@@ -255,13 +255,20 @@ class WideProducts(CastMode):
         if func is F.multi_head_attention_forward:
             with self:  # in its body, which hands all of it to the mode otherwise
                 return _multi_head_attention_forward(*args, **kwargs)
-        if args and isinstance(args[0], torch.Tensor) and args[0].layout is not torch.strided and self._sums:
+        compiles = torch.compiler.is_compiling()  # graphs of backward passes may not ask for layouts
+        if (
+            args
+            and not compiles
+            and isinstance(args[0], torch.Tensor)
+            and args[0].layout is not torch.strided
+            and self._sums
+        ):
             return of_sparse_product(func, args, kwargs)
         if kind not in self._kinds:
             return self._as_torch_has_it(func, rule, args, kwargs) if self.casts else func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        if not kwargs and instead is None and kind != "recurrent layer" and not torch.compiler.is_compiling():
+        if not kwargs and instead is None and kind != "recurrent layer" and not compiles:
             out = self._small_product(func, rule, args)
             if out is not None:
                 return out

@@ -54,16 +54,16 @@ class Likeness:
     def __init__(self) -> None:
         self.num_steps = 0
         self.due = 1  # the step in which `look` is to be called
+        self._parts: list[_Part] | None = None
         self._sent: tuple[list[_Part], HostCopy] | None = None
 
     @torch.no_grad()
     def look(self, shards: Shards) -> None:
-        """Send, and in the next step raise RuntimeError, on all ranks, if ranks differed. A collective."""
+        """Read what is to be sent, or, in the step after it was, raise RuntimeError, on all ranks, if ranks differed."""
         sent, self._sent = self._sent, None
         if sent is None:
             shards.wait_for_weights()
-            parts = [_part(shards, *each, rates=not place) for place, each in enumerate(shards.alike())]
-            self._sent = parts, HostCopy(_compare(parts))
+            self._parts = [_part(shards, *each, rates=not place) for place, each in enumerate(shards.alike())]
             self.due += 1
             return
         self.due = EARLY if self.due <= EARLY else (self.due // EVERY + 1) * EVERY
@@ -73,6 +73,13 @@ class Likeness:
             found = all_names(tuple(text for part in parts if (text := _apart(part))), parts[0].ranks)
             if found:
                 raise RuntimeError(APART.format(found=listed(found, 3)))
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Send what `look` read, if it did. A collective."""
+        if self._parts is not None:
+            parts, self._parts = self._parts, None
+            self._sent = parts, HostCopy(_compare(parts))
 
 
 def trained(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -140,7 +147,7 @@ def _largest(values: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:
 
 def _apart(part: _Part) -> str:
     """Say what first differs among the ranks of `part`, if anything does. Small collectives."""
-    allowed = torch.tensor(part.allowed)
+    allowed = torch.tensor(part.allowed, dtype=torch.float64)
     told = exchange(json.dumps(part.rows.tolist()).encode(), part.ranks)
     first, *others = [torch.tensor(json.loads(each), dtype=torch.float64).view(-1, 2) for each in told]
     root = dist.get_global_rank(part.ranks, 0)

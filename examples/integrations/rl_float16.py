@@ -29,9 +29,8 @@ SETTINGS = {"max_new_tokens": 20, "do_sample": True, "top_k": 0, "eos_token_id":
 
 def policy(dtype: torch.dtype = torch.float32) -> hf.LlamaForCausalLM:
     """A model with weights in `dtype`; its frequencies of rotation are float32, as where a server opens it."""
-    return hf.AutoModelForCausalLM.from_config(
-        hf.LlamaConfig(vocab_size=64, initializer_range=0.2, **SIZES), dtype=dtype
-    )
+    config = hf.LlamaConfig(vocab_size=64, initializer_range=0.2, **SIZES)
+    return hf.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

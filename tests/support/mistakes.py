@@ -252,6 +252,13 @@ MISTAKES = [
         "tests/unit/test_data.py::",
     ),
     Mistake(
+        "a DistributedSampler with a seed per rank, or the same rank on all",
+        "ValueError",
+        "so that some samples are read twice",
+        "the same seed on all ranks, its own rank on each; or `b.prepare_dataloader`",
+        "tests/distributed/test_data_ranks.py::test_samplers_that_do_not_deal_one_dataset_among_ranks_are_refused_on_all_of_them",
+    ),
+    Mistake(
         "the same loader, not given to `boost`",
         LEGAL,
         "every rank trains on the same samples",

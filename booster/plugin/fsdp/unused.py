@@ -56,7 +56,7 @@ class _Group:
 
     def _before_reduction(self, grad: torch.Tensor) -> None:
         if reduces(self.own):
-            self._owner.agree(self)
+            self._owner.agree((self,), last=False)
 
     def before_gather(self, module: nn.Module, args: Any) -> None:
         if self.own is not None and graph_task() == -1:  # what is computed again within backward is gathered
@@ -156,7 +156,7 @@ class UnusedParameters:
         self._under_way = False
         groups = self._alive()
         if groups and reduces(groups[0].own):
-            self.agree(None)
+            self.agree(groups, last=True)
             for group in groups:
                 group.called = group.told = False
         else:
@@ -180,21 +180,21 @@ class UnusedParameters:
             if sum(anywhere) > count:
                 self._refuse(anywhere)
 
-    def agree(self, one: _Group | None) -> None:
-        """Give the parameters of a group that is about to be reduced zeros where they lack a gradient and others have one.
+    def agree(self, groups: Sequence[_Group], *, last: bool) -> None:
+        """Give the parameters of `groups` that are about to be reduced zeros where they lack a gradient and others have one.
 
-        None: those of all groups that are left, but for what was not called, and of which nothing waits.
+        last: those of all groups that are left, but for what was not called, and of which nothing waits.
         """
         with torch.no_grad(), without_function_modes():
             # Of each group whether it is reduced, of each whether it is not, and of each parameter whether it has a gradient.
             count = len(self._groups)
             here = bytearray(count) + bytearray([1]) * count + bytearray(self._num_params)
             lacking: list[tuple[int, Any, bool]] = []
-            for group in self._alive() if one is None else (one,):
-                if one is None and group.told:
+            for group in groups:
+                if last and group.told:
                     continue
                 found, apart = unreduced(group.own)
-                if one is None and not group.called and True not in found:
+                if last and not group.called and True not in found:
                     continue
                 group.told = True
                 here[group.index], here[count + group.index] = 1, 0

@@ -75,7 +75,7 @@ class WrittenParameters:
 
     Torch frees them after the pass, with what was written. Writes in place leave a trace and are found in every pass, others in
     the first passes, and now and then. RuntimeError, on all ranks, by name, for what a copy cannot take over. Costs: in those
-    passes a comparison of this rank's shards, one small collective, and on a GPU waits for it; else none.
+    passes a comparison of this rank's shards, with copies of one at a time, one small collective, on a GPU waits for it.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
@@ -151,7 +151,7 @@ class WrittenParameters:
             return
         params = [param for watch in self._watches for param in watch.params]
         found, bits = zip(*(self._seen.get(param, (0, 0)) for param in params), strict=True)
-        told = torch.tensor([*found, *bits, *(-each for each in bits)], device=self._device)
+        told = torch.tensor([*found, *bits, *(-each for each in bits)], dtype=torch.int64, device=self._device)
         for ranks in self._ranks:
             dist.all_reduce(told, dist.ReduceOp.MAX, group=ranks)
         anywhere = told.view(3, -1).tolist()
