@@ -162,6 +162,8 @@ def alike(rank, world_size, precision):
     return {key: value for key, value in found.items() if value is not None}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "precision", [each if each == "fp16" else pytest.param(each, marks=pytest.mark.slow) for each in PRECISIONS]
+)
 def test_ranks_that_step_alike_are_not_said_to_drift(ranks2, precision):
     assert ranks2(alike, precision) == [{}] * 2

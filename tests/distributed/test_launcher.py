@@ -240,6 +240,7 @@ def test_who_ends_first_is_blamed_and_not_those_whose_connections_it_broke(tmp_p
     assert blamed.splitlines()[-1].startswith(f"booster run: the first to end was rank 1: {told}"), err
 
 
+@pytest.mark.slow
 def test_uneven_data_is_named_where_the_connection_breaks(tmp_path):
     write(tmp_path, "train.py", EXCHANGE.format(steps="7 + 3 * int(os.environ['RANK'])", end="pass"))
     status, _, err = launch(tmp_path, "--nproc_per_node", "2", "train.py")
@@ -353,6 +354,7 @@ def test_hosts_are_reached_by_ssh_with_only_the_named_environment(tmp_path, clus
     assert {tuple(line["argv"]) for line in lines} == {("train.py", "two words", "it's")}
 
 
+@pytest.mark.slow
 def test_a_failing_node_ends_the_others_and_is_named_with_its_traceback_last(tmp_path, cluster):
     options, variables = cluster
     write(tmp_path, "train.py", CRASH)

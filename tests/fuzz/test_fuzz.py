@@ -27,7 +27,7 @@ def check(run, draw, defaults, seeds, limit):
     assert valid > len(seeds) / 2
 
 
-@pytest.mark.parametrize("first", [0, 20, *(pytest.param(first, marks=pytest.mark.slow) for first in (40, 60))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (20, 40, 60))])
 @pytest.mark.filterwarnings("ignore")
 def test_programs_on_one_device(first):
     check(one_device.run, one_device.draw, one_device.DEFAULTS, range(first, first + 20), limit=200)

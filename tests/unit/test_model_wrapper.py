@@ -669,6 +669,7 @@ def test_module_compile_of_the_boosted_model_works():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.slow
 def test_a_model_compiled_with_inductor_trains():
     torch.manual_seed(0)
     booster = Booster(device="cpu", mixed_precision="bf16")

@@ -447,7 +447,7 @@ def with_moments(form):
 WRITES = {
     "zero_": lambda m: m.zero_(),
     "setitem": lambda m: m.__setitem__(slice(None), 0.0),
-    "a row": lambda m: [row.zero_() for row in (m if m.dim() else [m])],
+    "rows": lambda m: [rows.zero_() for rows in m.chunk(3)],
     "data": lambda m: m.data.mul_(0.0),
     "foreach": lambda m: torch._foreach_mul_([m], 0.0),
     "copy_": lambda m: m.copy_(torch.zeros_like(m)),
