@@ -404,9 +404,8 @@ class Masters:
 
     def read_state_dict(self, state: Mapping[str, Any]) -> Weights:
         """Return the weights in `state`, by parameter. Raises ValueError, nothing changed, if they cannot be masters here."""
-        weights = {
-            name: weight for name, weight in state["weights"].items() if weight.numel()
-        }  # a rank may have none of one
+        # A rank may have none of a weight.
+        weights = {name: weight for name, weight in state["weights"].items() if weight.numel()}
         rounding = state.get("rounding", {})
         params = {self.name_of(p): p for p in self._half_params()}
         unknown = {

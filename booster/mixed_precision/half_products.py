@@ -233,18 +233,14 @@ class WideProducts(CastMode):
         product = _PRODUCTS.get(func) if func is not self.fallback else _GROUPED
         if product is None or not self.enabled:
             if (instead := self._sums.get(func)) is not None and self.enabled:
-                if (
-                    self._training
-                    and (
-                        torch.compiler.is_compiling()
-                        or not torch.is_grad_enabled()
-                        or saved_tensors_hooks_around() is not None
-                    )
-                    and any(
-                        map(is_half, (*args, *kwargs.values()))
-                    )  # in a graph, what is noted of other dtypes would be outputs of it
-                ):
-                    self._recomputation.look()  # a checkpoint runs it again in backward, and must sum as here
+                again = (
+                    torch.compiler.is_compiling()
+                    or not torch.is_grad_enabled()
+                    or saved_tensors_hooks_around() is not None
+                )
+                # A checkpoint runs it again in backward, and must sum as here. Of other dtypes a graph may not take note.
+                if again and self._training and any(map(is_half, (*args, *kwargs.values()))):
+                    self._recomputation.look()
                 return instead(func, args, kwargs)
             if func is torch.autograd.backward and self.enabled:
                 return self._backward(func, args, kwargs)
@@ -268,7 +264,7 @@ class WideProducts(CastMode):
             return self._as_torch_has_it(func, rule, args, kwargs) if self.casts else func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        if not kwargs and instead is None and kind != "recurrent layer" and not compiles:
+        if not kwargs and instead is None and kind != "recurrent layer":
             out = self._small_product(func, rule, args)
             if out is not None:
                 return out
@@ -327,6 +323,8 @@ class WideProducts(CastMode):
 
     def _small_product(self, func: Any, rule: Rule, args: tuple[Any, ...]) -> torch.Tensor | None:
         """As `_product`, of small tensors alone, in one call, since calls cost more than they do; None where it is not that."""
+        if torch.compiler.is_compiling():  # asked here, as after a graph break this is compiled by itself
+            return None
         device_type = self._device_type
         autocast = torch.is_autocast_enabled(device_type)
         half = cast_to = torch.get_autocast_dtype(device_type) if autocast and rule in _TO_HALF else None
@@ -413,7 +411,8 @@ class WideProducts(CastMode):
                 dtype = each.dtype
                 if cast and (dtype is torch.float32 or dtype in HALF_DTYPES):
                     dtype = torch.get_autocast_dtype(self._device_type)
-                if each.layout is not torch.strided:  # torch has kernels of sparse halves, and no others
+                # Torch has kernels of sparse halves, and no others; a graph of a backward pass may not ask.
+                if not torch.compiler.is_compiling() and each.layout is not torch.strided:
                     return None, False
                 if dtype not in HALF_DTYPES or found not in (None, dtype) or each.device.type != self._device_type:
                     return None, False

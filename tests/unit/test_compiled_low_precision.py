@@ -71,7 +71,7 @@ DTYPES = {"fp8": torch.float32}
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("fp8", "nvfp4") else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+    "name", [name if name in ("fp8", "mxfp8") else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )
 def test_no_recipe_breaks_the_graph_and_its_operations_alone_give_the_same_bits(name):
     model = layers(name, DTYPES.get(name, torch.bfloat16), count=1)

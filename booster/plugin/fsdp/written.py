@@ -87,9 +87,8 @@ class WrittenParameters:
         self._known: set[Any] = set()
         self._untraced: set[Any] = set()  # those of them that were written to through `.data`
         self._places: dict[Any, list[tuple[Any, int]]] = {}
-        self._seen: dict[
-            Any, tuple[int, int]
-        ] = {}  # in this pass: one of the numbers above or 0, and the sum of all bits
+        # In this pass: one of the numbers above or 0, and the sum of all bits.
+        self._seen: dict[Any, tuple[int, int]] = {}
 
     def watch(self, modules: Sequence[nn.Module]) -> WatchedGroup:
         """`fully_shard` was just applied to `modules` together; the last time to the model itself."""
