@@ -196,6 +196,7 @@ def with_empty(rank, world_size, plugin, precision):
     return found
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_a_parameter_without_elements_lies_beside_others(ranks2, plugin, precision):

@@ -53,6 +53,7 @@ CASES = [(size, drop_last) for size in (36, 37, 41, 47) for drop_last in (False,
 QUICK = [(36, False), (37, True), (41, False), (47, True)]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     "cases",
     [QUICK, pytest.param([case for case in CASES if case not in QUICK], marks=pytest.mark.slow)],

@@ -55,6 +55,7 @@ def saves_twice(rank, world_size, layout, victim, folder):
     return before, damage(latest(folder))
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("layout", ["FSDP", "PP"])
 def test_a_full_disk_on_one_rank_is_an_error_on_all(ranks2, tmp_path, layout, victim):

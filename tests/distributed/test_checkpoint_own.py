@@ -94,6 +94,7 @@ def resumed(rank, world_size, placement, precision, folder):
     return wrong + [f"later {name}" for name, value in state(second).items() if not torch.equal(value, after[name])]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 @pytest.mark.parametrize("placement", list(PLACEMENTS)[1:])
 def test_every_rank_gets_its_own_buffers_and_extra_back(run_on_ranks, tmp_path, placement, precision):

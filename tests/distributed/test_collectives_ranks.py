@@ -135,6 +135,7 @@ def evaluate(rank, world_size, length, batch_size, options):
     return epochs
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("length", [1, 3, 8, 10, 13])
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_every_sample_once_and_in_dataset_order(ranks4, length, batch_size):

@@ -195,6 +195,7 @@ def overflow(rank, world_size, precision, where, bad_rank, clip):
     return history
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize("where", ["loss", "gradient"])

@@ -72,6 +72,7 @@ def check_average(results, world_size):
     assert 0 < (square / total).sqrt() < 0.04
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("kind", ["ddp", "zero1"])
 @pytest.mark.parametrize(
     "options", [{}, {"bucket_cap_mb": 25}, {"gradient_as_bucket_view": True}, {"static_graph": True}]

@@ -203,6 +203,7 @@ def positions(rank, world_size, place, keep):
     return losses, {name: found[name].dtype for name in names if name in found}, seen
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("keep", [(), ("angles", "embed", "blocks.*.norm", "head")], ids=["none kept", "kept"])
 @pytest.mark.parametrize("place", PLACES)
 def test_float_buffers_are_float32_and_activations_half_wherever_weights_lie(ranks2, place, keep):

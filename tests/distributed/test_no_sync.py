@@ -250,6 +250,7 @@ def unfrozen(rank, world_size, plugin, precision, late_group):
     return float((every[0] - every[1]).abs().max()), not torch.equal(every[0], before)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("late_group", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 @pytest.mark.parametrize("plugin", list(PLUGINS))

@@ -50,6 +50,7 @@ def counts(rank, world_size, place, precision):
     return [int(group["step"]) for group in optimizer.param_groups]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 @pytest.mark.parametrize("place", PLACES)
 def test_every_rank_counts_each_step_once_in_each_group(run_on_ranks, place, precision):
@@ -104,6 +105,7 @@ def exchanged(rank, world_size, place, precision):
     return found
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_naive"])
 @pytest.mark.parametrize("place", PLACES)
 def test_what_methods_and_new_tensors_of_an_optimizer_make_of_weights_reaches_all_ranks(run_on_ranks, place, precision):

@@ -251,6 +251,7 @@ def clipped_by_the_norm_before(rank, world_size, plugin, precision):
     return run.results[0] == other.results[0], len(run.left()[2]), bits(run.model.state_dict())
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16_naive split24 8bit", marks=slow)])
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_previous_norm_takes_one_pass_and_keeps_ranks_alike(ranks2, plugin, precision):

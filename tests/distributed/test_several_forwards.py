@@ -43,6 +43,7 @@ def backwards(booster, model, optimizer, shares):
         booster.backward((model(one) - model(other)).square().mean(), optimizer)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1", "zero2"])
 def test_two_forwards_before_one_backward_train_as_in_one_process(ranks2, name, num_micro_batches):

@@ -139,6 +139,7 @@ def norms_of_used_gradients(rank, world_size, plugin, precision, clip, fused):
     return norms
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("clip", [1e-2, 100.0])
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_naive", "fp16_apex O2"])

@@ -111,6 +111,7 @@ def test_the_resumed_loader_gives_what_the_unbroken_one_does(run_on_ranks, tmp_p
             assert resumed == unbroken, f"{name}, rank {rank}"
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("shuffled", ["by the sampler", "by the global one"])
 def test_after_the_last_batch_an_epoch_is_over_once_its_iterator_is(tmp_path, shuffled, num_workers):

@@ -185,6 +185,7 @@ def add_late(rank, world_size, stage, order):
     return weights(model)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("order", [("muon", "adamw"), ("adamw", "muon")], ids=["muon", "adamw"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_parameter_of_neither_may_be_added_to_either_under_zero(ranks2, stage, order):

@@ -190,6 +190,7 @@ READS = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("reads", READS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2"])
@@ -200,6 +201,7 @@ def test_a_memory_format_changed_after_boost_is_refused_by_the_next_pass(ranks2,
         assert "0.weight changed its memory order after boost()" in error or "2.weight changed" in error
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("reads", READS)
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2"])
 def test_a_memory_format_changed_between_forward_and_backward_is_no_silent_wrong_step(ranks2, name, reads):

@@ -94,6 +94,7 @@ def optimizer_alone(rank, world_size, precision, optimizer):
     return found
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16_naive", "bf16_naive"])
 def test_a_state_of_the_optimizer_without_the_model_s_loads_as_under_ddp(ranks2, precision, optimizer):

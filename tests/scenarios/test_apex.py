@@ -245,6 +245,7 @@ class Sum(nn.Module):
     "test_2models2losses1optimizer, test_3models2losses2optimizers",
     "with an inf in either loss exactly that step is skipped, the rest is as in float32",
 )
+@pytest.mark.crossed
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("models", "optimizers"), [(2, 1), (3, 2)])
 @pytest.mark.parametrize("bad", [None, 0, 1])

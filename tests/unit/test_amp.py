@@ -397,6 +397,7 @@ def test_recomputing_a_block_gives_the_same_dtypes_and_gradients_to_the_bit(prec
 
 
 @both
+@pytest.mark.crossed
 @pytest.mark.parametrize("use", [reentrant, not_reentrant])
 @pytest.mark.parametrize("keep_fp32", ["mlp", "proj", "norm", "qkv"])
 def test_recomputing_pinned_modules_gives_the_same_gradients_to_the_bit(precision, use, keep_fp32):

@@ -104,6 +104,7 @@ def test_the_state_dict_holds_no_half_and_loads_back(level):
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("num_losses", [1, 2])

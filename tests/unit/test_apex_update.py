@@ -171,6 +171,7 @@ def boosted_pair(level="O1", lr=0.25, model=None, **options):
     return booster, plain, model, optimizer
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("zero_before_add", [True, False])
 @pytest.mark.parametrize("accumulate", [True, False])

@@ -259,6 +259,7 @@ class Noisy(TensorDataset):
         return super().__getitem__(index)[0] + torch.rand(())
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("seen", [0, 3])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_shuffled_loader_of_the_users_own_goes_on_in_the_order_that_it_drew(seen, workers):

@@ -259,6 +259,7 @@ def test_optimizers_without_a_kernel_are_captured_where_they_are_capturable(prec
 
 
 @pytest.mark.usefixtures("capturable_here")
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp16", "fp16_naive split"])
 @pytest.mark.parametrize("optimizer", CAPTURABLE)
 def test_a_skip_leaves_what_a_capturable_optimizer_has_and_the_host_reads_nothing(optimizer, precision, monkeypatch):

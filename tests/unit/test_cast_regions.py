@@ -166,6 +166,7 @@ def session():
         apex_amp.shutdown()
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("inner", PRECISIONS)
 @pytest.mark.parametrize("surroundings", ["session", "torch.autocast"])
 def test_a_model_in_an_o1_session_or_an_autocast_of_torch_computes_as_it_does_alone(surroundings, inner):
@@ -246,6 +247,7 @@ def _put_zeros(model, optimizer, how):
         model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("how", ["copy_", "data", "foreach", "load_state_dict"])
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("around", ["own", "torch", "off"])

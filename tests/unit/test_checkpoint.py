@@ -102,6 +102,7 @@ OPTIMIZERS = [
 OPTIONS = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_load_into_a_job_that_has_stepped_is_to_the_bit_and_needs_no_second_memory(tmp_path, name, precision):
@@ -805,6 +806,7 @@ def test_an_empty_folder_says_that_it_is_one(tmp_path):
         first.booster.load(tmp_path / "nowhere", *first.parts)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_what_no_load_would_take_is_not_written_and_what_is_written_loads(tmp_path, precision, async_save):
@@ -889,6 +891,7 @@ CONTAINERS = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 @pytest.mark.parametrize("form", CONTAINERS)
 def test_an_optimizer_whose_states_are_containers_of_tensors_goes_on_to_the_bit(tmp_path, form, precision):

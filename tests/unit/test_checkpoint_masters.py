@@ -116,6 +116,7 @@ def test_wide_weights_of_every_model_become_masters(tmp_path, half):
     )
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("names", NUMBERS, ids=["one model", "two"])
 @pytest.mark.parametrize("half", HALF)
 def test_convert_writes_the_masters_of_the_model_that_is_asked_for(tmp_path, half, names):

@@ -93,6 +93,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16", fp16()], ids=str)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found_in_its_step_with_its_kind_and_parameter(reference, tmp_path, precision, fault):

@@ -97,6 +97,7 @@ def train(run, steps, **options):
     return {name: param.detach().clone() for name, param in run[1].named_parameters()}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("parts", [1, 4])
 def test_a_scale_fits_the_largest_magnitude_of_the_last_steps(reentrant, parts):

@@ -92,6 +92,7 @@ def everything(model, optimizer):
     return [bits(p) for p in model.parameters()], rests, state
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("half", HALVES)
 def test_a_step_decided_on_the_device_is_that_of_the_host_to_the_bit(half, form):
@@ -124,6 +125,7 @@ def test_every_fused_optimizer_decides_on_the_device(name):
         assert torch.equal(param, other)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("half", HALVES)
 def test_a_skip_on_the_device_writes_back_every_bit(half, form):
@@ -174,6 +176,7 @@ PRECISIONS = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_step_reads_nothing_on_the_host(precision, clip):

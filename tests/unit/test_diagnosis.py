@@ -111,6 +111,7 @@ def test_an_overflow_in_the_forward_pass_is_named_by_module_operation_and_line()
     assert "blocks.1.up" in str(found)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "fp16_naive", "bf16_naive"])
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_diagnosis_changes_nothing_and_the_next_steps_are_the_same_to_the_bit(precision, bad):

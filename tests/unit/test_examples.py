@@ -111,6 +111,7 @@ def test_a_feature_is_a_small_difference_from_the_quickstart(name: str) -> None:
     assert len(feature) < 2 * len(base)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("images", "percent"), LEARNT)
 @pytest.mark.parametrize("name", sorted(set(FEATURES) - {"gan_two_optimizers", "resume"}))  # these print no accuracy
 def test_a_feature_learns(start: Start, name: str, images: tuple[int, int], percent: int) -> None:

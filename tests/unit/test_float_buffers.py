@@ -266,6 +266,7 @@ class Checkpointed(Two):
         return x if self.use_reentrant is None else checkpoint(self.part, x, use_reentrant=self.use_reentrant)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_checkpointed_function_reads_buffers_in_backward_as_in_forward(dtype, use_reentrant):

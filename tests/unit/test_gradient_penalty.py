@@ -67,6 +67,7 @@ def penalty_of_accumulated(booster, model, optimizer):
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.crossed
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("way", [penalty_of_grad, penalty_of_accumulated])
 @pytest.mark.parametrize("precision", PRECISIONS)

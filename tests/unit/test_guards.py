@@ -280,6 +280,7 @@ TOUCHES = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
 @pytest.mark.parametrize("precision", ["fp16", "fp16_naive"])
 @pytest.mark.parametrize("then", ["step", "clip_grad_by_norm", "clip_grad_by_value", "unscale_grads", "backward"])

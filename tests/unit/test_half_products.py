@@ -988,6 +988,7 @@ def _overflowing_products():
     return [(make, "forward") for make in forward] + [(make, "backward") for make in (Attention, Recurrent, Linear)]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("naive", [True, False], ids=["half weights", "autocast"])
 @pytest.mark.parametrize(("make", "direction"), _overflowing_products())
 def test_a_diagnosis_names_a_widened_product_as_it_names_the_one_in_half(make, direction, naive):

@@ -74,6 +74,7 @@ def context(dtype):
     return products.forward_context("cpu")
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", EPS)
 @pytest.mark.parametrize("count", [4096, 60000])
 @pytest.mark.parametrize("name", TAKEN)

@@ -187,6 +187,7 @@ def same_bits(a, b):
 @pytest.mark.filterwarnings(
     "ignore:.*:UserWarning"
 )  # of torch, of pickles of protocols and storages that it does not like
+@pytest.mark.crossed
 @pytest.mark.parametrize("number", [20, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_changed_weights_are_refused_with_nothing_touched_or_load_as_others_read_them(tmp_path, kind, number):

@@ -100,6 +100,7 @@ def test_a_split_master_trains_bit_for_bit_like_a_separate_one(name, fused):
     assert not equal(runs[0].values(), runs[0].sources)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_masters_train_like_float32_parameters_on_the_same_gradients(name, dtype):

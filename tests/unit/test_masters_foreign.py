@@ -124,6 +124,7 @@ def _add_group(run):
     run.optimizer.add_param_group({"params": [extra]})
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("event", [_unfreeze, _add_group, None], ids=["unfrozen", "group added", "an empty parameter"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_loaded_weights_stay_whatever_else_changes_before_the_next_step(precision, event):
@@ -142,6 +143,7 @@ def _backward(run):
     run.booster.backward(loss, run.optimizer)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("event", [_unfreeze, _add_group, None], ids=["unfrozen", "group added", "trained before"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_parameter_frozen_after_its_backward_is_clipped_and_stepped_as_any_with_a_gradient(precision, event):

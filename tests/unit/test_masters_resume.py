@@ -200,6 +200,7 @@ def O2():
 FROZEN = [name for name in PRECISIONS if "none" not in name and "stochastic" not in name]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")], ids=" then ".join)
 @pytest.mark.parametrize("precision", [*FROZEN, "O2"])
 def test_a_checkpoint_loads_where_a_parameter_was_frozen_since_and_its_master_waits(precision, order):

@@ -328,6 +328,7 @@ OF_TORCH = sorted(
 )
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("name", OF_TORCH)
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 def test_states_are_estimated_by_the_shapes_of_parameters(name, precision):

@@ -45,6 +45,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_new_tensors_have_the_dtype_that_torchs_default_would_give_them(maker, dtype):

@@ -237,6 +237,7 @@ def groups(x, over):
 OVER = ["tensor", "row", (1, 16), (1, 32), (1, 128), (16, 16), (128, 128)]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("over", OVER, ids=str)
 @pytest.mark.parametrize("kind", [E4M3, E5M2, E2M1, E2M3, INT8], ids=str)
 def test_each_scale_makes_its_largest_number_the_largest_of_the_format(kind, over):

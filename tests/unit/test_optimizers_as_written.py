@@ -153,6 +153,7 @@ def trained(precision, options, kind):
     return b.unwrap(optimizer).counts()
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_optimizer_counts_each_step_once_however_it_counts_and_however_it_is_stepped(kind, way):
@@ -269,6 +270,7 @@ def one_pass(b, model, optimizer, step):
 METHODS = [(form, AveragingByElement) for form in FORMS] + [(form, Averaging) for form in WHOLE_FORMS]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("by_data", [False, True], ids=["in place", "by .data"])
 @pytest.mark.parametrize(("form", "cls"), METHODS)
 def test_what_a_method_of_an_optimizer_writes_is_what_the_model_computes_with(form, cls, by_data):

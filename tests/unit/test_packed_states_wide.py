@@ -108,6 +108,7 @@ def test_what_a_booster_measures_is_what_was_estimated():
 # ---------------------------------------------------------------------- training
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("states", [pytest.param("bf16", marks=pytest.mark.slow), "8bit"])
 @pytest.mark.parametrize("name", PACKABLE)
 def test_every_elementwise_optimizer_steps_float32_weights_on_packed_states_as_on_wide_ones(name, states):

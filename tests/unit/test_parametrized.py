@@ -57,6 +57,7 @@ def batches():
     return torch.randn(3, 2, 4)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", HALF)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,6 +80,7 @@ def test_what_was_registered_before_boost_trains_to_the_bit_as_in_a_loop_by_hand
         assert torch.equal(boosted.state_dict()[name], value), name
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive", "fp16_apex"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -97,6 +97,7 @@ def changed(before, after):
     return [name for name in before if not torch.equal(before[name], after[name])]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("swapped", [False, True], ids=["trained weights", "other weights put in"])
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_that_only_reads_changes_a_bit_of_a_run(form, swapped, tmp_path):

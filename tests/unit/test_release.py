@@ -149,6 +149,7 @@ def test_exact_is_the_step_without_release_to_the_bit(precision, options):
     assert bool(whole.results[2]) == (not options and precision not in SCALED)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive split24 8bit"])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_exact_for_other_optimizers_and_several_groups(precision, make):
@@ -214,6 +215,7 @@ def test_exact_with_packed_states_of_float32_weights(precision):
     assert_same(released.train(3).all(), whole.train(3).all())
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("how", ["unfrozen", "added"])
 @pytest.mark.parametrize(
     ("precision", "options"),
@@ -364,6 +366,7 @@ def test_step_hooks_fire_once(precision):
 # ---------------------------------------------------------------------- checkpoints
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("mode", ["exact", "previous_norm"])
 @pytest.mark.parametrize("precision", ["bf16", "bf16_naive split24 8bit"])
 def test_a_resumed_run_is_the_run(precision, mode, tmp_path):

@@ -77,6 +77,7 @@ class Run:
         return {path: value for path, value in found.items() if not path.startswith("model._raw_calls._left")}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("bad", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_what_a_replay_reaches_is_what_it_was(precision, bad):

@@ -33,6 +33,7 @@ def results(precision):
     return kept | {"weight_grad": model[1].weight.grad}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("role", ["forward", "input_grad", "weight_grad"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -122,6 +122,7 @@ def test_a_run_is_to_the_bit_that_of_weights_that_are_rounded_in_every_pass(name
     assert same(one, other)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     "options",
     [

@@ -68,6 +68,7 @@ def test_a_number_that_float16_does_not_hold_is_an_error_and_not_inf(tmp_path):
     booster.save_model(model, tmp_path / "w.safetensors", weights="bf16")
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("weights", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("kind", ["llama", "tied llama", "gpt2"])
 def test_transformers_opens_halves_in_their_dtype_and_computes_what_the_weights_say(
@@ -108,6 +109,7 @@ def decoded(found, name, weights):
     return codes * scale, scale * step / 2
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive"])
 @pytest.mark.parametrize("weights", ["fp8", "int8"])

@@ -45,6 +45,7 @@ def step(b, model, optimizer):
     return optimizer.step()
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("release", [False, "exact"])
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -205,6 +205,7 @@ class Shared:
         return [each.state_dict() for each in (*self.models, *self.optimizers)]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("owner", [0, 1])
 @pytest.mark.parametrize(
     ("old", "new"),
@@ -258,6 +259,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("old", ["fp16", "fp16_naive"])
 @pytest.mark.parametrize(("new", "error", "match"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_gone_over_to_is_refused_and_nothing_changes(old, new, error, match):

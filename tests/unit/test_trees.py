@@ -73,6 +73,7 @@ REPLACING = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("kind", CONTAINERS)
 @pytest.mark.parametrize("place", REPLACING)
 def test_every_tensor_is_replaced_and_every_container_stays_what_it_is(place, kind):
@@ -157,6 +158,7 @@ class InThree(TorchDDPPlugin):
         return 3
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", CONTAINERS)
 def test_execute_pipeline_divides_and_joins_every_container(kind, precision):
