@@ -76,9 +76,9 @@ fuzz: $(TEST)/.installed
 docs: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
 	$(DOCS)/bin/codespell
-	$(DOCS)/bin/python docs/site/prose.py
-	$(DOCS)/bin/python docs/site/searched.py
-	$(DOCS)/bin/python docs/site/length.py
+	$(DOCS)/bin/python tools/prose.py
+	$(DOCS)/bin/python tools/searched.py
+	$(DOCS)/bin/python tools/length.py
 
 # The site of a version goes into the branch gh-pages of this repository, beside those of others; nothing is pushed.
 docs-version: $(DOCS)/.installed
@@ -89,7 +89,7 @@ docs-serve: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve $(ARGS)
 
 figures: $(DOCS)/.installed
-	for name in formats weight_bits step map pipeline curves long_run planted communication guides; do $(DOCS)/bin/python docs/figures/$$name.py || exit 1; done
+	for name in formats weight_bits step map pipeline curves long_run planted communication guides; do $(DOCS)/bin/python benchmarks/figures/$$name.py || exit 1; done
 
 lint: $(TEST)/.installed
 	$(TEST)/bin/ruff check .

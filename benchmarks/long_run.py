@@ -1,7 +1,7 @@
 """A long run of the example's GPT with packed optimizer states beside the same run in float32: two curves of the loss.
 
     python -m benchmarks.long_run [--steps 5000] [--folder runs/long]     # goes on where it was stopped
-    python docs/figures/long_run.py                                       # draws docs/figures/long_run.json
+    python benchmarks/figures/long_run.py                                       # draws benchmarks/figures/long_run.json
 
 The GPT of `benchmarks.quality`. Both start from the same weights and see the same batches: 8 windows of 64 bytes of the
 Jargon File a step, AdamW, warmup and cosine, clipped at 1. They take turns, 250 steps each; then each is saved, and tested on
@@ -30,7 +30,7 @@ from examples.gpt.model import cross_entropy
 RUNS = ("fp32", "bf16_naive, split24, 8bit states")
 BATCH = 8
 TURN, MEAN = 250, 25  # steps
-OUT = Path(__file__).resolve().parents[1] / "docs" / "figures" / "long_run.json"
+OUT = Path(__file__).resolve().parent / "figures" / "long_run.json"
 
 
 class Curve:

@@ -1,10 +1,10 @@
 """Runs with a flaw planted in them, which a low precision does not survive, flown by an autopilot.
 
-    python -m benchmarks.planted --seeds 3 4 5 --out docs/figures/planted.json
-    python -m benchmarks.planted --table docs/figures/planted.json
+    python -m benchmarks.planted --seeds 3 4 5 --out benchmarks/figures/planted.json
+    python -m benchmarks.planted --table benchmarks/figures/planted.json
 
 The first adds to the file the runs that it has not yet; the second prints the tables of docs/quality.md, of
-docs/figures/planted_finish.json that of the runs which chose where the finish begins.
+benchmarks/figures/planted_finish.json that of the runs which chose where the finish begins.
 
 Each flaw is a number that is huge and multiplied with zero, as channels of large models carry them: in a wide dtype it
 does nothing, and the numbers that share its scale in a low one are rounded to zero. Beside the autopilot run bfloat16,

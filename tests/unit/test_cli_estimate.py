@@ -80,7 +80,7 @@ def test_a_picture_has_the_sites_colours_and_numbers_on_its_bars(job, tmp_path):
     picture = tmp_path / "memory.svg"
     assert main(["estimate", "--precision", "fp32,bf16_naive", "--memory", "1", "--picture", str(picture), job]) == 0
     drawn = picture.read_text()
-    style = (ROOT / "docs" / "figures" / "style.py").read_text()
+    style = (ROOT / "benchmarks" / "figures" / "style.py").read_text()
     for part in ("weights", "masters", "gradients", "states"):
         assert _COLOURS[part] in style
         assert f"fill: {_COLOURS[part]}" in drawn

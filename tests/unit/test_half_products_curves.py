@@ -12,7 +12,7 @@ curves = pytest.importorskip("benchmarks.half_products_curves", reason="examples
 
 from benchmarks.quality import Record
 
-RECORD = Record(ROOT / "docs" / "figures" / "half_products_curves.jsonl")
+RECORD = Record(ROOT / "benchmarks" / "figures" / "half_products_curves.jsonl")
 
 
 def row(choice, seed, losses):

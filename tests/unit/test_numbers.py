@@ -43,8 +43,8 @@ def page(name: str) -> str:
 
 
 def constant(script: str, name: str) -> object:
-    """What a script of docs/figures sets `name` to, read without running it."""
-    tree = ast.parse((DOCS / "figures" / f"{script}.py").read_text())
+    """What a script of benchmarks/figures sets `name` to, read without running it."""
+    tree = ast.parse((ROOT / f"benchmarks/figures/{script}.py").read_text())
     (value,) = [
         each.value for each in tree.body if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == name
     ]

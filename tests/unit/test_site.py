@@ -40,7 +40,7 @@ SPOKEN = [
         if page.stem not in ("design", "mistakes") and page.parent.name != "design"
     ),
 ]
-MADE = {"changes.md", "contributing.md"}  # by docs/site/hooks.py, from files beside docs/
+MADE = {"changes.md", "contributing.md"}  # by tools/hooks.py, from files beside docs/
 
 
 def documented() -> set[str]:
@@ -74,7 +74,7 @@ def test_pages_for_users_are_read_in_eight_minutes() -> None:
 
 
 def test_lines_of_code_are_whole_beside_both_menus() -> None:
-    """100 characters, for which docs/site/site.css makes room; a few calls with five results have some more."""
+    """100 characters, for which docs/site.css makes room; a few calls with five results have some more."""
     long = []
     for path in [ROOT / "README.md", *DOCS.rglob("*.md")]:
         if path != cli_page.PAGE:
@@ -181,16 +181,18 @@ def test_every_figure_is_there_for_light_pages_and_for_dark_ones(picture: Path) 
 
 def test_figures_are_drawn_by_scripts_of_the_repository() -> None:
     drawn = {
-        name for path in (DOCS / "figures").glob("*.py") for name in re.findall(r'draw\("(\w+)"', path.read_text())
+        name
+        for path in (ROOT / "benchmarks/figures").glob("*.py")
+        for name in re.findall(r'draw\("(\w+)"', path.read_text())
     }
     assert drawn == {path.stem.removesuffix("-dark") for path in (DOCS / "images").glob("*.svg")} - {"favicon"}
-    taken = re.findall(r'"(\w+\.png)"', (DOCS / "figures" / "pictures.py").read_text())
+    taken = re.findall(r'"(\w+\.png)"', (ROOT / "benchmarks/figures/pictures.py").read_text())
     assert set(taken) == {path.name for path in (DOCS / "images").glob("*.png")}
 
 
 @pytest.mark.parametrize("results", ["matrix", "resume"])
 def test_the_map_may_say_that_all_cells_passed(results: str) -> None:
-    passed = {tuple(cell) for cell in json.loads((DOCS / f"{results}.json").read_text())["passed"]}
+    passed = {tuple(cell) for cell in json.loads((ROOT / f"benchmarks/results/{results}.json").read_text())["passed"]}
     assert passed == {(precision, parallelism) for precision, _ in passed for _, parallelism in passed}
 
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.quality import Record
 from benchmarks.states_quality import LENGTHS, NAMES, PACKED, WIDE, compare, table
 
-RECORD = Record(ROOT / "docs" / "figures" / "states_quality.jsonl")
+RECORD = Record(ROOT / "benchmarks" / "figures" / "states_quality.jsonl")
 
 
 def row(mode, seed, accuracy, **others):

@@ -1,6 +1,6 @@
 """Who computes what when, in a pipeline of four stages: all forwards first, one forward one backward, and interleaved.
 
-python docs/figures/pipeline.py
+python benchmarks/figures/pipeline.py
 """
 
 import matplotlib.pyplot as plt

@@ -1,7 +1,7 @@
 """Four precisions of one model: their losses, and what a step takes of time and memory, from curves.json.
 
-python docs/figures/curves_run.py     # trains, and writes curves.json
-python docs/figures/curves.py
+python benchmarks/figures/curves_run.py     # trains, and writes curves.json
+python benchmarks/figures/curves.py
 """
 
 import json

@@ -1,7 +1,7 @@
 """Losses with gradients sent in four ways between ranks, and how far apart they are, from communication.json.
 
-for n in 2 4; do booster run --nproc_per_node $n docs/figures/communication_run.py; done     # trains, and writes it
-python docs/figures/communication.py
+for n in 2 4; do booster run --nproc_per_node $n benchmarks/figures/communication_run.py; done     # trains, and writes it
+python benchmarks/figures/communication.py
 """
 
 import json

@@ -1,6 +1,6 @@
 """Train the example's GPT with gradients sent in four ways, and write down the losses.
 
-for n in 2 4; do booster run --nproc_per_node $n docs/figures/communication_run.py; done     # writes communication.json
+for n in 2 4; do booster run --nproc_per_node $n benchmarks/figures/communication_run.py; done     # writes communication.json
 
 All start from the same weights and see the same batches of 8 windows, divided among the ranks. A loss is the mean over ranks;
 the last one is of the held-out text. Weights, gradients and updates are float32, so that curves differ by what is sent alone.

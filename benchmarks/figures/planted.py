@@ -1,7 +1,7 @@
 """Runs with a planted flaw: last losses in bfloat16, in nvfp4, by an autopilot, by a schedule and by both, from planted.json.
 
-python -m benchmarks.planted --out docs/figures/planted.json   # trains
-python docs/figures/planted.py
+python -m benchmarks.planted --out benchmarks/figures/planted.json   # trains
+python benchmarks/figures/planted.py
 """
 
 import json

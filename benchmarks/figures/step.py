@@ -1,6 +1,6 @@
 """A step from left to right, and how often it reads and writes the gradients.
 
-python docs/figures/step.py
+python benchmarks/figures/step.py
 """
 
 import matplotlib.pyplot as plt

@@ -1,6 +1,6 @@
 """What the figures share: each is drawn twice, for a light page and for a dark one, as SVG without a date in it.
 
-`python docs/figures/NAME.py` draws one, `make figures` all.
+`python benchmarks/figures/NAME.py` draws one, `make figures` all.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-IMAGES = Path(__file__).resolve().parents[1] / "images"
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 
 
 @dataclass(frozen=True)

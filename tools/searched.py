@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lunr import lunr
 
-INDEX = Path(__file__).resolve().parents[2] / "site/search/search_index.json"
+INDEX = Path(__file__).resolve().parents[1] / "site/search/search_index.json"
 FIRST = {
     "advise": "guides/advise.html",
     "accelerate": "migration/accelerate.html",

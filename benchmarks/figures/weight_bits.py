@@ -1,6 +1,6 @@
 """Where the bits of one weight live, and what a parameter takes with AdamW.
 
-python docs/figures/weight_bits.py
+python benchmarks/figures/weight_bits.py
 """
 
 import matplotlib.pyplot as plt

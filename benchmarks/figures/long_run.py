@@ -1,7 +1,7 @@
 """A long run with packed optimizer states beside float32: training loss and held-out loss, from long_run.json.
 
 python -m benchmarks.long_run         # trains, and writes long_run.json
-python docs/figures/long_run.py
+python benchmarks/figures/long_run.py
 """
 
 import json

@@ -1,8 +1,8 @@
 """Precision by parallelism: the cells that the tests trained, and those that they interrupted and resumed.
 
-python -m pytest tests/distributed/test_matrix.py --matrix-out docs/matrix.json
-python -m pytest tests/distributed/test_checkpoint_ranks.py -k interrupted --resume-out docs/resume.json
-python docs/figures/map.py
+python -m pytest tests/distributed/test_matrix.py --matrix-out benchmarks/results/matrix.json
+python -m pytest tests/distributed/test_checkpoint_ranks.py -k interrupted --resume-out benchmarks/results/resume.json
+python benchmarks/figures/map.py
 """
 
 import json
@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 from style import Theme, draw
 
-DOCS = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def cells(theme: Theme) -> Figure:
     """A filled cell trained like one process; one that was also interrupted and resumed to the bit has a ring."""
-    passed = [tuple(cell) for cell in json.loads((DOCS / "matrix.json").read_text())["passed"]]
-    resumed = {tuple(cell) for cell in json.loads((DOCS / "resume.json").read_text())["passed"]}
+    passed = [tuple(cell) for cell in json.loads((RESULTS / "matrix.json").read_text())["passed"]]
+    resumed = {tuple(cell) for cell in json.loads((RESULTS / "resume.json").read_text())["passed"]}
     rows = list(dict.fromkeys(row for row, _ in passed))
     columns = list(dict.fromkeys(column for _, column in passed))
     figure, axes = plt.subplots(figsize=(9, 0.36 * len(rows) + 1.1), layout="constrained")

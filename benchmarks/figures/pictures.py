@@ -1,6 +1,6 @@
 """The pictures that the library itself draws: an estimate, and a recorded run as `booster report` shows it.
 
-python docs/figures/pictures.py [estimate] [report]
+python benchmarks/figures/pictures.py [estimate] [report]
 
 It needs matplotlib, timm, rich and PyQt6-WebEngine, whose browser takes the pictures.
 
@@ -29,7 +29,7 @@ from torch import nn
 from booster import Booster
 from booster.mixed_precision import FP16TorchMixedPrecision
 
-IMAGES = Path(__file__).resolve().parents[1] / "images"
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 ESTIMATE = (
     "job.py:job --precision fp32,bf16,bf16_naive,bf16_naive+8bit --plugin single,fsdp --world_size 4 --memory 0.5"
 )

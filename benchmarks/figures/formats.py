@@ -1,6 +1,6 @@
 """Number lines: how far each format reaches, and which numbers it has from 1 to 2.
 
-python docs/figures/formats.py
+python benchmarks/figures/formats.py
 """
 
 from dataclasses import dataclass

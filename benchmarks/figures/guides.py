@@ -1,6 +1,6 @@
 """Pictures of the guides: which plugin, what each rank holds, a skipped step, a folder of checkpoints.
 
-python docs/figures/guides.py
+python benchmarks/figures/guides.py
 """
 
 import matplotlib.pyplot as plt

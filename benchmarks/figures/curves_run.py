@@ -1,6 +1,6 @@
 """Train the example's vision transformer in four precisions, a step of each in turn, and write down what happened.
 
-python docs/figures/curves_run.py     # writes docs/figures/curves.json, which curves.py draws
+python benchmarks/figures/curves_run.py     # writes benchmarks/figures/curves.json, which curves.py draws
 
 All start from the same weights and see the same batches, in one process on one thread. Times are CPU time of a whole step;
 as the four take turns, what else the machine does meets all of them alike. Memory is what `Booster.estimate_memory` says.

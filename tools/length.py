@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FILES = {"changes.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}  # pages that lie beside docs/
 WRITTEN = {"reference/cli.md", "guides/mistakes.md"}  # by argparse, and by tests/support/mistakes.py
 
