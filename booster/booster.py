@@ -22,11 +22,10 @@ from booster.data import DataLoaderWrapper
 from booster.facade import checks, collectives
 from booster.facade.accumulation import Accumulation, Accumulations, Unsynchronised
 from booster.facade.as_built import AsBuilt
-from booster.facade.boosted import Boosted
+from booster.facade.boosted import Boosted, BoostOutput
 from booster.facade.config import translate
 from booster.facade.course import PrecisionCourse
 from booster.facade.pipelined import execute
-from booster.facade.returned import Returned
 from booster.facade.switch import Boosting, Switch, switch_all
 from booster.ground import arguments
 from booster.ground.device import resolve_device
@@ -337,7 +336,7 @@ class Booster:
             self._boosted.loaders.add(loader)
         wrapped = [LRSchedulerWrapper(each, self._boosted.optimizers[id(owner)]) for each, owner in owners]
         schedulers = wrapped if isinstance(lr_scheduler, (list, tuple)) else next(iter(wrapped), None)
-        return Returned((boosted, boosted_optimizer, boosted_criterion, loader, schedulers))
+        return BoostOutput((boosted, boosted_optimizer, boosted_criterion, loader, schedulers))
 
     if not TYPE_CHECKING:  # which would take every name for legal
 

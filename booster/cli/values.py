@@ -134,7 +134,7 @@ def told(command: str, *errors: type[Exception], status: int) -> Iterator[None]:
     except errors as error:
         if isinstance(error, BrokenPipeError) and reader_has_gone():
             raise
-        from booster.ground.installed import where_raised  # which needs torch, as whatever raised here did
+        from booster.ground.frames import where_raised  # which needs torch, as whatever raised here did
 
         place = where_raised(error)
         text = f"booster {command}: {error}{f' ({place})' if place else ''}"

@@ -16,6 +16,16 @@ from booster.interface.model import ModelWrapper, boosted_wrapper
 from booster.interface.optimizer import OptimizerWrapper
 
 
+class BoostOutput(tuple[Any, ...]):
+    """(model, optimizer, criterion, dataloader, lr_scheduler), for which Python's own error would not name `boost`."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"boost() returns {len(self)} objects, not a model, and together they have no attribute {name!r}. Write "
+            "model, optimizer, *_ = b.boost(model, optimizer)"
+        )
+
+
 class Boosted:
     """The objects of one Booster, as long as the user keeps them.
 

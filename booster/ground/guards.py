@@ -13,11 +13,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from booster.ground.frames import called_from
+
 _logger = logging.getLogger(__name__)
 _CALLS = 100  # of the user's model in training; who calls the wrong one calls it in the first of them
-_BOOSTED_MODELS = "booster.interface.model"
-_COMPUTES = {"_run", "run_method", "_stream"}  # of models; a criterion's models are not synchronised
-_OF_TORCH_CHECKPOINT = "torch.distributed.checkpoint.state_dict"
+# Of boosted models, not of criteria, whose own models are not synchronised.
+_COMPUTES = {("booster.interface.model", name) for name in ("_run", "run_method", "_stream")}
+_OF_TORCH_CHECKPOINT = ("torch.distributed.checkpoint.state_dict",)
+_BETWEEN = ("booster.interface.optimizer", "booster.ground.guards", "torch.optim.", "torch.utils._contextlib")
 
 
 class OwnStep:
@@ -36,7 +39,7 @@ class OwnStep:
         # First, because the compiler traces it, and then nothing else.
         if torch.compiler.is_compiling() or self.stepping or self._owner is None or self._owner() is None:
             return
-        if is_of_torch_checkpoint(6):
+        if is_of_torch_checkpoint():
             return
         name = type(optimizer).__name__
         raise RuntimeError(
@@ -74,11 +77,9 @@ class RawCalls:
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not self._watched or not torch.is_grad_enabled() or not module.training:
             return
-        # No call more in a step that is as it should be: the frame of the boosted model is a few above this one.
+        # As `called_by` does, but without a call: in the first steps every forward pass comes here.
         frame: Any = sys._getframe(1)
-        while frame is not None and not (
-            frame.f_code.co_name in _COMPUTES and frame.f_globals.get("__name__") == _BOOSTED_MODELS
-        ):
+        while frame is not None and (frame.f_globals.get("__name__"), frame.f_code.co_name) not in _COMPUTES:
             frame = frame.f_back
         if frame is not None or self._backward() != -1:
             self._left -= 1
@@ -108,14 +109,7 @@ class RawCalls:
         return {**self.__dict__, "_watched": False, "_handle": None}
 
 
-def is_of_torch_checkpoint(depth: int) -> bool:
-    """Return whether the caller of the caller, or who called that, up to `depth` frames, is torch's module that makes states of
-    optimizers by a step of zeros, and keeps torch's keys alone. Schedulers of torch, and its own hooks, stand between."""
-    frame: Any = sys._getframe(2)
-    for _ in range(depth):
-        if frame is None:
-            return False
-        if frame.f_globals.get("__name__") == _OF_TORCH_CHECKPOINT:
-            return True
-        frame = frame.f_back
-    return False
+def is_of_torch_checkpoint() -> bool:
+    """Return whether the caller was called by torch's module that makes states of optimizers by a step of zeros, and keeps
+    torch's keys alone. Schedulers of torch and hooks of steps may stand between."""
+    return called_from(_OF_TORCH_CHECKPOINT, through=_BETWEEN)

@@ -1,23 +1,15 @@
-"""What is installed: versions, and which of the packages called `apex` one has, found without importing them.
-
-Whose code a line is: the user's, or that of torch, of booster, or of Python itself.
-"""
+"""What is installed: versions, and which of the packages called `apex` one has, found without importing them."""
 
 from __future__ import annotations
 
-import functools
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import logging
-import os
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, TracebackType
-
-import torch
 
 _logger = logging.getLogger(__name__)
 
@@ -101,37 +93,3 @@ def _find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
         return importlib.util.find_spec(name)
     except ValueError:  # imported already, by something that gave it no spec
         return importlib.machinery.PathFinder.find_spec(name)
-
-
-_STANDARD = os.path.dirname(os.__file__) + os.sep
-_LIBRARIES = tuple(os.path.dirname(file or "") + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
-
-
-@functools.lru_cache(maxsize=4096)
-def is_users(code: CodeType) -> bool:
-    """Return whether `code` is neither torch's nor booster's nor of the standard library."""
-    file = code.co_filename
-    return not file.startswith(("<", *_LIBRARIES)) and (not file.startswith(_STANDARD) or "site-packages" in file)
-
-
-def raised_in(error: BaseException) -> TracebackType | None:
-    """Return the innermost line of the user's below which `error` was raised; None without one.
-
-    Only what ran below the frame that caught it counts.
-    """
-    found: TracebackType | None = None
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None:
-        if is_users(trace.tb_frame.f_code):
-            found = trace
-        trace = trace.tb_next
-    return found
-
-
-def where_raised(error: BaseException) -> str:
-    """Return "file:line in function" of that line, "" without one."""
-    trace = raised_in(error)
-    if trace is None:
-        return ""
-    code = trace.tb_frame.f_code
-    return f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"

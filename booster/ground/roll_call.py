@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from booster.ground.foreign_files import printable
+from booster.ground.frames import first_user_frame, is_users, line_of, where_raised
 from booster.ground.meetings import Meetings
 from booster.ground.torch_internals import agent_serves_store, default_store, gathered_name
 
@@ -28,9 +29,7 @@ _ANSWERS = 3  # looks that the others have to answer
 _FAREWELL = timedelta(seconds=5)  # that the others have to see that the rank which serves the store ends
 _LONGEST = 10_000  # characters of a place, an error or a call
 
-_PACKAGE, _TORCH, _STANDARD = (
-    f"{Path(file).parent}/" for file in (Path(__file__).parent, torch.__file__, logging.__path__[0])
-)
+_PACKAGE, _TORCH = (f"{Path(file).parent}/" for file in (Path(__file__).parent, torch.__file__))
 # What the library calls where waiting is what was asked for, or is for data, and what started the script, whose frames lie
 # below all of its own: files or folders of the package, and of a file the functions, or all.
 _WAITS_ON_PURPOSE: Mapping[str, tuple[str, ...]] = {
@@ -289,9 +288,10 @@ def _shown(code: CodeType) -> str:
 
 def _where(frames: Sequence[FrameType]) -> str:
     """Return file, line and function of the innermost frame that is the script's own, or somebody's it calls."""
-    own = (frame for frame in frames if _is_own(frame.f_code))
-    frame = next(own, frames[0] if frames else None)
-    return "its end" if frame is None else _place(frame.f_code, frame.f_lineno)
+    if not frames:
+        return "its end"
+    frame = first_user_frame(frames[0]) or frames[-1]  # the outermost, as of `python -c`
+    return line_of(frame.f_code, frame.f_lineno)
 
 
 def _collective(frames: Sequence[FrameType]) -> str | None:
@@ -306,17 +306,7 @@ def _collective(frames: Sequence[FrameType]) -> str | None:
     name = f"{inner[depth - 1].f_code.co_name}() called by " if depth else ""
     groups = (gathered_name(frame.f_locals.get("self")) for frame in inner if "_fsdp_" in frame.f_code.co_filename)
     of = next((f", for the parameters of {group!r}" for group in groups if group), "")
-    return f"{name}{_place(inner[depth].f_code, inner[depth].f_lineno)}{of}"
-
-
-def _is_own(code: CodeType) -> bool:
-    name = code.co_filename
-    is_installed = "site-packages" in name or "dist-packages" in name
-    return not name.startswith((_PACKAGE, _TORCH, "<frozen")) and (is_installed or not name.startswith(_STANDARD))
-
-
-def _place(code: CodeType, line: int) -> str:
-    return f"{code.co_filename}:{line} in {code.co_name}"
+    return f"{name}{line_of(inner[depth].f_code, inner[depth].f_lineno)}{of}"
 
 
 def _error(thread: int | None) -> str | None:
@@ -325,14 +315,10 @@ def _error(thread: int | None) -> str | None:
     if isinstance(error, tuple):  # before Python 3.12
         error = error[1]
     caught = error.__traceback__ if isinstance(error, BaseException) else None
-    if caught is None or not _is_own(caught.tb_frame.f_code):  # as Path.exists handles its own
+    if caught is None or not is_users(caught.tb_frame.f_code):  # as Path.exists handles its own
         error = getattr(sys, "last_value", None)
     if error is None:
         return None
-    trace, place = error.__traceback__, ""
-    while trace is not None:
-        if _is_own(trace.tb_frame.f_code) or not place:
-            place = f" at {_place(trace.tb_frame.f_code, trace.tb_lineno)}"
-        trace = trace.tb_next
+    place = where_raised(error)
     text = str(error).partition("\n")[0][:300]
-    return f"{type(error).__name__}: {text}{place}"
+    return f"{type(error).__name__}: {text}{f' at {place}' if place else ''}"

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from booster.ground import arguments
+from booster.ground.frames import raised_in, where_raised
 from booster.ground.guards import RawCalls
-from booster.ground.installed import raised_in, where_raised
 from booster.ground.text import dtype_name, listed
 from booster.ground.torch_internals import graph_task
 from booster.interface.tape import Tape

@@ -134,7 +134,7 @@ class OptimizerWrapper(Optimizer):
             gradients.compare_noted()
         self._own_step.stepping = True
         try:
-            if closure is None and not self.optimizer.state and is_of_torch_checkpoint(3):
+            if closure is None and not self.optimizer.state and is_of_torch_checkpoint():
                 # A step of zeros at a learning rate of zero, to make states: it is none of the run's.
                 update.shards.take_zeros()
                 return update.step()
@@ -324,7 +324,7 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def state(self) -> Any:
-        if is_of_torch_checkpoint(1):  # before it sets learning rates and gradients to zero
+        if is_of_torch_checkpoint():  # before it sets learning rates and gradients to zero
             with self._update.shards.local():
                 self._check_nothing_is_lost(self._update.kept.state_dict()[1])
             return self._update.shards.state_of_ranks(self._update.kept.state)
@@ -441,7 +441,7 @@ class OptimizerWrapper(Optimizer):
         self.settle()
         self.wait_for_weights()
         state, own = state_of(self._update)
-        if is_of_torch_checkpoint(1):
+        if is_of_torch_checkpoint():
             self._check_nothing_is_lost(own)
         state[STATE_KEY] = {
             **own,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from booster.ground import arguments
+from booster.ground.frames import called_by, called_from
 from booster.ground.torch_internals import SWAPS_TENSORS
 from booster.model.dtensors import is_part
 from booster.model.modules import bare, is_placed, unwrap_placed, wait_for_weights
@@ -18,6 +18,7 @@ from booster.shards.hidden import clear_hidden_gradients
 
 _logger = logging.getLogger(__name__)
 _KNOW_PARTS = ("torch.distributed.checkpoint", "booster.")
+_WALKS = ("torch.nn.modules.module",)  # by which a module around the wrapper asks it
 
 
 class TransparentModule(nn.Module):
@@ -49,7 +50,7 @@ class TransparentModule(nn.Module):
         torch.distributed.checkpoint or this library that asks, which know of them.
         """
         state = self._whole().state_dict(*args, **kwargs)
-        if not self._told_parts and not _asked_by(_KNOW_PARTS) and any(map(is_part, state.values())):
+        if not self._told_parts and not called_from(_KNOW_PARTS, through=_WALKS) and any(map(is_part, state.values())):
             self.__dict__["_told_parts"] = True
             _logger.warning(
                 "state_dict() of a model that is divided among ranks has this rank's part of each weight: a torch.save of it "
@@ -113,7 +114,7 @@ class TransparentModule(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-        if _is_rewritten():
+        if not torch.compiler.is_compiling() and called_by(_REWRITING, through=_READERS):
             _refuse_rewriting()
         value = getattr(bare(self.module), name)
         if callable(value) or isinstance(value, (torch.Tensor, Iterable)):  # what may hold or read weights
@@ -126,7 +127,7 @@ class TransparentModule(nn.Module):
         placed = self.__dict__.get("_modules", {}).get("module")
         if placed is None or name == "module" or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
-        elif name in bare(placed)._parameters and _asked_by(SWAPS_TENSORS):
+        elif name in bare(placed)._parameters and called_from((SWAPS_TENSORS,), through=_WALKS):
             bare(placed)._parameters[name] = (
                 value  # as functional_call does with modules that have the parameter themselves
             )
@@ -199,7 +200,7 @@ class _NoParameters(dict[str, Any]):
     """What a wrapper has of parameters: none. Who takes one by its name, as torch's old spectral_norm, is told why."""
 
     def __missing__(self, name: str) -> Any:
-        if _is_rewritten():
+        if not torch.compiler.is_compiling() and called_by(_REWRITING, through=_READERS):
             _refuse_rewriting()
         raise KeyError(name)
 
@@ -215,18 +216,6 @@ _REWRITING = {
 }
 
 
-def _is_rewritten() -> bool:
-    """Return whether a function of torch's that replaces parameters reads the wrapper, by itself or by one that it calls."""
-    if torch.compiler.is_compiling():
-        return False
-    frame: Any = sys._getframe(2)
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_READERS):
-        if (frame.f_globals["__name__"], frame.f_code.co_name) in _REWRITING:
-            return True
-        frame = frame.f_back
-    return False
-
-
 _READERS = ("torch.nn.utils.", "torch.nn.modules.module")
 
 
@@ -237,14 +226,6 @@ def _refuse_rewriting() -> NoReturn:
         "its optimizer is made and before boost: weight_norm(net); optimizer = AdamW(net.parameters()); "
         "b.boost(net, optimizer)"
     )
-
-
-def _asked_by(modules: str | tuple[str, ...]) -> bool:
-    """Return whether who called the method of the wrapper, through modules around it or not, is of these modules."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") == "torch.nn.modules.module":
-        frame = frame.f_back
-    return frame is not None and str(frame.f_globals.get("__name__")).startswith(modules)
 
 
 def refuse_torchscript(module: Any, noun: str) -> None:

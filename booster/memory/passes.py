@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from booster.ground import torch_internals
-from booster.ground.installed import where_raised
+from booster.ground.frames import where_raised
 from booster.memory.released import Arrivals, Released, Sizes, Whole
 from booster.memory.sharding import Sharding
 from booster.memory.tracker import StorageTracker

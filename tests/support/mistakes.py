@@ -422,8 +422,8 @@ MISTAKES = [
     ),
     Mistake(
         "`model, optimizer = b.boost(model, optimizer)`",
-        "TypeError",
-        "boost() returns 5 objects",
+        "ValueError",
+        "too many values to unpack",
         f"`{LINE}`",
         two_names,
     ),

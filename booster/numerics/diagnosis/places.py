@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.ground.installed import is_users
+from booster.ground.frames import is_users
 from booster.ground.text import dtype_name
 from booster.ground.torch_internals import (
     engine_starts,
