@@ -14,7 +14,7 @@ from booster.ground.foreign_files import parse_json
 
 
 class Meetings:
-    """Meetings of `size` ranks in `store`, numbered from 1, in each of which a rank says one word and hears all that were said.
+    """Ranks, `size` of them, meet in `store`: in each meeting, numbered from 1, a rank says one word and hears all words.
 
     All words of a meeting are one value, to which the store itself appends: none overwrites another, and a rank speaks in one
     request and hears everybody in another. A meeting of W ranks is O(W) requests in all.
