@@ -18,6 +18,10 @@ from torch.utils.data import Dataset, Sampler
 
 from booster.checkpoint.objects import Loaded
 from booster.checkpoint.run import RunCheckpoints
+from booster.common import arguments
+from booster.common.devices import resolve_device
+from booster.common.hang_watchdog import PATIENCE, watch
+from booster.common.torch_internals import remove_guards
 from booster.data import DataLoaderWrapper
 from booster.facade import checks, collectives
 from booster.facade.accumulation import Accumulation, Accumulations, Unsynchronised
@@ -27,10 +31,6 @@ from booster.facade.config import translate
 from booster.facade.course import PrecisionCourse
 from booster.facade.pipelined import execute
 from booster.facade.switch import Boosting, Switch, switch_all
-from booster.ground import arguments
-from booster.ground.device import resolve_device
-from booster.ground.roll_call import PATIENCE, watch
-from booster.ground.torch_internals import leave_guards
 from booster.interface.model import (
     CriterionWrapper,
     ModelWrapper,
@@ -958,7 +958,7 @@ class Booster:
             leave_raw_calls(wrapper)
             return wrapper.unwrap()
         if isinstance(boosted, OptimizerWrapper):
-            leave_guards(boosted.unwrap())
+            remove_guards(boosted.unwrap())
         if isinstance(boosted, (OptimizerWrapper, CriterionWrapper, DataLoaderWrapper, LRSchedulerWrapper)):
             return boosted.unwrap()
         raise TypeError(f"unwrap needs a boosted object, as boost() returned it, got {arguments.described(boosted)}")

@@ -27,8 +27,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from booster.ground import arguments
-from booster.ground.roll_call import PATIENCE, watch
+from booster.common import arguments
+from booster.common.hang_watchdog import PATIENCE, watch
 
 DEFAULT_SEED = 1024
 TIMEOUT_VARIABLE = "BOOSTER_RUN_TIMEOUT"  # in seconds, set by `booster run --timeout`

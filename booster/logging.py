@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.launch import environment_world_size
 
 __all__ = ["DistLogger", "get_dist_logger"]

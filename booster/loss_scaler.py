@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from booster.ground import arguments
-from booster.ground.device import HostCopy
-from booster.ground.torch_internals import update_scale_
+from booster.common import arguments
+from booster.common.devices import HostCopy
+from booster.common.torch_internals import update_scale_
 
 SMALLEST_SCALE = 2.0**-126  # gradients are multiplied by its inverse, which float32 must hold
 

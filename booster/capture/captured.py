@@ -20,8 +20,8 @@ from booster.capture.rates import Course, Rates
 from booster.capture.reads import origin_of
 from booster.capture.refusals import check_optimizers
 from booster.capture.rewind import Rewind
+from booster.common import arguments
 from booster.data.boosted import to_device
-from booster.ground import arguments
 from booster.interface.optimizer import OptimizerWrapper
 from booster.masters.masters import Masters
 from booster.masters.update import MasterApplication

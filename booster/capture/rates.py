@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from booster.capture.layout import options_of
-from booster.ground.torch_internals import note_step, version
+from booster.common.torch_internals import note_step, version
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import Advance
 

@@ -16,7 +16,7 @@ from booster.checkpoint.hashing import hash_of
 from booster.checkpoint.layout import Held, storable
 from booster.checkpoint.objects import Objects
 from booster.checkpoint.parts.part import Collection, Tensors, leaves_out_frozen
-from booster.ground.text import listed
+from booster.common.text import listed
 from booster.interface.model import ModelWrapper
 from booster.model.modules import bare
 from booster.update.checkpoint import STATE_KEY

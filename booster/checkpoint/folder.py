@@ -24,7 +24,7 @@ from pathlib import Path
 
 from booster.checkpoint.lock import LOCK, Lock, lock_of, locked_name, read_lock, remove_lock
 from booster.checkpoint.manifest import LARGEST_NUMBER, MANIFEST, CheckpointError, problems, read_manifest, read_text
-from booster.ground.foreign_files import printable
+from booster.common.untrusted_files import printable
 
 _logger = logging.getLogger(__name__)
 _LONG_AGO = 3600.0  # seconds, more than clocks differ

@@ -11,7 +11,7 @@ import hashlib
 from pathlib import Path
 from typing import Protocol
 
-from booster.ground.foreign_files import open_regular
+from booster.common.untrusted_files import open_regular
 
 HASH = "xxh3_128"
 BLOCK = 1 << 19  # bytes hashed and copied at a time: they are still in the processor's cache for the second of the two

@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from booster.ground.foreign_files import parse_json
+from booster.common.untrusted_files import parse_json
 
 # The names of dtypes in the safetensors format.
 SAFETENSORS_DTYPES = {

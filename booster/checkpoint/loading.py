@@ -23,8 +23,8 @@ from booster.checkpoint.storage import read_entries
 from booster.checkpoint.tensor_file import dtype_of
 from booster.checkpoint.way_back import load_module, read_by_torch
 from booster.checkpoint.weights import Fitting, entries_of, entry_of, half_read, weights_for
-from booster.ground.foreign_files import printable
-from booster.ground.text import listed
+from booster.common.text import listed
+from booster.common.untrusted_files import printable
 from booster.interface.model import ModelWrapper
 
 _logger = logging.getLogger(__name__)

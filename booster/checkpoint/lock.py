@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from booster.checkpoint.manifest import CheckpointError
-from booster.ground.foreign_files import parse_json
+from booster.common.untrusted_files import parse_json
 
 _logger = logging.getLogger(__name__)
 LOCK = ".writing.lock"

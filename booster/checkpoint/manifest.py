@@ -13,7 +13,7 @@ from typing import Any
 
 from booster.checkpoint.hashing import HASH, hash_of_file
 from booster.checkpoint.header import SAFETENSORS_DTYPES, num_bytes, sizes
-from booster.ground.foreign_files import json_cost, parse_json, printable, read_regular
+from booster.common.untrusted_files import json_cost, parse_json, printable, read_regular
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT, VERSION = "booster checkpoint", 2

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.common import arguments
 from booster.data import DataLoaderWrapper
-from booster.ground import arguments
 from booster.interface.model import ModelWrapper, boosted_wrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.interface.scheduler import LRSchedulerWrapper

@@ -25,7 +25,7 @@ from torch import nn
 
 from booster.checkpoint.manifest import LARGEST_NUMBER, CheckpointError
 from booster.checkpoint.objects import Loaded, Objects, check_no_gradients_wait, named
-from booster.ground import arguments
+from booster.common import arguments
 from booster.interface.model import ModelWrapper
 from booster.model.modules import bare
 from booster.ranks.communicate import communication_device

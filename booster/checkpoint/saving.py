@@ -58,8 +58,8 @@ from booster.checkpoint.serving import (
 )
 from booster.checkpoint.storage import ManifestWriter
 from booster.checkpoint.weights import Read, Stored, Written, export
-from booster.ground.foreign_files import json_cost
-from booster.ground.installed import version_of
+from booster.common.installed import version_of
+from booster.common.untrusted_files import json_cost
 from booster.interface.model import ModelWrapper
 from booster.mixed_precision.policy import dtypes_read
 from booster.model.dtensors import is_dtensor

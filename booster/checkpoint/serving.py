@@ -16,9 +16,9 @@ from booster.checkpoint.folder import write_beside
 from booster.checkpoint.manifest import CheckpointError, Tensor
 from booster.checkpoint.tensor_file import dtype_of
 from booster.checkpoint.weights import Read, Written
+from booster.common import arguments
+from booster.common.text import listed
 from booster.frozen import FORMS, Form, FrozenLinear, origins_of
-from booster.ground import arguments
-from booster.ground.text import listed
 from booster.model.tied import places_of
 from booster.number_formats import E4M3, INT8, NumberFormat, Scaled, Scaling, scale_to
 

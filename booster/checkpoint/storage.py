@@ -45,7 +45,7 @@ from booster.checkpoint.layout import Held
 from booster.checkpoint.manifest import CheckpointError, Chunk, File, Manifest, Tensor
 from booster.checkpoint.tensor_file import dtype_of, read_tensors, write_tensors
 from booster.checkpoint.weights import Entry, entries_of, entry_of, read_box
-from booster.ground.foreign_files import open_regular
+from booster.common.untrusted_files import open_regular
 
 
 class ManifestWriter(StorageWriter):

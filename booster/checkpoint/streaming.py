@@ -15,9 +15,9 @@ from torch import nn
 from booster.checkpoint.layout import note_written
 from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.weights import Entry, entries_of, half_read, is_safetensors, pieces, read_entry, weight_files
+from booster.common.text import listed
+from booster.common.untrusted_files import open_regular
 from booster.frozen import Form, FrozenLinear, note_origin
-from booster.ground.foreign_files import open_regular
-from booster.ground.text import listed
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules
 from booster.model.tied import TensorPlace, places_of
 

@@ -14,7 +14,7 @@ import torch
 from booster.checkpoint.hashing import BLOCK, Hash, new_hash
 from booster.checkpoint.header import PAIRS, SAFETENSORS_DTYPES, entry_for, header_length, num_bytes, places_of
 from booster.checkpoint.manifest import CheckpointError, File, Tensor
-from booster.ground.foreign_files import open_regular
+from booster.common.untrusted_files import open_regular
 
 _ALIGNMENT = 8  # bytes, of the header; data follow at once
 

@@ -9,7 +9,7 @@ from typing import Any
 from booster.checkpoint.hashing import hash_of
 from booster.checkpoint.layout import reference, references
 from booster.checkpoint.manifest import STATE, CheckpointError, Manifest, read_text, room_of
-from booster.ground.foreign_files import parse_json
+from booster.common.untrusted_files import parse_json
 from booster.update.checkpoint import STATE_KEY
 
 BESIDE = "beside"  # of an optimizer: states of no parameter, by keys of its own

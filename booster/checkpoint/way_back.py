@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.common.text import listed
 from booster.data import DataLoaderWrapper
-from booster.ground.text import listed
 from booster.interface.model import ModelWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.masters.keeps import LoadedWeights

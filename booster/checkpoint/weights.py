@@ -25,7 +25,7 @@ from booster.checkpoint.layout import can_be_read_into, empty_like_whole, placed
 from booster.checkpoint.manifest import CheckpointError, Chunk, Manifest, Tensor
 from booster.checkpoint.tensor_file import bytes_of, dtype_of, fits, write_tensors
 from booster.checkpoint.torch_file import read_torch_file
-from booster.ground.foreign_files import ROOM, names_a_regular_file, open_regular, parse_json, read_regular
+from booster.common.untrusted_files import ROOM, names_a_regular_file, open_regular, parse_json, read_regular
 from booster.interface.model import ModelWrapper
 from booster.model.modules import bare
 from booster.model.tied import places_of

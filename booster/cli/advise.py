@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from booster.cli import values
 from booster.cli.values import told
-from booster.ground.text import print_table
+from booster.common.text import print_table
 
 if TYPE_CHECKING:
     from booster.numerics import Advice

@@ -11,7 +11,7 @@ from typing import Any
 
 from booster.cli import values
 from booster.cli.values import told
-from booster.ground.foreign_files import printable
+from booster.common.untrusted_files import printable
 
 
 def checkpoint(argv: Sequence[str]) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from booster.cli.agent import REPORT_START, STOPPED_STATUS, Stopped
-from booster.ground.foreign_files import read_regular
+from booster.common.untrusted_files import read_regular
 
 # What a node needs, beyond the grace time of its ranks, to end its processes before its connection is cut.
 _NODE_SECONDS = 20.0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from booster.cli import values
 from booster.cli.values import told
-from booster.ground.foreign_files import replace_regular
+from booster.common.untrusted_files import replace_regular
 
 
 def report(argv: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from booster.ground.foreign_files import printable
+from booster.common.untrusted_files import printable
 
 
 def width(otherwise: int) -> int:
@@ -110,7 +110,7 @@ def precisions(text: str) -> list[str]:
 
 def device(text: str) -> str:
     """A device that is there."""
-    from booster.ground.device import resolve_device
+    from booster.common.devices import resolve_device
 
     try:
         resolve_device(text)
@@ -134,7 +134,7 @@ def told(command: str, *errors: type[Exception], status: int) -> Iterator[None]:
     except errors as error:
         if isinstance(error, BrokenPipeError) and reader_has_gone():
             raise
-        from booster.ground.frames import where_raised  # which needs torch, as whatever raised here did
+        from booster.common.frames import where_raised  # which needs torch, as whatever raised here did
 
         place = where_raised(error)
         text = f"booster {command}: {error}{f' ({place})' if place else ''}"

@@ -23,9 +23,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from booster.common.random_states import of_python, of_torch, random_state, set_random_state
+from booster.common.torch_internals import has_workers
 from booster.data.samplers import is_stateful, samplers_of
-from booster.ground.randomness import of_python, of_torch, random_state, set_random_state
-from booster.ground.torch_internals import has_workers
 
 _MANY = 64  # of more entries in a container none is looked at: it holds samples
 _PARTS = ("sampler", "batch_sampler", "dataset", "loader")

@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from booster.common import arguments
+from booster.common.torch_internals import end_workers
 from booster.data.draws import Counts, Draws, generators_of, undrawn
 from booster.data.samplers import Announced, drawn_of, is_stateful, stride
-from booster.ground import arguments
-from booster.ground.torch_internals import end_workers
 
 # In the state of a boosted loader, what is each rank's own: the state that the loader inside keeps, and the random states
 # from which its order follows; see `Draws.state_dict`.

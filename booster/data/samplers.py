@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from booster.ground.text import listed
+from booster.common.text import listed
 from booster.ranks.communicate import exchange
 
 _TORCHS = ("torch.", "torchdata.")  # whose samplers draw one order on all ranks

@@ -18,7 +18,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from booster.ground import arguments
+from booster.common import arguments
 
 _RESERVED = {
     "sampler": "pass shuffle, or distributed_sampler_cls; or build a torch DataLoader yourself and give it to boost()",

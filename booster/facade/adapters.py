@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from booster.common import arguments
 from booster.frozen import FORMS, Form, FrozenLinear
-from booster.ground import arguments
 from booster.interface.model import PrecisionModule
 from booster.model.modules import parents
 from booster.model.tied import places_of

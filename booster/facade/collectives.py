@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
+from booster.common import arguments
+from booster.common.torch_internals import pytree
 from booster.data import DataLoaderWrapper, Share
-from booster.ground import arguments
-from booster.ground.torch_internals import pytree
 from booster.ranks.communicate import communication_device
 
 Op = Literal["mean", "sum", "max", "min"]

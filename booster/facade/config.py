@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.mixed_precision import (
     FP32,
     FP16ApexMixedPrecision,

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.ground import arguments
-from booster.ground.torch_internals import graph_task
+from booster.common import arguments
+from booster.common.torch_internals import graph_task
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.mixed_precision import MixedPrecision
 from booster.mixed_precision.schedule import Phase, due

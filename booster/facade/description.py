@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from booster.common import arguments
+from booster.common.text import columns
 from booster.frozen import FrozenLinear, origins_of
-from booster.ground import arguments
-from booster.ground.text import columns
 from booster.interface.model import PrecisionModule, precision_of
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.keep_fp32 import Float32Forward

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from booster.common import arguments
+from booster.common.torch_internals import default_store
 from booster.data.iteration import Iteration
-from booster.ground import arguments
-from booster.ground.torch_internals import default_store
 from booster.ranks.coordinator import is_main
 from booster.ranks.trial import LeftByOthers, Trial
 

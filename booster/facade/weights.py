@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import nn
 
+from booster.common import arguments
+from booster.common.devices import resolve_device
 from booster.frozen import FORMS, Form
-from booster.ground import arguments
-from booster.ground.device import resolve_device
 from booster.interface.model import PrecisionModule
 from booster.mixed_precision.keep_fp32 import KeepFP32, normalise_keep_fp32
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.booster import Booster
-from booster.ground.text import listed
+from booster.common.text import listed
 from booster.integrations.region_hooks import RegionHooks
 from booster.interface.model import ModelWrapper, choice_of, histories_of, leave_raw_calls, pins_of
 from booster.interface.optimizer import OptimizerWrapper

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from booster.booster import Booster
-from booster.ground import arguments
+from booster.common import arguments
 from booster.integrations.accelerator import accelerator_around
 from booster.integrations.callbacks import unscales_gradients
 from booster.integrations.knobs import Given, check_arguments, phases_of, plugin_of, precision_of

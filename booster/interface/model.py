@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from booster.ground import arguments
-from booster.ground.frames import raised_in, where_raised
-from booster.ground.guards import RawCalls
-from booster.ground.text import dtype_name, listed
-from booster.ground.torch_internals import graph_task
+from booster.common import arguments
+from booster.common.frames import raised_in, where_raised
+from booster.common.misuse import RawCalls
+from booster.common.text import dtype_name, listed
+from booster.common.torch_internals import graph_task
 from booster.interface.tape import Tape
 from booster.interface.transparent import TransparentModule
 from booster.model.dtensors import is_dtensor, is_part

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from booster.ground import arguments
-from booster.ground.guards import OwnStep, is_of_torch_checkpoint
-from booster.ground.torch_internals import leave_guards, told_found_inf
+from booster.common import arguments
+from booster.common.misuse import OwnStep, is_called_by_torch_checkpoint
+from booster.common.torch_internals import remove_guards, told_found_inf
 from booster.interface.signature import takes
 from booster.ranks import agreement
 from booster.update.backward import run_backward
@@ -66,7 +66,7 @@ class OptimizerWrapper(Optimizer):
             self._update = make_update(job)
         self._clip_grad_norm = job.options.clip_grad_norm
         self._held: str | None = None
-        leave_guards(job.optimizer)  # those of a boosted one before this
+        remove_guards(job.optimizer)  # those of a boosted one before this
         self._own_step = OwnStep(job.optimizer, self)
         self.accumulating = False
         self._history = StepHistory(job.options.max_consecutive_skips, self._update.gradients.scaler)
@@ -82,7 +82,7 @@ class OptimizerWrapper(Optimizer):
         self.backward_context, self._after_step = other.backward_context, other._after_step
         self._forget_weights = other._forget_weights
         self._history.scaler = self._update.gradients.scaler
-        leave_guards(self.optimizer)
+        remove_guards(self.optimizer)
         self._own_step = OwnStep(self.optimizer, self)
 
     # ------------------------------------------------------------------ training
@@ -134,7 +134,7 @@ class OptimizerWrapper(Optimizer):
             gradients.compare_noted()
         self._own_step.stepping = True
         try:
-            if closure is None and not self.optimizer.state and is_of_torch_checkpoint():
+            if closure is None and not self.optimizer.state and is_called_by_torch_checkpoint():
                 # A step of zeros at a learning rate of zero, to make states: it is none of the run's.
                 update.shards.take_zeros()
                 return update.step()
@@ -324,7 +324,7 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def state(self) -> Any:
-        if is_of_torch_checkpoint():  # before it sets learning rates and gradients to zero
+        if is_called_by_torch_checkpoint():  # before it sets learning rates and gradients to zero
             with self._update.shards.local():
                 self._check_nothing_is_lost(self._update.kept.state_dict()[1])
             return self._update.shards.state_of_ranks(self._update.kept.state)
@@ -441,7 +441,7 @@ class OptimizerWrapper(Optimizer):
         self.settle()
         self.wait_for_weights()
         state, own = state_of(self._update)
-        if is_of_torch_checkpoint():
+        if is_called_by_torch_checkpoint():
             self._check_nothing_is_lost(own)
         state[STATE_KEY] = {
             **own,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from booster.ground.foreign_files import printable
+from booster.common.untrusted_files import printable
 from booster.interface.optimizer import OptimizerWrapper
 from booster.model.state_kinds import of_names
 

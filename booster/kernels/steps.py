@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
-from booster.ground.device import DeviceCopies
+from booster.common.devices import DeviceCopies
 from booster.kernels.compiled import CompiledKernels, current, kinds_of
 from booster.kernels.launches import BLOCK, COLUMNS, OUT, SCALARS, TILE, WARPS, decide, update
 from booster.kernels.rule import MOST_NUMBERS, MOST_STATES, Rule

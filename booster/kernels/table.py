@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from booster.ground.device import DeviceCopies
+from booster.common.devices import DeviceCopies
 from booster.kernels.arithmetic import BFLOAT16, FLOAT16, FLOAT32
 from booster.kernels.compiled import CompiledKernels
 from booster.kernels.launches import BLOCK, COLUMNS, SCALARS, TILE, measure

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from booster.ground.device import HostCopy
-from booster.ground.torch_internals import note_step, step_hooks
+from booster.common.devices import HostCopy
+from booster.common.torch_internals import note_step, step_hooks
 from booster.kernels.compiled import current
 from booster.kernels.covered import Covered, CoveredMasters
 from booster.kernels.norms import KernelNorms, LookByKernels

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch.optim import Optimizer
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.masters.formats import (
     Format,
     Kahan,

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from booster.ground.foreign_files import replace_regular
-from booster.ground.text import print_table
+from booster.common.text import print_table
+from booster.common.untrusted_files import replace_regular
 from booster.memory.estimate import Estimate
 
 PARTS = ("weights", "masters", "gradients", "states", "inputs", "communication")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.masters.offload import moves
 from booster.masters.options import MasterOptions
 from booster.memory.passes import Passes, run_passes

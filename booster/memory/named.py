@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.memory.fitting import resized
 
 _BATCH = {"timm": 32, "transformers": 8}

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.ground import torch_internals
-from booster.ground.frames import where_raised
+from booster.common import torch_internals
+from booster.common.frames import where_raised
 from booster.memory.released import Arrivals, Released, Sizes, Whole
 from booster.memory.sharding import Sharding
 from booster.memory.tracker import StorageTracker

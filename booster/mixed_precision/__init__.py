@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.loss_scaler import DynamicScale, LossScaler, NoScale, StaticScale
 from booster.mixed_precision.amp import AutocastMixedPrecision, BF16MixedPrecision, FP16TorchMixedPrecision
 from booster.mixed_precision.apex import FP16ApexMixedPrecision

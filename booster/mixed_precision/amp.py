@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.interface.model import ModelWrapper, keep_pins
 from booster.loss_scaler import DynamicScale, LossScaler, check_scale
 from booster.mixed_precision.half import HalfPrecision

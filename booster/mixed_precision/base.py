@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.interface.model import CriterionWrapper, ModelWrapper, keep_choice, keep_histories, leave_fast_path
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.kernels.choice import ASKED, by_kernels

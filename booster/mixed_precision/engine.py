@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from booster.ground.torch_internals import engine_backward
+from booster.common.torch_internals import engine_backward
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.interface.model import ModelWrapper
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.hardware import ONEDNN, missing_on_cpu, switched

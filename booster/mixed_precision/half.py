@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.ground.text import listed
+from booster.common.text import listed
 from booster.masters.options import MasterOptions
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.half_products import HalfProducts

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from booster.ground import arguments
-from booster.ground.torch_internals import (
+from booster.common import arguments
+from booster.common.torch_internals import (
     has_saved_tensors_hooks,
     interpreters_around,
     saved_tensors_hooks_around,

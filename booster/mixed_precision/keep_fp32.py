@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.ground import arguments
-from booster.ground.shares import exact
-from booster.ground.text import listed
-from booster.ground.torch_internals import BatchNorm
+from booster.common import arguments
+from booster.common.shares import exact
+from booster.common.text import listed
+from booster.common.torch_internals import BatchNorm
 from booster.mixed_precision.new_tensors import NewTensors
 from booster.model.blocks import repeated_blocks
 from booster.model.modules import matcher, parents

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.loss_scaler import DynamicScale, LossScaler, check_scale, check_scale_options
 from booster.masters.options import MasterOptions, MasterWeights, Rounding

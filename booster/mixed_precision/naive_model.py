@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.interface.model import PrecisionModule
 from booster.interface.transparent import refuse_torchscript
 from booster.mixed_precision.buffers import BufferAverage

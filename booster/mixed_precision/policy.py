@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.ground import arguments
-from booster.ground.text import dtype_name, listed
+from booster.common import arguments
+from booster.common.text import dtype_name, listed
 from booster.interface.model import Choice
 from booster.mixed_precision.keep_fp32 import (
     Float32Forward,

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from booster.ground import arguments
-from booster.ground.shares import exact
+from booster.common import arguments
+from booster.common.shares import exact
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.low_precision.autopilot import Autopilot
 

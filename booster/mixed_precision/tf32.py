@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from booster.ground import arguments
-from booster.ground.torch_internals import TorchDispatchMode
+from booster.common import arguments
+from booster.common.torch_internals import TorchDispatchMode
 from booster.mixed_precision.fp32 import FP32
 from booster.mixed_precision.hardware import CUDA, missing, switched
 from booster.number_formats import TF32, round_to

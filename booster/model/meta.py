@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from booster.ground.text import listed
+from booster.common.text import listed
 from booster.model.modules import bare
 
 # torch's own attention and some libraries spell it with an underscore.

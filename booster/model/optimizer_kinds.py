@@ -19,7 +19,7 @@ import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from booster.ground import arguments
+from booster.common import arguments
 
 Kind = Literal["elementwise", "per tensor", "whole"]
 Sign = Literal["signed", "unsigned", "fp32"]

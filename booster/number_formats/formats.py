@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from booster.ground import arguments
+from booster.common import arguments
 
 _MANTISSA = 23  # bits, of float32
 _EXPONENT = 0x7F800000  # its bits

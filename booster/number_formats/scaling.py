@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.number_formats.formats import CARRIERS, E4M3, NumberFormat, round_to, rounded_within
 
 ScaleKind = Literal["float32", "power_of_two", "e4m3"]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.ground import arguments
-from booster.ground.randomness import SharedRandom
+from booster.common import arguments
+from booster.common.random_states import SharedRandom
 from booster.launch import environment_world_size
 from booster.mixed_precision.policy import (
     DtypePolicy,

@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.launch import environment_local_rank
 from booster.ranks.communicate import exchange
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from booster.ground.torch_internals import is_compiled, storage_key
+from booster.common.torch_internals import is_compiled, storage_key
 
 
 class Arriving:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.ground.torch_internals import (
+from booster.common.torch_internals import (
     dtype_in_gather,
     free_when_resharded,
     gathered,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from booster.ground.torch_internals import (
+from booster.common.torch_internals import (
     all_gathered,
     drop_unreduced,
     end_iteration,

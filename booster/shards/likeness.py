@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from booster.ground import arguments
-from booster.ground.device import HostCopy
-from booster.ground.text import listed
+from booster.common import arguments
+from booster.common.devices import HostCopy
+from booster.common.text import listed
 from booster.model.dtensors import local_part
 from booster.ranks.agreement import all_names
 from booster.ranks.communicate import communication_device, exchange

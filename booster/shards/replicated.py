@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.ground.torch_internals import graph_task, version
+from booster.common.torch_internals import graph_task, version
 from booster.model.modules import bare
 from booster.shards.base import ALONE, FROZEN, RELAID, UNSYNCHRONISED, Shards
 from booster.shards.likeness import Likeness, trained

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.loss_scaler import LossScaler
 from booster.shards import Shards
 from booster.tensors.cast_regions import region

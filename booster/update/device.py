@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from booster.ground.device import HostCopy
+from booster.common.devices import HostCopy
 from booster.ranks.communicate import communication_device
 from booster.tensors.grads import agree_on, clamp_values, tensor_norms
 from booster.update.application import AS_THEY_ARE, Application, Told

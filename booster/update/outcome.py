@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.loss_scaler import LossScaler
 
 SkippedReason = Literal["nonfinite_loss", "nonfinite_grad"]

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from booster.ground.torch_internals import graph_task, without_function_modes
+from booster.common.torch_internals import graph_task, without_function_modes
 from booster.update.released_pass import ReleasedPass
 
 REENTRANT = (

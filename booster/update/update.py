@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.ground.text import listed
+from booster.common.text import listed
 from booster.ranks import agreement
 from booster.update.decision import Decision
 from booster.update.gradients import WHOLE, Gradients

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster import Booster
-from booster.ground import torch_internals
+from booster.common import torch_internals
 from booster.mixed_precision import (
     BF16NaiveMixedPrecision,
     DtypePolicy,

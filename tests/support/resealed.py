@@ -7,7 +7,7 @@ import json
 from booster.checkpoint.hashing import hash_of
 from booster.checkpoint.manifest import MANIFEST, STATE, File, read_manifest
 from booster.checkpoint.weights import Entry, named_in, read_entry
-from booster.ground.foreign_files import open_regular
+from booster.common.untrusted_files import open_regular
 
 
 def content_of(folder):

@@ -14,7 +14,7 @@ BUDGETS = {
     "data": 1300,
     "facade": 1800,
     "frozen": 300,
-    "ground": 2100,
+    "common": 2100,
     "integrations": 700,
     "interface": 1600,
     "kernels": 2100,

@@ -15,7 +15,7 @@ from torch import nn
 
 import booster
 from booster import Booster
-from booster.ground.installed import find_apex
+from booster.common.installed import find_apex
 from booster.mixed_precision import FP16ApexMixedPrecision
 from booster.mixed_precision.apex import real
 from booster.mixed_precision.policy import InProcess

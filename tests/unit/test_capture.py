@@ -32,7 +32,7 @@ from benchmarks.waits import HostReads, as_on_a_gpu
 from booster import Booster, LossScaleError, StepResult
 from booster.capture.rates import AHEAD
 from booster.capture.refusals import check
-from booster.ground.device import HostCopy
+from booster.common.devices import HostCopy
 from booster.loss_scaler import DynamicScale
 from booster.mixed_precision import (
     BF16NaiveMixedPrecision,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from booster.capture.graph import CudaRecorder
-from booster.ground.device import event_on
+from booster.common.devices import event_on
 
 
 class Cuda:

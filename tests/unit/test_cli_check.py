@@ -8,7 +8,7 @@ import torch
 
 from booster.cli import main
 from booster.cli.machine import Probe
-from booster.ground.installed import find_apex
+from booster.common.installed import find_apex
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ from booster.checkpoint.manifest import Chunk, File, Manifest, Tensor, _are_the_
 from booster.checkpoint.weights import entries_of
 from booster.cli import main
 from booster.cli.nodes import read_hostfile
-from booster.ground.foreign_files import json_cost, open_regular, parse_json
+from booster.common.untrusted_files import json_cost, open_regular, parse_json
 
 TENSORS = "tensors-00000.safetensors"
 

@@ -316,7 +316,7 @@ def test_a_dampened_momentum_begins_with_the_first_step_that_is_made(form):
 @pytest.fixture
 def counted(monkeypatch):
     """How many tables are made, and copies to the device."""
-    from booster.ground.device import DeviceCopies
+    from booster.common.devices import DeviceCopies
     from booster.kernels import steps
 
     found, copy_there = {"tables": 0, "copies": 0}, DeviceCopies.__call__

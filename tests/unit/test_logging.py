@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from programs import run
 
-from booster.ground.installed import tell_untried
+from booster.common.installed import tell_untried
 from booster.logging import get_dist_logger
 
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from booster.ground.meetings import Meetings
+from booster.common.store_barrier import StoreBarrier
 from booster.numerics.diagnosis import meeting
 from booster.numerics.diagnosis.meeting import Meeting, RanksApart
 
@@ -16,7 +16,7 @@ def meet(*failed):
     store = dist.HashStore()
 
     def attend(rank):
-        own = Meeting(Meetings(store, "a series", rank, len(failed)))
+        own = Meeting(StoreBarrier(store, "a series", rank, len(failed)))
         return [own.any(each) for each in failed[rank]]
 
     with ThreadPoolExecutor(len(failed)) as threads:
@@ -33,23 +33,23 @@ def test_a_rank_that_nobody_joins_raises_and_names_who_is_missing(failed, monkey
     monkeypatch.setattr(meeting, "PATIENCE", timedelta(seconds=0.05))
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.05))
-    Meetings(store, "a series", 2, 3).say(1, False)
+    StoreBarrier(store, "a series", 2, 3).say(1, False)
     with pytest.raises(RanksApart, match=r"on rank 0 of the group, and ranks \[1\] did not come to its end"):
-        Meeting(Meetings(store, "a series", 0, 3)).any(failed)
+        Meeting(StoreBarrier(store, "a series", 0, 3)).any(failed)
 
 
 def test_a_rank_that_comes_when_another_has_given_up_hears_that_it_failed(monkeypatch):
     monkeypatch.setattr(meeting, "PATIENCE", timedelta(seconds=0.05))
     store = dist.HashStore()
     with pytest.raises(RanksApart):
-        Meeting(Meetings(store, "a series", 0, 2)).any(True)
-    assert Meeting(Meetings(store, "a series", 1, 2)).any(False)
+        Meeting(StoreBarrier(store, "a series", 0, 2)).any(True)
+    assert Meeting(StoreBarrier(store, "a series", 1, 2)).any(False)
 
 
 def test_words_said_at_the_same_time_are_all_heard_in_every_store(tmp_path):
     tcp = dist.TCPStore("127.0.0.1", 0, is_master=True)
     for store in (dist.HashStore(), dist.FileStore(str(tmp_path / "store"), 1), tcp):
-        meetings = [Meetings(dist.PrefixStore("a group", store.clone()), "a series", rank, 4) for rank in range(4)]
+        meetings = [StoreBarrier(dist.PrefixStore("a group", store.clone()), "a series", rank, 4) for rank in range(4)]
         with ThreadPoolExecutor(4) as threads:
             for number in range(1, 6):
                 list(threads.map(lambda each: each.say(number, f"line {each.rank}\n"), meetings))  # noqa: B023
@@ -59,7 +59,7 @@ def test_words_said_at_the_same_time_are_all_heard_in_every_store(tmp_path):
 
 def test_those_who_call_at_once_are_in_one_meeting():
     store = dist.HashStore()
-    meetings = [Meetings(store, "a series", rank, 3) for rank in range(3)]
+    meetings = [StoreBarrier(store, "a series", rank, 3) for rank in range(3)]
     assert [each.begin() for each in meetings] == [0, 0, 0]
     assert [each.call(0) for each in meetings] == [1, 1, 1]
     assert [each.call(1) for each in meetings] == [2, 2, 2]
@@ -68,7 +68,7 @@ def test_those_who_call_at_once_are_in_one_meeting():
 
 def test_who_closes_the_store_is_seen_by_its_group_and_not_by_the_next_one_that_meets_there():
     store = dist.HashStore()
-    first, second = ([Meetings(store, "a series", rank, 3) for rank in range(3)] for _ in range(2))
+    first, second = ([StoreBarrier(store, "a series", rank, 3) for rank in range(3)] for _ in range(2))
     assert [each.begin() for each in first] == [0, 0, 0]
     with ThreadPoolExecutor(1) as thread:
         first[0].leave()
@@ -103,7 +103,7 @@ def test_a_meeting_of_twice_the_ranks_is_twice_the_requests_and_leaves_nothing_b
         stores = [Counting(inner) for _ in range(size)]
 
         def attend(rank):
-            own = Meeting(Meetings(stores[rank], "a series", rank, size))
+            own = Meeting(StoreBarrier(stores[rank], "a series", rank, size))
             return [own.any(False) for _ in range(meetings)]
 
         with ThreadPoolExecutor(size) as threads:

@@ -89,9 +89,9 @@ def test_the_numbers_of_a_device_are_not_read_in_the_step_that_makes_them(tmp_pa
     params = parameters(3)
     optimizer = sgd(params, DEVICE, 8.0)
     ready = []
-    monkeypatch.setattr("booster.ground.device.HostCopy.ready", lambda copy: bool(ready))
+    monkeypatch.setattr("booster.common.devices.HostCopy.ready", lambda copy: bool(ready))
     monkeypatch.setattr(
-        "booster.ground.device.HostCopy.tensor", lambda copy: copy._host if ready else pytest.fail("it waited")
+        "booster.common.devices.HostCopy.tensor", lambda copy: copy._host if ready else pytest.fail("it waited")
     )
     with recorded(tmp_path, optimizer):
         result = step_on(optimizer, params, 1.0, value=3.0)

@@ -282,7 +282,7 @@ def test_no_shell_no_pickle_and_no_code_of_a_file_is_run_by_the_library(tmp_path
 
 def test_what_texts_may_take_is_what_is_written_of_them():
     from booster.checkpoint import header, manifest
-    from booster.ground.foreign_files import ROOM
+    from booster.common.untrusted_files import ROOM
 
     text = (ROOT / "SECURITY.md").read_text()
     (row,) = (line for line in text.splitlines() if line.startswith("| the memory that such a file takes"))

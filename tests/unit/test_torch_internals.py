@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import booster
-from booster.ground import torch_internals
+from booster.common import torch_internals
 
 ROOT = Path(booster.__file__).parent
 # Names of torch that begin with an underscore. `_foreach_*`, `_parameters`, `_modules` and `_buffers` are free.

@@ -19,8 +19,8 @@ from booster.checkpoint.saved import Saved
 from booster.checkpoint.tensor_file import dtype_of, fits
 from booster.checkpoint.way_back import load_module, may_refuse, read_by_torch
 from booster.checkpoint.weights import ties_that_differ
-from booster.ground.arguments import is_whole
-from booster.ground.text import listed
+from booster.common.arguments import is_whole
+from booster.common.text import listed
 from booster.interface.model import Choice, Histories, ModelWrapper, Pinned, choice_of, histories_of, pins_of
 from booster.masters.keeps import LoadedWeights
 from booster.model.dtensors import local_part

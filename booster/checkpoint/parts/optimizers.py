@@ -17,7 +17,7 @@ from booster.checkpoint.objects import Objects
 from booster.checkpoint.parts.part import Collection, Found, Part, Step
 from booster.checkpoint.saved import Saved
 from booster.checkpoint.tree import BESIDE
-from booster.ground.text import listed
+from booster.common.text import listed
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.masters.masters import has_half_elements

@@ -13,8 +13,8 @@ from booster.checkpoint.layout import reference
 from booster.checkpoint.parts.part import Collection, Found, Part, Step
 from booster.checkpoint.tensor_file import dtype_of
 from booster.checkpoint.way_back import way_back
+from booster.common.random_states import SharedRandom, of_torch, random_state, set_random_state, shared_random
 from booster.data import DRAWS, OWN_STATE, DataLoaderWrapper, skips
-from booster.ground.randomness import SharedRandom, of_torch, random_state, set_random_state, shared_random
 from booster.interface.model import ModelWrapper
 from booster.interface.scheduler import LRSchedulerWrapper, known_state
 from booster.model.dtensors import is_dtensor

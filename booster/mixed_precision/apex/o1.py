@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import get_testing_overrides
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.mixed_precision.apex.functions import as_float32, as_half, as_widest, make_table
 from booster.mixed_precision.half_products import HalfProducts
 from booster.tensors.cast_regions import (

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.mixed_precision.policy import DtypePolicy
 from booster.model.modules import bare
 from booster.tensors.trees import HALF_DTYPES

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.ground.installed import ApexFinding, find_apex
+from booster.common.installed import ApexFinding, find_apex
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import LossScaler

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.loss_scaler import SMALLEST_SCALE, LossScaler
 
 _logger = logging.getLogger(__name__)

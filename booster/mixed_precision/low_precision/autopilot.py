@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.ground import arguments
-from booster.ground.shares import exact
-from booster.ground.torch_internals import is_compiled
+from booster.common import arguments
+from booster.common.shares import exact
+from booster.common.torch_internals import is_compiled
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, product
 from booster.mixed_precision.low_precision.recipes import ROLES, Product, Recipe, Role, Wide

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.ground import arguments
-from booster.ground.torch_internals import compiler_is_loaded
+from booster.common import arguments
+from booster.common.torch_internals import compiler_is_loaded
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import DelayedScale
 from booster.number_formats import E4M3, E5M2

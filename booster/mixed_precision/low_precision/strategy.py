@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.ground import arguments
-from booster.ground.torch_internals import compiled_like
+from booster.common import arguments
+from booster.common.torch_internals import compiled_like
 from booster.masters.options import MasterOptions
 from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.half_products import HalfProducts

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from booster.ground import arguments
-from booster.ground.device import clock
+from booster.common import arguments
+from booster.common.devices import clock
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import Recipe
 

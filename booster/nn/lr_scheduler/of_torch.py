@@ -8,7 +8,7 @@ from typing import Literal
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.nn.lr_scheduler.schedule import Rate, check_common, current_rates
 
 Factor = Callable[[int], float]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from booster.ground import arguments
+from booster.common import arguments
 
 Rate = float | Tensor  # a tensor where the optimizer's lr is one
 

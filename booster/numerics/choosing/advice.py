@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from booster.ground import arguments
-from booster.ground.text import columns, listed
+from booster.common import arguments
+from booster.common.text import columns, listed
 from booster.mixed_precision import MixedPrecision
 from booster.numerics.choosing.subject import LayerError
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.ground import arguments
-from booster.ground.device import resolve_device
-from booster.ground.randomness import seeded
+from booster.common import arguments
+from booster.common.devices import resolve_device
+from booster.common.random_states import seeded
 from booster.mixed_precision import LowPrecision, MixedPrecision, TF32MixedPrecision, available, make
 from booster.mixed_precision.hardware import KINDS
 from booster.numerics.choosing import subject

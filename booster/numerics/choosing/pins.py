@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.ground import arguments
-from booster.ground.device import resolve_device
-from booster.ground.randomness import seeded
+from booster.common import arguments
+from booster.common.devices import resolve_device
+from booster.common.random_states import seeded
 from booster.mixed_precision import MixedPrecision, make
 from booster.model.modules import bare
 from booster.model.tied import places_of

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.ground import arguments
-from booster.ground.device import clock
-from booster.ground.torch_internals import dense_parts
+from booster.common import arguments
+from booster.common.devices import clock
+from booster.common.torch_internals import dense_parts
 from booster.interface.optimizer import update_of
 from booster.memory import Measured, measure
 from booster.memory.measure import kept_tensors

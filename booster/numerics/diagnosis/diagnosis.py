@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from booster.ground.text import listed
+from booster.common.text import listed
 from booster.numerics.diagnosis.places import Numbers
 
 Kind = Literal["data", "weights", "loss", "overflow", "loss_scale", "operation"]

@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from booster.ground.meetings import Meetings
-from booster.ground.torch_internals import default_store
+from booster.common.store_barrier import StoreBarrier
+from booster.common.torch_internals import default_store
 from booster.ranks.communicate import exchange
 
 PATIENCE = timedelta(seconds=60)  # of a rank that failed, for the others to come
@@ -19,16 +19,16 @@ class RanksApart(Exception):
 
 
 class Meeting:
-    """Meetings of ranks, one after another, each with a word from every rank. Nobody waits in a collective for it."""
+    """StoreBarrier of ranks, one after another, each with a word from every rank. Nobody waits in a collective for it."""
 
-    def __init__(self, meetings: Meetings) -> None:
+    def __init__(self, meetings: StoreBarrier) -> None:
         self._meetings, self._number = meetings, 0
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Meeting:
         """Return meetings of all ranks of `group`. A small collective."""
         name = f"booster/meeting/{exchange(os.urandom(16), group)[0].hex()}"
-        return cls(Meetings(default_store(), name, dist.get_rank(group), dist.get_world_size(group)))
+        return cls(StoreBarrier(default_store(), name, dist.get_rank(group), dist.get_world_size(group)))
 
     def any(self, failed: bool) -> bool:
         """Return whether any rank failed, once all have told. A rank that failed waits `PATIENCE` for them, others as long as

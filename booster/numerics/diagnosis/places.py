@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.ground.frames import is_users
-from booster.ground.text import dtype_name
-from booster.ground.torch_internals import (
+from booster.common.frames import is_users
+from booster.common.text import dtype_name
+from booster.common.torch_internals import (
     engine_starts,
     graph_task,
     module_call,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.ground import arguments
-from booster.ground.randomness import random_state, set_random_state
-from booster.ground.torch_internals import compiler_is_loaded, storage_key
+from booster.common import arguments
+from booster.common.random_states import random_state, set_random_state
+from booster.common.torch_internals import compiler_is_loaded, storage_key
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.model.dtensors import is_dtensor

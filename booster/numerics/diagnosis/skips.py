@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.interface.model import CriterionWrapper, ModelWrapper, pins_of
 from booster.interface.optimizer import OptimizerWrapper, gradients_of, update_of
 from booster.interface.tape import Call, Pass, Tape

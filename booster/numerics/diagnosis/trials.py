@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.ground.randomness import random_state, set_random_state
+from booster.common.random_states import random_state, set_random_state
 from booster.numerics.diagnosis.cause import Cause, cause_of
 from booster.numerics.diagnosis.meeting import Meeting, RanksApart
 from booster.numerics.diagnosis.replay import Replay, StoppedElsewhere

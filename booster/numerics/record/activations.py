@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.ground.device import HostCopy
-from booster.ground.torch_internals import graph_task
+from booster.common.devices import HostCopy
+from booster.common.torch_internals import graph_task
 from booster.interface.model import ModelWrapper
 from booster.model.dtensors import is_dtensor
 from booster.model.modules import matcher

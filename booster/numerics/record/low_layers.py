@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from booster.ground.device import HostCopy
+from booster.common.devices import HostCopy
 from booster.interface.model import ModelWrapper
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.operands import laid_out, low

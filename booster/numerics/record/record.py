@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from booster.ground import arguments
-from booster.ground.device import HostCopy
-from booster.ground.installed import version_of
+from booster.common import arguments
+from booster.common.devices import HostCopy
+from booster.common.installed import version_of
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.mixed_precision import MixedPrecision

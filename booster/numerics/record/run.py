@@ -33,8 +33,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from booster.ground import arguments
-from booster.ground.foreign_files import open_regular, parse_json, printable
+from booster.common import arguments
+from booster.common.untrusted_files import open_regular, parse_json, printable
 from booster.numerics.record.underflow import Underflow, merge
 
 _MOST = 2**63

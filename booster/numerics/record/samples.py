@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from booster.ground.device import HostCopy
-from booster.ground.text import dtype_name
+from booster.common.devices import HostCopy
+from booster.common.text import dtype_name
 from booster.masters.formats import Kahan, Nearest
 from booster.masters.keeps import KeptMasters
 from booster.tensors.flat import flat_like, is_dense

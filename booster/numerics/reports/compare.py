@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from booster.ground import arguments
-from booster.ground.text import counted
+from booster.common import arguments
+from booster.common.text import counted
 from booster.numerics.record.run import Run, Step
 from booster.numerics.record.underflow import Underflow
 

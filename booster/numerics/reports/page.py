@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from html import escape
 
-from booster.ground.text import raised
+from booster.common.text import raised
 from booster.numerics.record.run import Run, Step
 from booster.numerics.record.underflow import Underflow, edges
 from booster.numerics.reports.summary import MOST_CULPRITS, STILL, WORTH_SAYING, OptimizerSummary, by_tensor, summarise

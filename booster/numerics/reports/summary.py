@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from booster.ground.text import counted
+from booster.common.text import counted
 from booster.numerics.record.run import Looked, Rounded, Run, Step
 from booster.numerics.record.underflow import Underflow, best_scale
 

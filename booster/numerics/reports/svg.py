@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from booster.ground.text import raised, shortened
+from booster.common.text import raised, shortened
 
 COLOURS = """:root { color-scheme: light dark; --paper: #fff; --ink: #1c2024; --soft: #606873; --grid: #e3e6ea;
   --accent: #1f6feb; --bad: #c62f2f; }

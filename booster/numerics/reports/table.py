@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from booster.ground import arguments
-from booster.ground.text import columns
+from booster.common import arguments
+from booster.common.text import columns
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.numerics.record.run import Run, read_run
 from booster.numerics.record.samples import Sample

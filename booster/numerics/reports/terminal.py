@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from booster.ground.text import print_table, shortened
+from booster.common.text import print_table, shortened
 from booster.numerics.record.run import Run, Step
 from booster.numerics.reports.summary import STILL, WORTH_SAYING, OptimizerSummary, TensorSummary, summarise
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.number_formats import BLOCK, BLOCK_BYTES, decode_blocks, encode_blocks
 
 # torch 2.13 renamed the collective and warns about the old name.

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from booster.ground.inference import outside_inference
-from booster.ground.text import listed
-from booster.ground.torch_internals import (
+from booster.common.inference import outside_inference
+from booster.common.text import listed
+from booster.common.torch_internals import (
     fsdp_groups,
     fsdp_params,
     fsdp_states,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.model.blocks import NEVER_CALLED, repeated_blocks
 from booster.model.modules import matcher
 from booster.model.tied import places_of

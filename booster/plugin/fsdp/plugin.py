@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters, gathered_modules
 from booster.model.dtensors import local_part
 from booster.model.meta import arrive

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from booster.ground.text import listed
-from booster.ground.torch_internals import (
+from booster.common.text import listed
+from booster.common.torch_internals import (
     fsdp_groups,
     graph_task,
     leave_out,

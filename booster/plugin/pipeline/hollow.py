@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from booster.ground.torch_internals import FakeTensor, FakeTensorMode, version, without_subclasses
+from booster.common.torch_internals import FakeTensor, FakeTensorMode, version, without_subclasses
 
 Answers = dict[Any, Any]
 _MOST = 4096

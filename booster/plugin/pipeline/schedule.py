@@ -16,8 +16,8 @@ from torch.distributed.pipelining import (
 )
 from torch.overrides import TorchFunctionMode
 
-from booster.ground import arguments
-from booster.ground.torch_internals import (
+from booster.common import arguments
+from booster.common.torch_internals import (
     PipelineStage,
     computes_weights_apart,
     engine_backward,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.ground.torch_internals import FakeTensor
+from booster.common.torch_internals import FakeTensor
 from booster.plugin.pipeline.hollow import HollowMode, hollow
 from booster.plugin.pipeline.split import Split, holders, owners
 from booster.tensors.weak import InPlaceOfForward, OfAModule

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from booster.common import arguments
 from booster.frozen import FrozenLinear
-from booster.ground import arguments
 from booster.model.modules import matcher
 from booster.plugin.forward_order import names_in_forward, side_of
 from booster.plugin.tensor_parallel.attention import HeadParallel

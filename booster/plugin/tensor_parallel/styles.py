@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from booster.ground import arguments
-from booster.ground.torch_internals import StridedShard
+from booster.common import arguments
+from booster.common.torch_internals import StridedShard
 from booster.plugin.tensor_parallel import boundary
 from booster.plugin.tensor_parallel.boundary import LocalStyle, PartForward, own_dtensors, part_with_gradient, swapped
 from booster.plugin.tensor_parallel.shared_input import SharedInput

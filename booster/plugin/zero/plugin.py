@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from booster.ground import arguments
+from booster.common import arguments
 from booster.mixed_precision.policy import DtypePolicy
 from booster.model.modules import bare
 from booster.plugin.ddp.fp8_communication import FP8Communication

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import booster
-from booster.ground import roll_call
+from booster.common import hang_watchdog as roll_call
 
 
 class Lines(logging.Handler):
@@ -87,7 +87,7 @@ class Joins(logging.Handler):
 
 def in_another_collective(b, model, optimizer, folder):
     """Both ranks wait in the model's forward, rank 0 for a sum and rank 1 at a barrier."""
-    sums, barrier, logger = dist.new_group(), dist.new_group(), logging.getLogger("booster.ground.roll_call")
+    sums, barrier, logger = dist.new_group(), dist.new_group(), logging.getLogger("booster.common.hang_watchdog")
     joins = Joins(barrier)
 
     def wait(module, args):
@@ -145,7 +145,7 @@ def on_rank(rank, world_size, folder, *names):
     model = nn.Linear(4, 4)
     model, optimizer, *_ = b.boost(model, torch.optim.SGD(model.parameters(), 0.1))
     told = {}
-    logger = logging.getLogger("booster.ground.roll_call")
+    logger = logging.getLogger("booster.common.hang_watchdog")
     try:
         for name in names:
             dist.barrier()

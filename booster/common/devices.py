@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.ground import arguments
+from booster.common import arguments
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:

@@ -29,8 +29,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from booster.ground.guards import OwnStep
-from booster.ground.inference import outside_inference
+from booster.common.inference import outside_inference
+from booster.common.misuse import OwnStep
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import (
@@ -331,7 +331,7 @@ def step_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[Cal
     )
 
 
-def leave_guards(optimizer: Optimizer) -> None:
+def remove_guards(optimizer: Optimizer) -> None:
     """Have the guards of this library on `optimizer` let every step pass."""
     for hook in optimizer._optimizer_step_pre_hooks.values():
         if isinstance(hook, OwnStep):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import booster
 from booster import DistCoordinator, find_batch_size
-from booster.ground import roll_call
-from booster.ground.roll_call import RollCall
+from booster.common import hang_watchdog as roll_call
+from booster.common.hang_watchdog import HangWatchdog
 
 launch = import_module("booster.launch")
 
@@ -56,7 +56,7 @@ def ranks_of(stores, words, told):
     """The watches of ranks of one store, not started, that stand where `words` says."""
     size = len(words)
     stores = stores if isinstance(stores, list) else [stores] * size
-    calls = [RollCall(store, rank, size, 30.0) for rank, store in enumerate(stores)]
+    calls = [HangWatchdog(store, rank, size, 30.0) for rank, store in enumerate(stores)]
     for rank, call in enumerate(calls):
         call._word = lambda rank=rank: words[rank]
         call._tell = lambda word, absent, silent=(), rank=rank: told.append((rank, sorted(absent), list(silent)))
@@ -152,7 +152,7 @@ def test_an_answer_that_no_rank_gives_counts_as_none(written):
 
 def test_what_others_wrote_into_the_store_is_warned_of_in_one_line_that_a_terminal_may_show(caplog):
     harm = {"where": "\x1b]0;pwned\x07\nERROR: a line of nobody", "error": "\x1b[2J", "is_outside": True}
-    in_place_of_an_answer(said({**BUSY, **harm}), told=RollCall._tell)
+    in_place_of_an_answer(said({**BUSY, **harm}), told=HangWatchdog._tell)
     record = caplog.records[0]
     assert record.getMessage().isprintable()
     assert "\\x1b[2J" in record.getMessage()
@@ -180,7 +180,7 @@ def test_the_places_that_are_named_are_there():
 
 
 def test_a_rank_of_a_notebook_waits_in_what_its_cell_calls_and_a_wait_on_purpose_in_nothing(monkeypatch):
-    call = RollCall(dist.HashStore(), 0, 2, 30.0)
+    call = HangWatchdog(dist.HashStore(), 0, 2, 30.0)
     seen = []
     monkeypatch.setattr(launch, "start", lambda *args, **kwargs: None)
     monkeypatch.setattr(launch, "close_group", lambda: None)

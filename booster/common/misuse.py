@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.ground.frames import called_from
+from booster.common.frames import called_from
 
 _logger = logging.getLogger(__name__)
 _CALLS = 100  # of the user's model in training; who calls the wrong one calls it in the first of them
 # Of boosted models, not of criteria, whose own models are not synchronised.
 _COMPUTES = {("booster.interface.model", name) for name in ("_run", "run_method", "_stream")}
 _OF_TORCH_CHECKPOINT = ("torch.distributed.checkpoint.state_dict",)
-_BETWEEN = ("booster.interface.optimizer", "booster.ground.guards", "torch.optim.", "torch.utils._contextlib")
+_BETWEEN = ("booster.interface.optimizer", "booster.common.misuse", "torch.optim.", "torch.utils._contextlib")
 
 
 class OwnStep:
@@ -39,7 +39,7 @@ class OwnStep:
         # First, because the compiler traces it, and then nothing else.
         if torch.compiler.is_compiling() or self.stepping or self._owner is None or self._owner() is None:
             return
-        if is_of_torch_checkpoint():
+        if is_called_by_torch_checkpoint():
             return
         name = type(optimizer).__name__
         raise RuntimeError(
@@ -109,7 +109,7 @@ class RawCalls:
         return {**self.__dict__, "_watched": False, "_handle": None}
 
 
-def is_of_torch_checkpoint() -> bool:
+def is_called_by_torch_checkpoint() -> bool:
     """Return whether the caller was called by torch's module that makes states of optimizers by a step of zeros, and keeps
     torch's keys alone. Schedulers of torch and hooks of steps may stand between."""
     return called_from(_OF_TORCH_CHECKPOINT, through=_BETWEEN)

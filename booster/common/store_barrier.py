@@ -1,4 +1,4 @@
-"""Meetings of ranks in the store of their process group: each says a word there and hears the others, by no collective."""
+"""StoreBarrier of ranks in the store of their process group: each says a word there and hears the others, by no collective."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from booster.ground.foreign_files import parse_json
+from booster.common.untrusted_files import parse_json
 
 
-class Meetings:
+class StoreBarrier:
     """Ranks, `size` of them, meet in `store`: in each meeting, numbered from 1, a rank says one word and hears all words.
 
     All words of a meeting are one value, to which the store itself appends: none overwrites another, and a rank speaks in one

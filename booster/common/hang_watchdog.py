@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.ground.foreign_files import printable
-from booster.ground.frames import first_user_frame, is_users, line_of, where_raised
-from booster.ground.meetings import Meetings
-from booster.ground.torch_internals import agent_serves_store, default_store, gathered_name
+from booster.common.frames import first_user_frame, is_users, line_of, where_raised
+from booster.common.store_barrier import StoreBarrier
+from booster.common.torch_internals import agent_serves_store, default_store, gathered_name
+from booster.common.untrusted_files import printable
 
 PATIENCE = 30.0  # seconds
 _PROMPT = 4.0  # seconds that a call has stood still before the others are asked where they are
@@ -50,15 +50,15 @@ def watch(patience: float | None) -> None:
         return
     store = default_store()
     for thread in threading.enumerate():
-        if isinstance(thread, RollCall) and thread.watches(store):
+        if isinstance(thread, HangWatchdog) and thread.watches(store):
             thread.patience = patience
             return
-    call = RollCall(store, dist.get_rank(), dist.get_world_size(), patience)
+    call = HangWatchdog(store, dist.get_rank(), dist.get_world_size(), patience)
     atexit.register(call.stop)  # a thread that meets the end of the interpreter inside the store may abort the process
     call.start()
 
 
-class RollCall(threading.Thread):
+class HangWatchdog(threading.Thread):
     """Looks where the main thread is, and asks the other ranks where they are when it waits for them in one call.
 
     The call is the library's, such as `save`, or a collective of torch's own. Once it has stood still for `_PROMPT` seconds,
@@ -82,7 +82,7 @@ class RollCall(threading.Thread):
         # A client of its own: a wait of another thread would hold it.
         own: dist.Store = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(timedelta(seconds=5))
-        self._meetings = Meetings(own, "booster/roll_call", rank, size)
+        self._meetings = StoreBarrier(own, "booster/roll_call", rank, size)
         self._stopped = threading.Event()
         self._main = threading.main_thread().ident
         self._stand: tuple[Any, ...] = ()
@@ -243,7 +243,7 @@ def _is_text_or_none(value: Any) -> bool:
     return value is None or _is_text(value)
 
 
-_FORM: dict[str, Callable[[Any], bool]] = {  # of what `RollCall._word` tells
+_FORM: dict[str, Callable[[Any], bool]] = {  # of what `HangWatchdog._word` tells
     "call": _is_text_or_none,
     "still": lambda value: isinstance(value, (int, float)) and math.isfinite(value),
     "where": _is_text,
