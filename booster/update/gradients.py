@@ -1,8 +1,8 @@
 """The gradients of one optimizer from backward to step: the scale they carry, the clips that wait, and what was read of them.
 
 Nothing here writes a gradient unless it must. One read of the *scaled* gradients, their norm, tells overflow and clip
-factor; scale and clip reach a fused optimizer as one number, `divisor`, others as one multiplication. How a norm is read, and
-where the numbers live, on the host or on a device, is what `Norms` knows.
+factor; scale and clip reach a fused optimizer as one number, `divisor`, others as one multiplication. `Norms` knows how a
+norm is read, and where the numbers are, on the host or on a device.
 """
 
 from __future__ import annotations

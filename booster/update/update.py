@@ -188,8 +188,9 @@ class Update:
         gradients, name = self.gradients, f"{type(self.optimizer).__name__}.step(closure)"
         if gradients.release is not None:
             raise RuntimeError(
-                f"{name} would use gradients after their backward pass, and release_gradients={gradients.release.mode!r} frees "
-                "them within it; call b.backward and step() without a closure, or use release_gradients=False"
+                f"{name} would use gradients after their backward pass, and "
+                f"release_gradients={gradients.release.mode!r} frees them within it; call b.backward and step() without a "
+                "closure, or use release_gradients=False"
             )
         if self.shards.sharded:
             raise RuntimeError(f"{name} cannot run on shards of the parameters; call b.backward and step() without it")
