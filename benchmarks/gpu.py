@@ -530,10 +530,8 @@ def verdict(found: dict[str, dict[str, float]], apart: dict[str, float]) -> str:
         if not share <= 1.0:
             slow.append(f"{section} {share:.2f} of torch's fused")
     if wrong or slow:
-        return f"verdict: booster/kernels/choice.py TAKEN_BY_TRUE is to be (): {'; '.join([*wrong, *slow])}"
-    return (
-        'verdict: booster/kernels/choice.py TAKEN_BY_TRUE stays ("cuda",): kernels train as torch does, and no slower'
-    )
+        return f"verdict: booster/kernels/eligibility.py TAKEN_BY_TRUE is to be (): {'; '.join([*wrong, *slow])}"
+    return 'verdict: booster/kernels/eligibility.py TAKEN_BY_TRUE stays ("cuda",): kernels train as torch does, and no slower'
 
 
 def repeated(step: Step, calls: int) -> None:

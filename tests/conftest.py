@@ -30,7 +30,7 @@ import torch
 from pool import RankPool
 from quick_interpreter import quicken
 
-from booster.kernels import choice
+from booster.kernels import eligibility as choice
 
 torch.set_num_threads(1)
 PARTED = pytest.StashKey[bool]()

@@ -15,8 +15,8 @@ from torch.optim import SGD
 
 from booster.capture.graph import Recorder
 from booster.capture.layout import Layout, difference, options_of
+from booster.capture.learning_rates import Course, Rates
 from booster.capture.posture import Cells, Posture
-from booster.capture.rates import Course, Rates
 from booster.capture.reads import origin_of
 from booster.capture.refusals import check_optimizers
 from booster.capture.rewind import Rewind
@@ -314,7 +314,7 @@ class CapturedStep:
         ):
             if made is not None and result is not None:
                 history = optimizer._history
-                history.last, waiting = result, [course.note_settled] if made.counts else []
+                history.last, waiting = result, [course.step_synced] if made.counts else []
                 history.waiting[-1] = (result, waiting + history.waiting[-1][1])
         return returned
 

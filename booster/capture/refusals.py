@@ -38,8 +38,10 @@ def _refusal(optimizer: OptimizerWrapper) -> str | None:
     gradients, application = update.gradients, update.decision.application
     if update.shards.sharded:
         return "this rank holds parts of its parameters, which hooks gather"
-    if gradients.release is not None:
-        return f"release_gradients={gradients.release.mode!r} steps within backward, as the host says; leave it False"
+    if gradients.in_backward is not None:
+        return (
+            f"release_gradients={gradients.in_backward.mode!r} steps within backward, as the host says; leave it False"
+        )
     if optimizer._after_step is not None:
         return "its precision follows each step on the host"
     if isinstance(gradients.scaler, HostRule):

@@ -15,9 +15,9 @@ from booster.common.torch_internals import compiler_is_loaded
 from booster.interface.optimizer import OptimizerWrapper
 from booster.update.application import decides_on_device, honours_grad_scale
 from booster.update.choice import Stepping, on_device, update_on_device
+from booster.update.context import UpdateContext
 from booster.update.gradients import Gradients
 from booster.update.host import HostDecision
-from booster.update.job import Job
 from booster.update.outcome import UpdateOptions
 from booster.update.update import Update
 
@@ -74,10 +74,10 @@ def decided_on_device(update: Update) -> Update:
     """Return the update that an optimizer of parameters on a GPU would have in the place of `update`, on the same masters."""
     optimizer, gradients, application = update.optimizer, update.gradients, update.decision.application
     devices = {param.device for group in optimizer.param_groups for param in group["params"]}
-    fits = decides_on_device(optimizer) and len(devices) == 1 and gradients.release is None
+    fits = decides_on_device(optimizer) and len(devices) == 1 and gradients.in_backward is None
     if not fits or application.compiled or (type(gradients), type(update.decision)) != (Gradients, HostDecision):
         return update
-    job = Job(
+    context = UpdateContext(
         optimizer=optimizer,
         scaler=gradients.scaler,
         names=gradients.parameters.names,
@@ -85,7 +85,9 @@ def decided_on_device(update: Update) -> Update:
         shards=gradients.shards,
         options=UpdateOptions(skip_nonfinite=gradients.skip_nonfinite),
     )
-    return update_on_device(on_device(job, next(iter(devices))), Stepping(lambda _: application, lambda _: update.kept))
+    return update_on_device(
+        on_device(context, next(iter(devices))), Stepping(lambda _: application, lambda _: update.kept)
+    )
 
 
 def _counts_on_host(optimizers: Sequence[OptimizerWrapper]) -> list[torch.Tensor]:

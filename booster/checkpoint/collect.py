@@ -19,7 +19,7 @@ from booster.checkpoint.parts.part import Collection, Tensors, leaves_out_frozen
 from booster.common.text import listed
 from booster.interface.model import ModelWrapper
 from booster.model.modules import bare
-from booster.update.checkpoint import STATE_KEY
+from booster.update.state_dict import STATE_KEY
 
 _logger = logging.getLogger(__name__)
 OWN = "own"  # key of the tree: by rank, which of its tensors stand under which name of the checkpoint

@@ -27,7 +27,7 @@ from booster.checkpoint.tensor_file import dtype_of
 from booster.checkpoint.tree import read_tree
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.shards.divided import Divided
-from booster.update.checkpoint import STATE_KEY
+from booster.update.state_dict import STATE_KEY
 
 
 class Saved:

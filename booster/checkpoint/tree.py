@@ -10,7 +10,7 @@ from booster.checkpoint.hashing import hash_of
 from booster.checkpoint.layout import reference, references
 from booster.checkpoint.manifest import STATE, CheckpointError, Manifest, read_text, room_of
 from booster.common.untrusted_files import parse_json
-from booster.update.checkpoint import STATE_KEY
+from booster.update.state_dict import STATE_KEY
 
 BESIDE = "beside"  # of an optimizer: states of no parameter, by keys of its own
 _KINDS = ("models", "criteria", "optimizers", "dataloaders", "lr_schedulers", "pins", "run")

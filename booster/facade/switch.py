@@ -108,8 +108,8 @@ class Switch:
             )
         for optimizer in boosting.optimizers:
             (update,) = updates_of([optimizer])
-            if update.gradients.release is not None:
-                update.gradients.release.check_weights()
+            if update.gradients.in_backward is not None:
+                update.gradients.in_backward.check_weights()
             if waiting := update.gradients.num_backwards:
                 raise RuntimeError(
                     f"switch() between backward and step: the gradients of {waiting} backward pass(es) wait for a step, and "
@@ -231,15 +231,15 @@ class _Carried:
         (update,) = updates_of([optimizer])
         self.shards = update.shards
         self._scale, self._rounding = update.gradients.scaler.state_dict(), update.kept.rounding_state()
-        self._previous = None if update.gradients.release is None else update.gradients.release.previous
+        self._previous = None if update.gradients.in_backward is None else update.gradients.in_backward.previous
 
     def give(self, optimizer: OptimizerWrapper) -> None:
         (update,) = updates_of([optimizer])
         if update.gradients.scaler.state_dict().keys() == self._scale.keys():
             update.gradients.scaler.load_state_dict(self._scale)
         update.kept.load_rounding(self._rounding)
-        if update.gradients.release is not None:
-            update.gradients.release.mend(self._previous)
+        if update.gradients.in_backward is not None:
+            update.gradients.in_backward.reset(self._previous)
 
 
 class _Again:

@@ -21,13 +21,13 @@ from booster.common.torch_internals import remove_guards, told_found_inf
 from booster.interface.signature import takes
 from booster.ranks import agreement
 from booster.update.backward import run_backward
-from booster.update.checkpoint import STATE_KEY, state_of
 from booster.update.choice import choose_update
+from booster.update.context import UpdateContext
 from booster.update.gradients import Gradients
-from booster.update.job import Job
-from booster.update.loading import Reading, read_state
 from booster.update.outcome import StepHistory, StepResult
 from booster.update.parameters import name_of_stranger
+from booster.update.state_dict import STATE_KEY, state_of
+from booster.update.state_loading import Reading, read_state
 from booster.update.update import Update
 
 _UPDATE, _GRADIENTS = attrgetter("_update"), attrgetter("_update.gradients")
@@ -40,7 +40,7 @@ class OptimizerWrapper(Optimizer):
     To schedulers, hooks and `isinstance` it is a torch Optimizer: `param_groups`, `state`, `defaults` and hooks are those
     of the optimizer inside, which is never re-created.
 
-    make_update: what makes the update from `job`.
+    make_update: what makes the update from `context`.
     backward_context: what `backward` runs under.
     after_step: see `MixedPrecision.after_step`; None: nobody listens.
     forget_weights: drops what is kept of weights until they are stepped; None: nothing is.
@@ -48,31 +48,31 @@ class OptimizerWrapper(Optimizer):
 
     def __init__(
         self,
-        job: Job,
-        make_update: Callable[[Job], Update] = choose_update,
+        context: UpdateContext,
+        make_update: Callable[[UpdateContext], Update] = choose_update,
         *,
         backward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         after_step: Callable[[bool | torch.Tensor], None] | None = None,
         forget_weights: Callable[[], None] | None = None,
     ) -> None:
         # Optimizer.__init__ would make groups and state of its own, and wrap step() in a second profiler hook.
-        self.optimizer = job.optimizer
-        self._takes_set_to_none = takes(job.optimizer.zero_grad, "set_to_none")
+        self.optimizer = context.optimizer
+        self._takes_set_to_none = takes(context.optimizer.zero_grad, "set_to_none")
         self.backward_context = backward_context
         """What `backward` runs under, so that recomputed activations meet the precision of the forward pass."""
         self._after_step = after_step
         self._forget_weights = forget_weights
-        with job.shards.local():
-            self._update = make_update(job)
-        self._clip_grad_norm = job.options.clip_grad_norm
+        with context.shards.local():
+            self._update = make_update(context)
+        self._clip_grad_norm = context.options.clip_grad_norm
         self._held: str | None = None
-        remove_guards(job.optimizer)  # those of a boosted one before this
-        self._own_step = OwnStep(job.optimizer, self)
+        remove_guards(context.optimizer)  # those of a boosted one before this
+        self._own_step = OwnStep(context.optimizer, self)
         self.accumulating = False
-        self._history = StepHistory(job.options.max_consecutive_skips, self._update.gradients.scaler)
-        release = self._update.gradients.release
-        if release is not None:
-            release.settle = self._history.settle
+        self._history = StepHistory(context.options.max_consecutive_skips, self._update.gradients.scaler)
+        in_backward = self._update.gradients.in_backward
+        if in_backward is not None:
+            in_backward.sync = self._history.sync
 
     def become(self, other: OptimizerWrapper) -> None:
         """Step as `other` does from now on, which was made of the same optimizer; counters, and who listens, stay."""
@@ -130,8 +130,8 @@ class OptimizerWrapper(Optimizer):
             self._refuse_grad_scaler()
         if closure is not None:
             arguments.function("closure", closure, "a function that computes the loss", also="None")
-        if gradients.noted is not None:
-            gradients.compare_noted()
+        if gradients.mutation_check is not None:
+            gradients.check_mutations()
         self._own_step.stepping = True
         try:
             if closure is None and not self.optimizer.state and is_called_by_torch_checkpoint():
@@ -139,9 +139,9 @@ class OptimizerWrapper(Optimizer):
                 update.shards.take_zeros()
                 return update.step()
             if history.waiting:
-                history.settle()
+                history.sync()
             if closure is None:
-                if self._clip_grad_norm and (gradients.release is None or not gradients.release.uncounted):
+                if self._clip_grad_norm and (gradients.in_backward is None or not gradients.in_backward.uncounted):
                     gradients.clip_norm(float(self._clip_grad_norm), asked=False)
                 if update.shards.shares:
                     update.shards.check_gradients()
@@ -168,9 +168,9 @@ class OptimizerWrapper(Optimizer):
                 history.record(result)
                 self._tell(result)
                 if not waits:
-                    history.settle()
+                    history.sync()
             else:
-                history.settle(result)
+                history.sync(result)
             return result
         finally:
             self._own_step.stepping = False
@@ -180,8 +180,8 @@ class OptimizerWrapper(Optimizer):
         if set_to_none is not True:
             arguments.flag("set_to_none", set_to_none)
         gradients = self._update.gradients
-        if gradients.release is not None:
-            gradients.release.refuse("zero_grad()")
+        if gradients.in_backward is not None:
+            gradients.in_backward.refuse("zero_grad()")
         if not self._takes_set_to_none:
             self.optimizer.zero_grad()
         elif set_to_none or not self._zeroed_one_by_one():
@@ -222,7 +222,7 @@ class OptimizerWrapper(Optimizer):
         if error_if_nonfinite is not False:
             arguments.flag("error_if_nonfinite", error_if_nonfinite)
         gradients = self._update.gradients
-        if gradients.release is not None or gradients.noted is not None:
+        if gradients.in_backward is not None or gradients.mutation_check is not None:
             self._ready("clip_grad_by_norm()")
         return gradients.clip_norm(max_norm, norm_type, error_if_nonfinite)
 
@@ -288,7 +288,7 @@ class OptimizerWrapper(Optimizer):
 
     def when_settled(self, action: Callable[[], None]) -> None:
         """Run `action` once the last step's outcome is known to the host: now, or at the next `settle()`."""
-        self._history.when_settled(arguments.function("action", action, "a function without arguments"))
+        self._history.when_synced(arguments.function("action", action, "a function without arguments"))
 
     @property
     def always_looks(self) -> bool:
@@ -300,7 +300,7 @@ class OptimizerWrapper(Optimizer):
 
         Raises `LossScaleError` when `max_consecutive_skips` is reached.
         """
-        self._history.settle()
+        self._history.sync()
 
     def forget_weights(self) -> None:
         """Drop what the precision keeps of weights for a group of micro-batches, as `step` does: they may be others now."""
@@ -506,10 +506,10 @@ class OptimizerWrapper(Optimizer):
     def _ready(self, call: str) -> Gradients:
         """Return the gradients for `call`, which needs them as the backward pass left them."""
         gradients = self._update.gradients
-        if gradients.release is not None:
-            gradients.release.refuse(call)
-        if gradients.noted is not None:
-            gradients.compare_noted()
+        if gradients.in_backward is not None:
+            gradients.in_backward.refuse(call)
+        if gradients.mutation_check is not None:
+            gradients.check_mutations()
         return gradients
 
     def _refuse_grad_scaler(self) -> None:

@@ -17,7 +17,7 @@ from booster.masters.bucket import Bucket
 from booster.masters.formats import Stochastic
 from booster.masters.rounding import Dither
 from booster.masters.step import MasterStep
-from booster.update.job import Job
+from booster.update.context import UpdateContext
 
 _GRAD = attrgetter("grad")
 _SPARSE, _GROUP = attrgetter("is_sparse"), attrgetter("group")  # of a gradient; of a bucket
@@ -26,10 +26,10 @@ _SPARSE, _GROUP = attrgetter("is_sparse"), attrgetter("group")  # of a gradient;
 class Covered:
     """What kernels step of one optimizer: parameters as they are."""
 
-    def __init__(self, job: Job, rule: Rule, *, counts_zeros: bool = False) -> None:
-        self._optimizer, self._shards = job.optimizer, job.shards
-        self.sharded = job.shards.sharded
-        self.steps = KernelSteps(rule, job.optimizer, job.group, counts_zeros=counts_zeros)
+    def __init__(self, context: UpdateContext, rule: Rule, *, counts_zeros: bool = False) -> None:
+        self._optimizer, self._shards = context.optimizer, context.shards
+        self.sharded = context.shards.sharded
+        self.steps = KernelSteps(rule, context.optimizer, context.group, counts_zeros=counts_zeros)
 
     def look(self, looks: KernelSteps, params: list[torch.Tensor]) -> Tables | None:
         """Return those of `looks` of the gradients of `params`, which are only read."""
@@ -86,8 +86,8 @@ class Covered:
 class CoveredMasters(Covered):
     """The buckets of masters, and beside them float32 parameters. whole: what steps them otherwise."""
 
-    def __init__(self, job: Job, rule: Rule, whole: MasterStep, *, counts_zeros: bool = False) -> None:
-        super().__init__(job, rule, counts_zeros=counts_zeros)
+    def __init__(self, context: UpdateContext, rule: Rule, whole: MasterStep, *, counts_zeros: bool = False) -> None:
+        super().__init__(context, rule, counts_zeros=counts_zeros)
         self._whole = whole
 
     def part(self, steps: KernelSteps, params: list[torch.Tensor]) -> Tables | None:

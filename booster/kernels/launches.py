@@ -195,9 +195,9 @@ def decide(
         tl.store(words + 6, tl.sum(total))
     if found_in is not None:
         found = tl.where(tl.load(found_in) != 0.0, 1, found)
-    divisor = known / factor
-    tl.store(numbers + 1, divisor)
-    tl.store(out + 4, divisor.to(tl.float32))
+    grad_scale = known / factor
+    tl.store(numbers + 1, grad_scale)
+    tl.store(out + 4, grad_scale.to(tl.float32))
     tl.store(out + 5, found.to(tl.float32))
     if seed is not None:
         tl.store(out + 7, tl.load(seed).to(tl.float32))

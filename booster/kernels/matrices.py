@@ -69,7 +69,7 @@ def rounded(
     largest: then the largest magnitude is noted there, unless it is not finite.
     Cost: two launches, of blocks one, with `given` three, of which the first reads nothing where the scale is known.
     """
-    from booster.kernels.compiled import current
+    from booster.kernels.launch_cache import current
     from booster.kernels.rounding import BLOCKS, ROW, TENSOR, largest_of, note, write
 
     if not (x.is_contiguous() or x.t().is_contiguous()):
@@ -126,8 +126,8 @@ def rounded_to_fours(
     rotates: after `rotation.rotated`. stochastic: with the noise of what is rounded, see `noise_of`. Numbers are in bfloat16.
     Cost: two launches, both of which read the matrix.
     """
-    from booster.kernels.compiled import current
     from booster.kernels.four_bits import look, write_fours
+    from booster.kernels.launch_cache import current
 
     if not (x.is_contiguous() or x.t().is_contiguous()):
         x = x.contiguous()

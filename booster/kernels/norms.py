@@ -10,16 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.kernels.compiled import current
 from booster.kernels.covered import Covered
+from booster.kernels.launch_cache import current
 from booster.kernels.launches import add_up, clip_by, norm_of
 from booster.kernels.released import Along, LookByTorch
 from booster.kernels.table import Tables
 from booster.ranks import agreement
 from booster.tensors.grads import gradient_values, tensor_norms
+from booster.update.context import UpdateContext
 from booster.update.device import DeviceNorms
 from booster.update.gradients import Gradients
-from booster.update.job import Job
 from booster.update.outcome import Copy
 
 _GRAD = attrgetter("grad")
@@ -31,8 +31,8 @@ class KernelNorms(DeviceNorms):
 
     waits = True
 
-    def __init__(self, job: Job, covered: Covered) -> None:
-        super().__init__(job)
+    def __init__(self, context: UpdateContext, covered: Covered) -> None:
+        super().__init__(context)
         self._covered, self._counts_zeros = covered, covered.steps.counts_zeros
 
     def read(self, gradients: Gradients, norm_type: float) -> tuple[Any, Any]:

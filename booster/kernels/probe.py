@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from booster.kernels.kernel_decision import KernelDecision, kernel_update
 from booster.kernels.rule import Rule
-from booster.kernels.update import KernelDecision, kernel_update
 from booster.loss_scaler import DynamicScale
 from booster.masters.bucket import Bucket
 from booster.masters.formats import Format, Kahan, Nearest, Split24, Stochastic
@@ -22,7 +22,7 @@ from booster.masters.options import MasterOptions
 from booster.masters.packed import Packed
 from booster.masters.update import choose_master_update
 from booster.update.choice import choose_update, on_device
-from booster.update.job import Job
+from booster.update.context import UpdateContext
 from booster.update.outcome import UpdateOptions
 
 SHAPES = ((7, 5), (33,), (3, 700), (1,))  # one begins within a group of 32 elements, one fills more than a tile
@@ -116,19 +116,19 @@ class _Trial:
             {"foreach": False} if "foreach" in inspect.signature(rule.optimizer).parameters else {}
         )
         self._optimizer = rule.optimizer(self._params, **group, **foreach)
-        job = Job(
+        context = UpdateContext(
             optimizer=self._optimizer,
             scaler=DynamicScale(init_scale=4.0, growth_interval=2),
             options=UpdateOptions(skip_nonfinite=True),
         )
         self._masters = None if masters is None else Masters(self._optimizer, {}, masters)
         if self._masters is None:
-            self._update = choose_update(job)
+            self._update = choose_update(context)
         else:
-            self._update = choose_master_update(job, masters=self._masters)
+            self._update = choose_master_update(context, masters=self._masters)
         if by_kernels:
             self._update = kernel_update(
-                on_device(job, device), rule, self._update.decision.application, self._update.kept
+                on_device(context, device), rule, self._update.decision.application, self._update.kept
             )
 
     def step(self, number: int, factor: float) -> None:
@@ -140,7 +140,7 @@ class _Trial:
             grad.view(-1)[0] *= factor if index == 0 else 1.0
             param.grad = (grad.to(param.device) * scale).to(param.dtype)
         gradients.after_backward(None)
-        gradients.noted = None  # these gradients are meant to be others
+        gradients.mutation_check = None  # these gradients are meant to be others
         gradients.clip_norm(0.5)
         self._applied = self._update.step().applied
         decision = self._update.decision

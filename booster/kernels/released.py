@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from booster.kernels.compiled import current
+from booster.kernels.launch_cache import current
 from booster.kernels.launches import norm_of
 from booster.update.device import DeviceNorm
 from booster.update.gradual import GradualStep
+from booster.update.in_backward_pass import InBackwardPass
 from booster.update.outcome import Copy
-from booster.update.released_pass import ReleasedPass
 
 
 class LookByTorch:
@@ -90,16 +90,16 @@ class KernelGradualStep(GradualStep):
     def end(self) -> None:
         self._gradual.end()
 
-    def _step(self, params: Sequence[torch.Tensor], divisor: Any) -> None:
+    def _step(self, params: Sequence[torch.Tensor], grad_scale: Any) -> None:
         if self._decision.step_part(params):
             return
         found = self._decision.found_of_part  # what kernels do not know waits for the device
         if found is None or not bool(found):
-            self._gradual.step(params, float(self._decision.gradients.divisor))
+            self._gradual.step(params, float(self._decision.gradients.grad_scale))
 
 
-class KernelPass(ReleasedPass):
-    """As `ReleasedPass`; waits for the device only where there is no norm yet to clip the next step by."""
+class KernelPass(InBackwardPass):
+    """As `InBackwardPass`; waits for the device only where there is no norm yet to clip the next step by."""
 
     decision: Any
 
@@ -130,8 +130,8 @@ class KernelPass(ReleasedPass):
         if self._shards.sharded:
             total = norms.shared_total(norm, 2.0, self.measured)
         self.gradients.take(DeviceNorm(total, norm, self.measured))
-        if self.release.max_norm:
-            self.gradients.clip_by(self.release.max_norm, self.gradients.norm)
+        if self.in_backward.max_norm:
+            self.gradients.clip_by(self.in_backward.max_norm, self.gradients.norm)
 
     def _take_along(self) -> None:
         gradients, device, sums = self.gradients, self.gradients.norms.device, [look.sums for look in self._looks]
@@ -146,16 +146,16 @@ class KernelPass(ReleasedPass):
         carried = self.decision.steps.factor_on("carried", gradients.scale, device)
         norms = torch.empty(2, dtype=torch.float64, device=device)
         with current(device):
-            previous = self.release.previous
+            previous = self.in_backward.previous
             norm_of[(1,)](total, total.numel(), carried, None, norms, previous, enable_fp_fusion=False)
         gradients.read = [Along(self._looks, total, found)]
         gradients.norm, self._next = norms.unbind()
 
     def begin(self) -> None:
-        previous: Any = self.release.previous
+        previous: Any = self.in_backward.previous
         if self.measures_along and not isinstance(previous, torch.Tensor):  # of a checkpoint
             device = self.gradients.norms.device
-            self.release.previous = torch.full((), previous, dtype=torch.float64, device=device)
+            self.in_backward.previous = torch.full((), previous, dtype=torch.float64, device=device)
         super().begin()
 
     def _make_gradual(self) -> GradualStep:
@@ -184,4 +184,4 @@ class KernelPass(ReleasedPass):
         if self._next is None:
             super()._keep_norm(norm)
         else:
-            self.release.previous = self._next
+            self.in_backward.previous = self._next

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from booster.common.devices import DeviceCopies
-from booster.kernels.compiled import CompiledKernels, current, kinds_of
+from booster.kernels.launch_cache import CompiledKernels, current, kinds_of
 from booster.kernels.launches import BLOCK, COLUMNS, OUT, SCALARS, TILE, WARPS, decide, update
 from booster.kernels.rule import MOST_NUMBERS, MOST_STATES, Rule
 from booster.kernels.stretches import DTYPES, Stretches, Unfit, numbers_of, same

@@ -39,8 +39,8 @@ from booster.masters.stand_in import (
 )
 from booster.masters.step import MasterStep, inverse
 from booster.model.optimizer_kinds import kind_of, unknown
-from booster.update.application import Told
-from booster.update.compiled import OWN_CACHE
+from booster.update.application import StepScalars
+from booster.update.compiled_step import OWN_CACHE
 
 
 class Kernel:
@@ -208,18 +208,20 @@ class CompiledMasterStep(MasterStep):
         self._understood = True
         self._copies: dict[Any, torch.Tensor] = {}
 
-    def _step_buckets(self, plain: Sequence[Sequence[torch.Tensor]], buckets: Sequence[Bucket], told: Told) -> None:
+    def _step_buckets(
+        self, plain: Sequence[Sequence[torch.Tensor]], buckets: Sequence[Bucket], scalars: StepScalars
+    ) -> None:
         try:
-            super()._step_buckets(plain, buckets, told)
+            super()._step_buckets(plain, buckets, scalars)
         finally:
             self._copies = {}
 
-    def _step_bucket(self, bucket: Bucket, scratch: Any, told: Told) -> None:
+    def _step_bucket(self, bucket: Bucket, scratch: Any, scalars: StepScalars) -> None:
         optimizer = self.masters.optimizer
         group, state = optimizer.param_groups[0], optimizer.state.get(bucket.handles[0])
         eager = not self._understood or bucket.whole or not fuses(bucket.format)
         if eager or (not state and keeps_state(optimizer, group, bucket.device)):
-            super()._step_bucket(bucket, scratch, told)
+            super()._step_bucket(bucket, scratch, scalars)
             return
         state = {} if state is None else state
         ways = {name: value.way for name, value in state.items() if isinstance(value, Packed)}
@@ -236,7 +238,7 @@ class CompiledMasterStep(MasterStep):
             self._kernels[key].step(
                 group,
                 state,
-                inverse(told.number),
+                inverse(scalars.number),
                 rows(bucket.rest),
                 weights,
                 grads,
@@ -251,7 +253,7 @@ class CompiledMasterStep(MasterStep):
                 type(optimizer).__name__,
                 str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
             )
-            super()._step_bucket(bucket, scratch, told)
+            super()._step_bucket(bucket, scratch, scalars)
             return
         if weights is not working[0]:
             torch._foreach_copy_(working, bucket.pieces_of(weights))

@@ -16,9 +16,9 @@ from booster.model.dtensors import is_dtensor
 from booster.model.tied import names_of
 from booster.shards import Shards
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.checkpoint import IN_MODEL
-from booster.update.job import Job
+from booster.update.context import UpdateContext
 from booster.update.kept import KeptState
+from booster.update.state_dict import IN_MODEL
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -114,8 +114,8 @@ class KeptMasters(KeptState):
 
     keeps_masters = True
 
-    def __init__(self, job: Job, masters: Masters) -> None:
-        super().__init__(job)
+    def __init__(self, context: UpdateContext, masters: Masters) -> None:
+        super().__init__(context)
         self.masters = masters
         self._loaded = LoadedWeights()
         self._watched: list[str] = []

@@ -44,7 +44,7 @@ from booster.masters.plain import StateLayouts, laid_like, lots
 from booster.model.optimizer_kinds import KNOWN
 from booster.tensors.flat import SMALLEST_BUCKET
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.application import AS_THEY_ARE, FusedKernel, Told, honours_grad_scale, start_late_momentum
+from booster.update.application import NO_SCALARS, FusedKernel, StepScalars, honours_grad_scale, start_late_momentum
 from booster.update.gradual import Restricted, bare_step, hooks_once
 from booster.update.parameters import KEPT_FLOAT32, SPARSE
 
@@ -65,8 +65,8 @@ class MasterStep:
         self._bare: Callable[..., Any] = bare_step  # the optimizer's `step` without hooks, found once in a step
 
     @torch.no_grad()
-    def step(self, told: Told = AS_THEY_ARE) -> None:
-        """Update masters and working weights by the working gradients, divided as `told`. Hooks fire once.
+    def step(self, scalars: StepScalars = NO_SCALARS) -> None:
+        """Update masters and working weights by the working gradients, divided as `scalars`. Hooks fire once.
 
         Tensors in it are for an optimizer whose kernel heeds them (`honours_grad_scale`) and has its states; nothing waits for
         them. Where nothing is to change, what was read is written back as it was, bit for bit, whatever the form of masters
@@ -78,9 +78,9 @@ class MasterStep:
         try:
             with hooks_once(optimizer) if hooked else nullcontext():
                 if self.masters.kind == "whole":
-                    self._step_whole(told.number, None)
+                    self._step_whole(scalars.number, None)
                 else:
-                    self._step_buckets(plain, buckets, told)
+                    self._step_buckets(plain, buckets, scalars)
         except AttributeError as error:
             self._explain(error)
             raise
@@ -108,7 +108,7 @@ class MasterStep:
                 with torch.enable_grad():
                     loss = closure()
                 plain, buckets = self.prepare()
-                self._step_buckets(plain, buckets, Told(grad_scale()))
+                self._step_buckets(plain, buckets, StepScalars(grad_scale()))
             return loss
 
     def call(self, method: Callable[[], Any], grad_scale: float | None, *, keep: bool = True) -> tuple[Any, bool]:
@@ -195,11 +195,13 @@ class MasterStep:
 
     # ------------------------------------------------------------------ bucket by bucket
 
-    def _step_buckets(self, plain: Sequence[Sequence[torch.Tensor]], buckets: Sequence[Bucket], told: Told) -> None:
+    def _step_buckets(
+        self, plain: Sequence[Sequence[torch.Tensor]], buckets: Sequence[Bucket], scalars: StepScalars
+    ) -> None:
         self.masters.dither.next()
         optimizer = self.masters.optimizer
         restricted = list(map(Restricted, repeat(optimizer), optimizer.param_groups))
-        self.step_those(buckets, plain, told, restricted)
+        self.step_those(buckets, plain, scalars, restricted)
         if type(optimizer) not in KNOWN:
             for only in restricted:
                 only.step_if_nothing_was()
@@ -208,7 +210,7 @@ class MasterStep:
         self,
         buckets: Sequence[Bucket],
         plain: Sequence[Sequence[torch.Tensor]],
-        told: Told,
+        scalars: StepScalars,
         restricted: Sequence[Restricted],
     ) -> None:
         """Step `buckets`, and of each group those of the parameters `plain` that have a gradient and no master, inside
@@ -222,13 +224,13 @@ class MasterStep:
                 for params, may_fuse in lots(plain[index], max(self.masters.size, 1)) if plain[index] else ():
                     only.to(params)
                     with _unfused(group, group.get("fused") and not may_fuse):
-                        self._step_plain(params, told)
+                        self._step_plain(params, scalars)
                 for bucket in buckets:
                     if bucket.group != index:
                         continue
                     only.to(bucket.handles)
                     with nullcontext() if bucket.host is None else journeys[bucket.host].here(bucket):
-                        self._step_bucket(bucket, scratch, told)
+                        self._step_bucket(bucket, scratch, scalars)
         self.masters.dither.drawn.clear()
 
     def _scratch_for(self, buckets: Sequence[Bucket]) -> _Scratch:
@@ -251,14 +253,14 @@ class MasterStep:
         state = self.masters.optimizer.state
         return {host: Journey(host, own, state) for host, own in travelling.items()}
 
-    def _step_bucket(self, bucket: Bucket, scratch: _Scratch, told: Told) -> None:
+    def _step_bucket(self, bucket: Bucket, scratch: _Scratch, scalars: StepScalars) -> None:
         values, grads = scratch.of(bucket)
         masters = bucket.load(values, grads)
         try:
             with nullcontext() if bucket.packing is None else self._opened(bucket.packing, bucket, scratch, grads):
                 bucket.gather(self.masters.gradient_of, grads)
                 bucket.attach(masters, grads)
-                self._call([grads], told)
+                self._call([grads], scalars)
         finally:
             bucket.detach()
         bucket.save(masters, grads)
@@ -270,32 +272,32 @@ class MasterStep:
         state = self.masters.optimizer.state
         return packing.opened(bucket, state, lambda name: scratch.state(bucket, name), spare)
 
-    def _step_plain(self, params: list[torch.Tensor], told: Told) -> None:
+    def _step_plain(self, params: list[torch.Tensor], scalars: StepScalars) -> None:
         start_late_momentum(self.masters.optimizer)
         grads: list[Any] = [param.grad for param in params]
         copies = grads
-        if not told.divides_by_one:
+        if not scalars.grad_scale_is_one:
             sparse = any(grad.is_sparse for grad in grads)
-            copies = [grad * inverse(told.number) if sparse else grad.clone() for grad in grads]
-            told = AS_THEY_ARE if sparse else told
+            copies = [grad * inverse(scalars.number) if sparse else grad.clone() for grad in grads]
+            scalars = NO_SCALARS if sparse else scalars
         copies = [laid_like(grad, param) for grad, param in zip(copies, params, strict=True)]
         try:
             for param, grad in zip(params, copies, strict=True):
                 param.grad = grad
-            self._call(copies, told)
+            self._call(copies, scalars)
         finally:
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
 
-    def _call(self, grads: list[torch.Tensor], told: Told) -> None:
-        """Step on `grads`, which may be overwritten, as `told`: by the optimizer itself where it can."""
+    def _call(self, grads: list[torch.Tensor], scalars: StepScalars) -> None:
+        """Step on `grads`, which may be overwritten, as `scalars`: by the optimizer itself where it can."""
         optimizer: Any = self.masters.optimizer
-        if told.divides_by_one and told.found_inf is None:
+        if scalars.grad_scale_is_one and scalars.found_inf is None:
             self._bare(optimizer)
-        elif told.is_tensor or (told.number <= _FLOAT32_MAX and honours_grad_scale(optimizer)):
-            told.step(functools.partial(self._bare, optimizer), optimizer, grads[0].device)
+        elif scalars.is_tensor or (scalars.number <= _FLOAT32_MAX and honours_grad_scale(optimizer)):
+            scalars.step(functools.partial(self._bare, optimizer), optimizer, grads[0].device)
         else:
-            torch._foreach_mul_(grads, inverse(told.number))
+            torch._foreach_mul_(grads, inverse(scalars.number))
             self._bare(optimizer)
 
     # ------------------------------------------------------------------ all at once

@@ -19,13 +19,13 @@ from booster.shards import Shards
 from booster.tensors.flat import is_dense
 from booster.tensors.grads import gradient_values, tensor_norms
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.application import Application, Told, begins, honours_grad_scale
+from booster.update.application import Application, StepScalars, begins, honours_grad_scale
 from booster.update.choice import Stepping, choose_update
-from booster.update.compiled import OWN_CACHE
+from booster.update.compiled_step import OWN_CACHE
+from booster.update.context import UpdateContext
 from booster.update.gradients import Gradients
 from booster.update.gradual import GradualStep
 from booster.update.host import HostDecision, HostNorms
-from booster.update.job import Job
 from booster.update.outcome import StepResult
 from booster.update.update import Update
 
@@ -53,7 +53,7 @@ class MasterGradualStep(GradualStep):
         super().begin()
         self._whole.masters.dither.next()
 
-    def _step(self, params: Sequence[torch.Tensor], divisor: float) -> None:
+    def _step(self, params: Sequence[torch.Tensor], grad_scale: float) -> None:
         buckets = list({bucket: None for param in params for bucket in self._buckets.get(param, ())})
         self._whole.refuse_sparse(buckets)
         plain: list[list[torch.Tensor]] = [[] for _ in self._restricted]
@@ -61,7 +61,7 @@ class MasterGradualStep(GradualStep):
             if param not in self._buckets:
                 plain[self._place[param][0]].append(param)
         self._whole.check_plain(plain)
-        self._whole.step_those(buckets, plain, Told(divisor), self._restricted)
+        self._whole.step_those(buckets, plain, StepScalars(grad_scale), self._restricted)
 
     def rest(self, params: Sequence[torch.Tensor]) -> None:
         self._whole.masters.divide_by_gradients()
@@ -85,25 +85,25 @@ class MasterApplication(Application):
     compiled: compile steps; `masters` are to be made for it.
     """
 
-    def __init__(self, job: Job, *, masters: Masters, compiled: bool = False) -> None:
-        super().__init__(job)
+    def __init__(self, context: UpdateContext, *, masters: Masters, compiled: bool = False) -> None:
+        super().__init__(context)
         self.masters = masters
         self.compiled = compiled
         self.whole = CompiledMasterStep(masters) if compiled else MasterStep(masters)
 
-    def step(self, gradients: Gradients, params: list[torch.Tensor], told: Told) -> bool:
+    def step(self, gradients: Gradients, params: list[torch.Tensor], scalars: StepScalars) -> bool:
         if not self._keeps_any():
-            return super().step(gradients, params, told)
-        self.whole.step(told)
+            return super().step(gradients, params, scalars)
+        self.whole.step(scalars)
         return False
 
-    def step_on_device(self, gradients: Gradients, params: list[torch.Tensor], told: Told) -> bool:
+    def step_on_device(self, gradients: Gradients, params: list[torch.Tensor], scalars: StepScalars) -> bool:
         if not self._keeps_any():
-            return super().step_on_device(gradients, params, told)
-        if told.found_inf is None or not self.must_know(gradients, told):
-            self.whole.step(told)
-        elif not bool(told.found_inf):
-            self.whole.step(Told(told.number))
+            return super().step_on_device(gradients, params, scalars)
+        if scalars.found_inf is None or not self.must_know(gradients, scalars):
+            self.whole.step(scalars)
+        elif not bool(scalars.found_inf):
+            self.whole.step(StepScalars(scalars.number))
         return False
 
     def step_none(self) -> None:
@@ -113,15 +113,15 @@ class MasterApplication(Application):
             super().step_none()
 
     def step_with_closure(self, gradients: Gradients, closure: Callable[[], Any]) -> tuple[Any, Any]:
-        divisor: Any = 1.0
+        grad_scale: Any = 1.0
 
         def taken() -> float:
-            nonlocal divisor
-            divisor = gradients.divisor
-            gradients.carry(divisor)
-            return float(divisor)
+            nonlocal grad_scale
+            grad_scale = gradients.grad_scale
+            gradients.carry(grad_scale)
+            return float(grad_scale)
 
-        return self.whole.step_with_closure(closure, taken), divisor
+        return self.whole.step_with_closure(closure, taken), grad_scale
 
     def call(self, gradients: Gradients | None, method: Callable[[], Any], *, keep: bool = True) -> tuple[Any, bool]:
         if not self._keeps_any():
@@ -134,13 +134,13 @@ class MasterApplication(Application):
                 "precision keeps sums of gradients beside .grad, which it would not see; use mixed_precision='bf16_naive' or "
                 "'bf16', or call it after step() and zero_grad()"
             )
-        return self.whole.call(method, float(gradients.divisor), keep=keep)
+        return self.whole.call(method, float(gradients.grad_scale), keep=keep)
 
     def gradual(self, gradients: Gradients) -> GradualStep | None:
         return MasterGradualStep(self.whole, self.shards) if self._keeps_any() else super().gradual(gradients)
 
-    def must_know(self, gradients: Gradients, told: Told) -> bool:
-        if super().must_know(gradients, told):
+    def must_know(self, gradients: Gradients, scalars: StepScalars) -> bool:
+        if super().must_know(gradients, scalars):
             return True
         plain = [param for params in self.whole.plain() for param in params if param.grad is not None]
         # Of which kernels take none.
@@ -186,7 +186,7 @@ class ReportingDecision(HostDecision):
     def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
         gradients = self.gradients
         before = gradients.scaler.scale
-        released = gradients.release is not None and gradients.release.uncounted
+        released = gradients.in_backward is not None and gradients.in_backward.uncounted
         zeros = (
             None if not self.counts_zeros else self._zeros_released if released else _zeros_in(gradient_values(params))
         )
@@ -232,12 +232,12 @@ def stepping_masters(
     )
 
 
-def choose_master_update(job: Job, *, masters: Masters, **options: bool) -> Update:
+def choose_master_update(context: UpdateContext, *, masters: Masters, **options: bool) -> Update:
     """Make the update that steps `masters`; options: those of `stepping_masters`."""
-    return choose_update(job, stepping_masters(masters, **options))
+    return choose_update(context, stepping_masters(masters, **options))
 
 
-def compiled_half_norms(job: Job) -> HostNorms:
+def compiled_half_norms(context: UpdateContext) -> HostNorms:
     """Return norms of which those of half gradients are read by one compiled function."""
     compiled: Any = torch.compile(half_norms, dynamic=False, **OWN_CACHE)
 
@@ -247,4 +247,4 @@ def compiled_half_norms(job: Job) -> HostNorms:
             return compiled(values)
         return tensor_norms(values, norm_type)
 
-    return HostNorms(job, norms)
+    return HostNorms(context, norms)

@@ -17,7 +17,7 @@ from booster.masters.rounding import Dither
 from booster.memory.tracker import StorageTracker
 from booster.model.optimizer_kinds import kind_of, probe_of, untouched
 from booster.tensors.flat import SMALLEST_BUCKET, aligned, bucket_size
-from booster.update.fused import switch_to_fused
+from booster.update.fused_kernel import switch_to_fused
 from booster.update.gradual import most_at_once
 
 _ELEMENTS = 2**10

@@ -37,7 +37,7 @@ from booster.mixed_precision.apex.update import ApexGradients, ApexMasterGradien
 from booster.model.params import no_optimizer
 from booster.tensors.cast_regions import both
 from booster.update.backward import BackwardPass
-from booster.update.job import Job
+from booster.update.context import UpdateContext
 from booster.update.outcome import UpdateOptions
 
 _logger = logging.getLogger(__name__)
@@ -381,7 +381,7 @@ def _wrapper(given: Any, kind: type) -> str:
 
 
 def _wrap(optimizer: Optimizer, precision: FP16ApexMixedPrecision, names: dict[torch.Tensor, str]) -> OptimizerWrapper:
-    job = Job(
+    context = UpdateContext(
         optimizer=optimizer,
         scaler=precision.make_scaler(),
         names=names,
@@ -389,7 +389,7 @@ def _wrap(optimizer: Optimizer, precision: FP16ApexMixedPrecision, names: dict[t
     )
     make_update = precision.make_update(optimizer, names, {}, compiled=False)
     return OptimizerWrapper(
-        job, make_update, backward_context=precision.backward_context, after_step=precision.step_follower
+        context, make_update, backward_context=precision.backward_context, after_step=precision.step_follower
     )
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from booster.common import arguments
 from booster.interface.model import CriterionWrapper, ModelWrapper, keep_choice, keep_histories, leave_fast_path
 from booster.interface.optimizer import OptimizerWrapper, update_of
-from booster.kernels.choice import ASKED, by_kernels
+from booster.kernels.eligibility import ASKED, by_kernels
 from booster.loss_scaler import LossScaler, NoScale
 from booster.masters.compiled import can_compile_masters
 from booster.masters.masters import Masters
@@ -35,9 +35,9 @@ from booster.model.params import named_parameters, prefixes, together
 from booster.tensors.trees import HALF_DTYPES
 from booster.tensors.weak import reading
 from booster.update.choice import COMPILED, PARAMETERS, choose_update
-from booster.update.compiled import can_compile
-from booster.update.fused import has_sound_kernel, switch_to_fused
-from booster.update.job import Job
+from booster.update.compiled_step import can_compile
+from booster.update.context import UpdateContext
+from booster.update.fused_kernel import has_sound_kernel, switch_to_fused
 from booster.update.outcome import UpdateOptions
 from booster.update.update import Update
 
@@ -157,7 +157,7 @@ class MixedPrecision:
         weights: MutableMapping[torch.Tensor, torch.Tensor],
         *,
         compiled: bool,
-    ) -> Callable[[Job], Update] | None:
+    ) -> Callable[[UpdateContext], Update] | None:
         """What makes the update of `optimizer`, for `OptimizerWrapper`; None means that of parameters without masters.
 
         names: of the placed parameters. weights: what `keep_weights` gave, by placed parameter. compiled: to be compiled.
@@ -422,7 +422,7 @@ class MixedPrecision:
                 make_update = self._on_masters(optimizer, named, own, released=True)
             else:
                 make_update = self.make_update(optimizer, named, own, compiled=compiled)
-        job = Job(
+        context = UpdateContext(
             optimizer=optimizer,
             scaler=self.make_scaler(),
             names=named,
@@ -435,7 +435,7 @@ class MixedPrecision:
         if options.fused_optimizer in (True, ASKED):
             chosen = by_kernels(chosen)
         wrapper = OptimizerWrapper(
-            job,
+            context,
             chosen,
             backward_context=reading(map(bare, placed), self.backward_context),
             after_step=self.step_follower,
@@ -454,7 +454,7 @@ class MixedPrecision:
         *,
         compiled: bool = False,
         released: bool = False,
-    ) -> Callable[[Job], Update] | None:
+    ) -> Callable[[UpdateContext], Update] | None:
         """As `make_update`. released: it steps within backward, in parts."""
         options = self.masters_on(self.device)
         if options is None:

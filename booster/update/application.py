@@ -17,9 +17,9 @@ from booster.model.optimizer_kinds import KNOWN, known
 from booster.tensors.flat import is_dense, lies_like
 from booster.tensors.grads import gradient_values, own_memory, scale_values
 from booster.tensors.trees import HALF_DTYPES
+from booster.update.context import UpdateContext
 from booster.update.gradients import Gradients
 from booster.update.gradual import GradualStep, bare_step
-from booster.update.job import Job
 
 _logger = logging.getLogger(__name__)
 
@@ -33,27 +33,27 @@ _ADDRESS = torch.Tensor.data_ptr
 _NO_STATE: dict[str, Any] = {}
 
 
-class Told:
+class StepScalars:
     """What a step is told: by what gradients are divided, and whether nothing is to change.
 
     divisor: a number, or a 0-dim tensor, which nobody reads on the host, as found_inf.
     """
 
-    def __init__(self, divisor: float | torch.Tensor = 1.0, found_inf: torch.Tensor | None = None) -> None:
-        self.divisor = divisor
+    def __init__(self, grad_scale: float | torch.Tensor = 1.0, found_inf: torch.Tensor | None = None) -> None:
+        self.grad_scale = grad_scale
         self.found_inf = found_inf
-        self.divides_by_one = not isinstance(divisor, torch.Tensor) and divisor == 1.0
+        self.grad_scale_is_one = not isinstance(grad_scale, torch.Tensor) and grad_scale == 1.0
         self._there: dict[torch.device, torch.Tensor] = {}
 
     @property
     def number(self) -> float:
         """The divisor as a number; waits for the device where it lives on one."""
-        return float(self.divisor)
+        return float(self.grad_scale)
 
     @property
     def is_tensor(self) -> bool:
         """Whether a kernel has to heed it, since the host does not know it."""
-        return self.found_inf is not None or isinstance(self.divisor, torch.Tensor)
+        return self.found_inf is not None or isinstance(self.grad_scale, torch.Tensor)
 
     def step(self, call: Callable[[], Any], optimizer: Any, device: torch.device) -> None:
         """Call `call`, a step of `optimizer` by a fused kernel, which reads this there for its length. One number is put onto
@@ -63,9 +63,9 @@ class Told:
         ):  # `honours_grad_scale`, uncalled
             self._step_beside(call, optimizer)
             return
-        if not self.divides_by_one:
+        if not self.grad_scale_is_one:
             if device not in self._there:
-                given = self.divisor
+                given = self.grad_scale
                 self._there[device] = (
                     given.to(device, torch.float32)
                     if isinstance(given, torch.Tensor)
@@ -87,9 +87,9 @@ class Told:
         put back where nothing is to change: weights, states and gradients lie twice in memory meanwhile."""
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         grads = [param.grad for param in params]
-        if not self.divides_by_one:
-            divisor = self.divisor.float() if isinstance(self.divisor, torch.Tensor) else self.divisor
-            for param, divided in zip(params, torch._foreach_div(grads, divisor) if grads else (), strict=True):
+        if not self.grad_scale_is_one:
+            grad_scale = self.grad_scale.float() if isinstance(self.grad_scale, torch.Tensor) else self.grad_scale
+            for param, divided in zip(params, torch._foreach_div(grads, grad_scale) if grads else (), strict=True):
                 param.grad = divided
         written = [*params]
         for param in params:
@@ -106,7 +106,7 @@ class Told:
                 tensor.copy_(torch.where(found > 0, old, tensor))
 
 
-AS_THEY_ARE = Told()
+NO_SCALARS = StepScalars()
 """Gradients are stepped on as they are."""
 
 
@@ -116,55 +116,57 @@ class Application:
     compiled = False
     """Whether torch.compile makes its steps."""
 
-    def __init__(self, job: Job) -> None:
-        self.optimizer: Any = job.optimizer
-        self.shards = job.shards
-        self.kernel = FusedKernel(job.optimizer, job.names, switched=job.switched)
+    def __init__(self, context: UpdateContext) -> None:
+        self.optimizer: Any = context.optimizer
+        self.shards = context.shards
+        self.kernel = FusedKernel(context.optimizer, context.names, switched=context.switched)
 
-    def step(self, gradients: Gradients, params: list[torch.Tensor], told: Told) -> bool:
-        """Step `params` on `gradients` divided as `told`, a number; the division is the optimizer's own where it can be.
+    def step(self, gradients: Gradients, params: list[torch.Tensor], scalars: StepScalars) -> bool:
+        """Step `params` on `gradients` divided as `scalars`, a number; the division is the optimizer's own where it can be.
 
         That is a fused kernel's, where it divides as precisely as gradients are, and nobody looks at them in between. Returns
         whether what `.grad` is multiplied by is 1 afterwards, and not what it was."""
         optimizer = self.optimizer
         fused = self.kernel.prepare(params)
-        if told.divides_by_one:
+        if scalars.grad_scale_is_one:
             optimizer.step()
         elif (
             fused
-            and told.divisor <= _FLOAT32_MAX
+            and scalars.grad_scale <= _FLOAT32_MAX
             and not (any(step_hooks(optimizer)) or torch.float64 in map(_DTYPE, params))
         ):
             if params:
-                told.step(optimizer.step, optimizer, params[0].device)
+                scalars.step(optimizer.step, optimizer, params[0].device)
             else:  # they are all of other ranks
                 optimizer.step()
             if self.shards.sharded:
-                self.shards.divided(told.divisor)
+                self.shards.divided(scalars.grad_scale)
         else:
             gradients.unscale()
             optimizer.step()
         return True
 
-    def step_on_device(self, gradients: Gradients, params: list[torch.Tensor], told: Told) -> bool:
-        """As `step`, where `told` lives on a device: nothing waits for it, but in a step that a kernel cannot decide."""
+    def step_on_device(self, gradients: Gradients, params: list[torch.Tensor], scalars: StepScalars) -> bool:
+        """As `step`, where `scalars` lives on a device: nothing waits for it, but in a step that a kernel cannot decide."""
         optimizer = self.optimizer
         self.kernel.prepare(params)
-        found = told.found_inf
-        if found is not None and self.must_know(gradients, told):
+        found = scalars.found_inf
+        if found is not None and self.must_know(gradients, scalars):
             if not bool(found):
                 if (
-                    not told.divides_by_one
+                    not scalars.grad_scale_is_one
                 ):  # not by `unscale`, in which ranks may have to agree: others may not come here
-                    gradients.settle()
+                    gradients.apply_scale()
                 optimizer.step()
         else:
             device = torch.device("cpu") if found is None else found.device
-            told.step(optimizer.step, optimizer, device)
+            scalars.step(optimizer.step, optimizer, device)
             if not honours_grad_scale(optimizer):
                 return False
-            if self.shards.sharded and not told.divides_by_one:
-                self.shards.divided(told.divisor if found is None else torch.where(found > 0, 1.0, told.divisor))
+            if self.shards.sharded and not scalars.grad_scale_is_one:
+                self.shards.divided(
+                    scalars.grad_scale if found is None else torch.where(found > 0, 1.0, scalars.grad_scale)
+                )
         return True
 
     def step_none(self) -> None:
@@ -191,7 +193,7 @@ class Application:
         """
         params = [] if gradients is None else gradients.params()
         if gradients is not None:
-            gradients.settle()
+            gradients.apply_scale()
         before = [param.detach().clone() for param in params]
         result = method()
         with torch.no_grad():
@@ -206,12 +208,12 @@ class Application:
         watched = any(step_hooks(self.optimizer)) or torch.float64 in map(_DTYPE, trained)
         return PlainGradualStep(self, gradients, divides=honours_grad_scale(self.optimizer) and not watched)
 
-    def must_know(self, gradients: Gradients, told: Told) -> bool:
+    def must_know(self, gradients: Gradients, scalars: StepScalars) -> bool:
         """Return whether the host must know what a device decided: hooks fire for updates only, a skipped first step would
         leave torch's states uninitialised, the kernel takes a float32 scale also for float64, and may have been given up."""
         if any(step_hooks(self.optimizer)) or self._lacks_states() or not decides_on_device(self.optimizer):
             return True
-        return not told.divides_by_one and any(param.dtype == torch.float64 for param in gradients.params())
+        return not scalars.grad_scale_is_one and any(param.dtype == torch.float64 for param in gradients.params())
 
     def _lacks_states(self) -> bool:
         """Return whether a step would make states that a skip is not to leave: see `begins`."""
@@ -236,13 +238,13 @@ class PlainGradualStep(GradualStep):
         self._gradients = gradients
         self._divides = divides
 
-    def _step(self, params: Sequence[torch.Tensor], divisor: float) -> None:
-        told = AS_THEY_ARE if divisor == 1.0 else Told(divisor)
-        if not told.divides_by_one and not (self._divides and divisor <= _FLOAT32_MAX):
+    def _step(self, params: Sequence[torch.Tensor], grad_scale: float) -> None:
+        scalars = NO_SCALARS if grad_scale == 1.0 else StepScalars(grad_scale)
+        if not scalars.grad_scale_is_one and not (self._divides and grad_scale <= _FLOAT32_MAX):
             scale, factor, _ = self._gradients.carried
             own_memory(params)
             scale_values(gradient_values(params), factor / scale)
-            told = AS_THEY_ARE
+            scalars = NO_SCALARS
         by_group: dict[int, list[torch.Tensor]] = {}
         for param in sorted(params, key=self._place.__getitem__):
             by_group.setdefault(self._place[param][0], []).append(param)
@@ -250,7 +252,7 @@ class PlainGradualStep(GradualStep):
             with self._restricted[index] as restricted:
                 restricted.to(own)
                 self._kernel.prepare(own)
-                told.step(lambda: bare_step(self.optimizer), self.optimizer, own[0].device)
+                scalars.step(lambda: bare_step(self.optimizer), self.optimizer, own[0].device)
 
 
 class FusedKernel:
@@ -407,7 +409,7 @@ def is_capturable(optimizer: Optimizer) -> bool:
 
 
 def decides_on_device(optimizer: Optimizer) -> bool:
-    """Return whether a step of `optimizer` can be undone, or not be made, without the host: see `Told.step`."""
+    """Return whether a step of `optimizer` can be undone, or not be made, without the host: see `StepScalars.step`."""
     return honours_grad_scale(optimizer) or is_capturable(optimizer)
 
 

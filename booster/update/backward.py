@@ -19,10 +19,10 @@ from booster.loss_scaler import LossScaler
 from booster.shards import Shards
 from booster.tensors.cast_regions import region
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.outcome import Blame, Copy, SkippedReason, SkipReport
+from booster.update.in_backward import OptimizerInBackward
+from booster.update.outcome import Copy, NonFiniteParams, SkippedReason, SkipReport
 from booster.update.parameters import Parameters
-from booster.update.release import Release
-from booster.update.released_backward import run_released
+from booster.update.released_backward import run_in_backward
 
 _RELEASE = attrgetter("release")
 
@@ -37,7 +37,7 @@ class Participant(Protocol):
     losses: list[torch.Tensor]
     check: bool
     read: list[Any]
-    release: Release | None
+    in_backward: OptimizerInBackward | None
 
     @property
     def scaler(self) -> LossScaler: ...
@@ -63,7 +63,7 @@ class JointDecision:
         self.found: Any = None
         self.nonfinite_loss: bool | None = None  # of any rank; None: not asked
         self._losses: list[torch.Tensor] = []
-        self._blame: list[Blame] = []
+        self._blame: list[NonFiniteParams] = []
 
     def leave(self, member: Participant) -> None:
         """`member` has stepped."""
@@ -83,7 +83,7 @@ class JointDecision:
         self.found = found
         if found is not False:
             self._losses = [loss for member in self.members for loss in member.losses]
-            self._blame = [member.norms.blame(member) for member in self.members]
+            self._blame = [member.norms.nonfinite_params(member) for member in self.members]
 
     def report(self) -> SkipReport:
         """Return what tells reason and culprits if this decision is to skip; calling it waits for the device."""
@@ -92,17 +92,19 @@ class JointDecision:
 
 class _Report(NamedTuple):
     losses: list[torch.Tensor]
-    blame: list[Blame]
+    nonfinite_params: list[NonFiniteParams]
     nonfinite_loss: bool | None
 
     def __call__(self) -> tuple[SkippedReason, tuple[str, ...]]:
         known = self.nonfinite_loss
         finite_loss = all(bool(loss.isfinite().all()) for loss in self.losses) if known is None else not known
-        culprit = tuple(name for names in self.blame for name in names())
+        culprit = tuple(name for names in self.nonfinite_params for name in names())
         return "nonfinite_grad" if finite_loss else "nonfinite_loss", culprit
 
     def copied(self, copy: Copy) -> _Report:
-        return self._replace(losses=list(map(copy, self.losses)), blame=[each.copied(copy) for each in self.blame])
+        return self._replace(
+            losses=list(map(copy, self.losses)), nonfinite_params=[each.copied(copy) for each in self.nonfinite_params]
+        )
 
 
 @dataclass(eq=False)
@@ -153,8 +155,8 @@ def run_backward(
     released = not delayed and any(map(_RELEASE, members))
     if released:
         for member in members:
-            if member.release is not None:
-                member.release.check(create_graph=create_graph)
+            if member.in_backward is not None:
+                member.in_backward.check(create_graph=create_graph)
     this, scale = begin_backward(members, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
     if loss.dtype in HALF_DTYPES:
         loss = loss.float()
@@ -170,7 +172,7 @@ def run_backward(
     try:
         if released:
             engine = functools.partial(_run_engine, context, loss, gradient, create_graph, inputs)
-            run_released(members, loss, engine, lambda: end_backward(this, told), retain_graph=retain_graph)
+            run_in_backward(members, loss, engine, lambda: end_backward(this, told), retain_graph=retain_graph)
         else:
             with region(context):
                 torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)

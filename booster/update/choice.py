@@ -22,15 +22,15 @@ import torch
 from booster.ranks import agreement
 from booster.ranks.communicate import communication_device
 from booster.update.application import Application, decides_on_device
-from booster.update.compiled import CompiledApplication, compiled_norms
+from booster.update.compiled_step import CompiledApplication, compiled_norms
+from booster.update.context import UpdateContext
 from booster.update.decision import Decision
 from booster.update.device import DeviceDecision, DeviceGradients, DeviceNorms
 from booster.update.gradients import Gradients
 from booster.update.host import HostDecision, HostNorms
-from booster.update.job import Job
+from booster.update.in_backward import OptimizerInBackward
 from booster.update.kept import KeptState
 from booster.update.norms import Norms
-from booster.update.release import Release
 from booster.update.update import Update
 
 DECIDING = ("cuda",)
@@ -43,9 +43,9 @@ class Stepping(NamedTuple):
     application, kept: what makes them. norms, decision: on the host. decides_on_host: whether nothing else will do.
     """
 
-    application: Callable[[Job], Application] = Application
-    kept: Callable[[Job], KeptState] = KeptState
-    norms: Callable[[Job], Norms] = HostNorms
+    application: Callable[[UpdateContext], Application] = Application
+    kept: Callable[[UpdateContext], KeptState] = KeptState
+    norms: Callable[[UpdateContext], Norms] = HostNorms
     decision: Callable[[Gradients, Application], Decision] = HostDecision
     decides_on_host: bool = False
 
@@ -54,55 +54,57 @@ PARAMETERS = Stepping()
 COMPILED = Stepping(CompiledApplication, norms=compiled_norms, decides_on_host=True)
 
 
-def choose_update(job: Job, stepping: Stepping = PARAMETERS) -> Update:
+def choose_update(context: UpdateContext, stepping: Stepping = PARAMETERS) -> Update:
     """Make the update of an optimizer: on the device where its kernel can decide there, else on the host. A small collective
     where ranks hold shards on devices."""
-    device = None if stepping.decides_on_host else deciding_device(job)
-    return update_on_host(job, stepping) if device is None else update_on_device(on_device(job, device), stepping)
+    device = None if stepping.decides_on_host else deciding_device(context)
+    return (
+        update_on_host(context, stepping) if device is None else update_on_device(on_device(context, device), stepping)
+    )
 
 
-def update_on_host(job: Job, stepping: Stepping = PARAMETERS) -> Update:
+def update_on_host(context: UpdateContext, stepping: Stepping = PARAMETERS) -> Update:
     """Make an update that decides on the host."""
-    gradients = Gradients(job, stepping.norms(job))
-    decision = stepping.decision(gradients, stepping.application(job))
-    release_by(job, gradients, decision)
-    return Update(gradients, decision, stepping.kept(job))
+    gradients = Gradients(context, stepping.norms(context))
+    decision = stepping.decision(gradients, stepping.application(context))
+    step_in_backward(context, gradients, decision)
+    return Update(gradients, decision, stepping.kept(context))
 
 
-def release_by(job: Job, gradients: Gradients, decision: Decision) -> None:
-    """Have backward passes use `gradients` as `decision` says, where the options of `job` ask for it."""
-    options = job.options
+def step_in_backward(context: UpdateContext, gradients: Gradients, decision: Decision) -> None:
+    """Have backward passes use `gradients` as `decision` says, where the options of `context` ask for it."""
+    options = context.options
     if options.release_gradients:
         mode, max_norm = str(options.release_gradients), float(options.clip_grad_norm)
-        gradients.use_within_backward(Release(mode, max_norm, decision))
+        gradients.use_within_backward(OptimizerInBackward(mode, max_norm, decision))
 
 
-def update_on_device(job: Job, stepping: Stepping = PARAMETERS) -> Update:
-    """Make an update that decides on a device, where the loss scale of `job` lives."""
-    gradients = DeviceGradients(job, DeviceNorms(job))
-    return Update(gradients, DeviceDecision(gradients, stepping.application(job)), stepping.kept(job))
+def update_on_device(context: UpdateContext, stepping: Stepping = PARAMETERS) -> Update:
+    """Make an update that decides on a device, where the loss scale of `context` lives."""
+    gradients = DeviceGradients(context, DeviceNorms(context))
+    return Update(gradients, DeviceDecision(gradients, stepping.application(context)), stepping.kept(context))
 
 
-def deciding_device(job: Job) -> torch.device | None:
-    """Return the device on which steps of `job` can be decided: its optimizer's kernel skips and divides by itself; None:
-    on the host. Inside `job.shards.local()`.
+def deciding_device(context: UpdateContext) -> torch.device | None:
+    """Return the device on which steps of `context` can be decided: its optimizer's kernel skips and divides by itself; None:
+    on the host. Inside `context.shards.local()`.
 
     Where ranks hold shards all answer alike, as one that decides on the host takes part in other collectives.
     """
-    if job.options.release_gradients:  # whether there is a second pass is decided on the host
+    if context.options.release_gradients:  # whether there is a second pass is decided on the host
         return None
-    devices = {param.device for group in job.optimizer.param_groups for param in group["params"]}
-    fit = decides_on_device(job.optimizer) and len(devices) < 2 and all(each.type in DECIDING for each in devices)
-    if not job.shards.sharded or job.group is None:
+    devices = {param.device for group in context.optimizer.param_groups for param in group["params"]}
+    fit = decides_on_device(context.optimizer) and len(devices) < 2 and all(each.type in DECIDING for each in devices)
+    if not context.shards.sharded or context.group is None:
         return next(iter(devices)) if fit and devices else None
-    there = communication_device(torch.device("cpu"), job.group)
+    there = communication_device(torch.device("cpu"), context.group)
     if there.type not in DECIDING:  # whose norms, summed over ranks, would have to be waited for
         return None
-    if agreement.largest(float(not fit), job.group):
+    if agreement.largest(float(not fit), context.group):
         return None
     return next(iter(devices), there)
 
 
-def on_device(job: Job, device: torch.device) -> Job:
-    """Return `job` with a loss scale that lives on `device`."""
-    return dataclasses.replace(job, scaler=job.scaler.on_device(device))
+def on_device(context: UpdateContext, device: torch.device) -> UpdateContext:
+    """Return `context` with a loss scale that lives on `device`."""
+    return dataclasses.replace(context, scaler=context.scaler.on_device(device))

@@ -11,8 +11,8 @@ import torch
 
 from booster.update.application import Application
 from booster.update.gradients import Gradients
+from booster.update.in_backward_pass import InBackwardPass
 from booster.update.outcome import StepResult
-from booster.update.released_pass import ReleasedPass
 
 
 class Decision(ABC):
@@ -35,9 +35,9 @@ class Decision(ABC):
         """Return a context in which a step is recorded: what its launches read by address, if any do, is put into `graph`."""
         return nullcontext()
 
-    def released_pass(self, gradients: Gradients) -> ReleasedPass:
+    def released_pass(self, gradients: Gradients) -> InBackwardPass:
         """Return what uses `gradients` in a backward pass, where that is asked for."""
-        return ReleasedPass(gradients)
+        return InBackwardPass(gradients)
 
     def begin_gradual(self) -> None:
         """A step that is made of parts, within backward, begins."""

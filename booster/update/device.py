@@ -19,11 +19,11 @@ import torch.distributed as dist
 from booster.common.devices import HostCopy
 from booster.ranks.communicate import communication_device
 from booster.tensors.grads import agree_on, clamp_values, tensor_norms
-from booster.update.application import AS_THEY_ARE, Application, Told
+from booster.update.application import NO_SCALARS, Application, StepScalars
 from booster.update.decision import Decision
 from booster.update.gradients import Gradients
 from booster.update.norms import Norms
-from booster.update.outcome import Blame, Copy, DeviceFields, StepFields, StepResult
+from booster.update.outcome import Copy, LazyStepFields, NonFiniteParams, StepFields, StepResult
 
 
 def device_of(optimizer: Any, group: dist.ProcessGroup | None) -> torch.device:
@@ -92,7 +92,7 @@ class Clip:
         norm = self._norm.nan_to_num(nan=0.0, posinf=0.0).add_(1e-6)
         return norm.reciprocal_().mul_(self._max_norm).clamp_(max=1.0)
 
-    def divisor(self, carried: Any, bounds: dict[float, torch.Tensor]) -> torch.Tensor:
+    def grad_scale(self, carried: Any, bounds: dict[float, torch.Tensor]) -> torch.Tensor:
         """What gradients that are multiplied by `carried` are divided by, float32; not finite where the norm is not.
 
         bounds: what this adds to, by what is clipped to; kept from step to step."""
@@ -140,7 +140,7 @@ class DeviceNorms(Norms):
         found = [nonfinite(norm.total) for norm in read]
         return found[0] if len(found) == 1 else torch.stack(found).amax()
 
-    def blame(self, gradients: Gradients) -> Blame:
+    def nonfinite_params(self, gradients: Gradients) -> NonFiniteParams:
         return _Blame(list(gradients.read), gradients.parameters.name_of)
 
     def clipped(self, norm: torch.Tensor, max_norm: float, factor: Any) -> Any:
@@ -172,7 +172,7 @@ class DeviceDecision(Decision):
 
     def __init__(self, gradients: DeviceGradients, application: Application) -> None:
         super().__init__(gradients, application)
-        self._bounds: dict[float, torch.Tensor] = {}  # see `Clip.divisor`
+        self._bounds: dict[float, torch.Tensor] = {}  # see `Clip.grad_scale`
 
     def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
         gradients, loss_scale = self.gradients, self.gradients.loss_scale
@@ -180,8 +180,8 @@ class DeviceDecision(Decision):
         zeros = self.zeros_in(params)
         left: Any = partial(_carried_with, carried, clip)
         if not gradients.checks:
-            divided = self._apply(params, AS_THEY_ARE)
-            fields = StepFields(loss_scale=1.0) if zeros is None else DeviceFields(1.0, num_zeros=zeros)
+            divided = self._apply(params, NO_SCALARS)
+            fields = StepFields(loss_scale=1.0) if zeros is None else LazyStepFields(1.0, num_zeros=zeros)
             return StepResult(True, fields), 1.0 if divided else left
         found = self.agreed()
         norm, report = gradients.norm, gradients.joint.report()
@@ -190,7 +190,7 @@ class DeviceDecision(Decision):
             left = 1.0 if _is_one(carried) and (clip is None or _is_one(clip)) else partial(_left, found, carried, clip)
         if gradients.scaler.enabled:
             gradients.scaler.update(found)
-        fields = DeviceFields(loss_scale, norm, report, zeros)
+        fields = LazyStepFields(loss_scale, norm, report, zeros)
         return StepResult(_Applied(found), fields, pending=fields.pending), left
 
     def zeros_in(self, params: list[torch.Tensor]) -> torch.Tensor | None:
@@ -200,13 +200,15 @@ class DeviceDecision(Decision):
     def _apply_divided(self, params: list[torch.Tensor], found: torch.Tensor, carried: Any, clip: Any) -> bool:
         """Step on gradients that are multiplied by `carried` and that `clip` waits for, unless `found` is 1."""
         if isinstance(clip, Clip):
-            divisor: Any = clip.divisor(carried, self._bounds)
+            grad_scale: Any = clip.grad_scale(carried, self._bounds)
         else:
-            divisor = carried if clip is None else carried / clip
-        return self._apply(params, Told(divisor if _is_one(divisor) else _on(found.device, divisor, None), found))
+            grad_scale = carried if clip is None else carried / clip
+        return self._apply(
+            params, StepScalars(grad_scale if _is_one(grad_scale) else _on(found.device, grad_scale, None), found)
+        )
 
-    def _apply(self, params: list[torch.Tensor], told: Told) -> bool:
-        return self.application.step_on_device(self.gradients, params, told)
+    def _apply(self, params: list[torch.Tensor], scalars: StepScalars) -> bool:
+        return self.application.step_on_device(self.gradients, params, scalars)
 
     def agreed(self) -> torch.Tensor:
         """Return 1 where all who decide together skip this step, else 0: 0-dim float32, on the device of the parameters."""

@@ -1,7 +1,7 @@
 """The gradients of one optimizer from backward to step: the scale they carry, the clips that wait, and what was read of them.
 
 Nothing here writes a gradient unless it must. One read of the *scaled* gradients, their norm, tells overflow and clip
-factor; scale and clip reach a fused optimizer as one number, `divisor`, others as one multiplication. `Norms` knows how a
+factor; scale and clip reach a fused optimizer as one number, `grad_scale`, others as one multiplication. `Norms` knows how a
 norm is read, and where the numbers are, on the host or on a device.
 """
 
@@ -23,12 +23,12 @@ from booster.ranks import agreement
 from booster.tensors.grads import gradient_values, own_memory, scale_in_graph, scale_values
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.backward import BackwardPass, JointDecision
-from booster.update.job import Job
+from booster.update.context import UpdateContext
+from booster.update.in_backward import OptimizerInBackward
 from booster.update.norms import Norms
 from booster.update.outcome import StepListener
 from booster.update.parameters import Parameters
-from booster.update.release import Release
-from booster.update.touched import EVERY, FIRST, ScaledGradients
+from booster.update.touched import EVERY, FIRST, GradMutationCheck
 
 _logger = logging.getLogger(__name__)
 WHOLE = nullcontext()  # where parameters are whole, `local()` changes nothing
@@ -49,22 +49,22 @@ class Gradients:
     piles_up = False
     """Whether gradients can be there that no step may use yet although a backward pass has ended."""
 
-    def __init__(self, job: Job, norms: Norms) -> None:
-        scaler, options = job.scaler, job.options
+    def __init__(self, context: UpdateContext, norms: Norms) -> None:
+        scaler, options = context.scaler, context.options
         if not scaler.enabled and scaler.scale != 1.0:
             raise ValueError(
                 f"{type(scaler).__name__} has a scale of {scaler.scale:g} and enabled = False, so nothing would be scaled; set "
                 "enabled = True in the class"
             )
-        self.optimizer = job.optimizer
-        self.shards = job.shards
-        self.parameters = Parameters(job.optimizer, job.names)
-        self.group = job.group
+        self.optimizer = context.optimizer
+        self.shards = context.shards
+        self.parameters = Parameters(context.optimizer, context.names)
+        self.group = context.group
         self.scaler = scaler
         self.norms = norms
         self.skip_nonfinite = options.skip_nonfinite
         self.joint = JointDecision([self])
-        self.release: Release | None = None
+        self.in_backward: OptimizerInBackward | None = None
         self.listeners: list[StepListener] = []
         self._told_touched = False
         self._present: list[torch.Tensor] | None = None  # `params()`, within a step
@@ -91,7 +91,7 @@ class Gradients:
         self.norm: Any = None
         self.check = self.scaler.enabled or self.skip_nonfinite
         self.num_backwards = 0
-        self.noted: ScaledGradients | None = None  # scaled gradients, as the last backward pass left them
+        self.mutation_check: GradMutationCheck | None = None  # scaled gradients, as the last backward pass left them
         self.loss_scale: Any = 1.0  # of this step's backward passes
         self.losses: list[torch.Tensor] = []
         self._differentiable = False  # a graph may lead through gradients at rest
@@ -101,12 +101,12 @@ class Gradients:
             self.joint = JointDecision([self])
         self.joint.found = None
 
-    def beside(self, scale: float) -> Gradients:
+    def for_replay(self, scale: float) -> Gradients:
         """Return gradients of the same optimizer as before any pass, of losses that are multiplied by `scale`; nobody listens,
         and no pass uses them."""
         other = copy.copy(self)
         other.joint = JointDecision([other])
-        other.listeners, other.release, other._prescribed = [], None, scale
+        other.listeners, other.in_backward, other._prescribed = [], None, scale
         other.reset(None)
         return other
 
@@ -119,7 +119,7 @@ class Gradients:
         """Carry what was `kept`, and nothing that was read."""
         for name, value in kept.items():
             setattr(self, name, list(value) if type(value) is list else value)
-        self.read, self.noted = [], None
+        self.read, self.mutation_check = [], None
         self.joint.found = None
 
     # ------------------------------------------------------------------ backward passes
@@ -135,9 +135,9 @@ class Gradients:
             return self._prescribed
         return self.scaler.factor if self.norms.on_device else self.scaler.scale
 
-    def use_within_backward(self, release: Release) -> None:
-        """Have passes step on them, as `release` says."""
-        self.release = release
+    def use_within_backward(self, in_backward: OptimizerInBackward) -> None:
+        """Have passes step on them, as `in_backward` says."""
+        self.in_backward = in_backward
 
     def listen(self, listener: StepListener) -> None:
         """Tell `listener` of every backward pass and step from now on. A copy does not."""
@@ -158,9 +158,9 @@ class Gradients:
     def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None:
         """Bring gradients that exist already to `scale`, pending clips applied, so that new ones add to them. this: the pass
         that begins; None means one for this optimizer alone, of loss 0, complete."""
-        if self.noted is not None:
-            self.compare_noted()
-        if self.release is not None:  # it steps within the pass
+        if self.mutation_check is not None:
+            self.check_mutations()
+        if self.in_backward is not None:  # it steps within the pass
             self.parameters.check_full([param for param in self.parameters.held() if param.requires_grad])
         if self.shards.sharded:
             self.shards.even_out()
@@ -189,7 +189,7 @@ class Gradients:
                 replica.after_backward()
         is_due = self.scaler.enabled and (self._num_steps < FIRST or self._num_steps % EVERY == 0)
         if is_due and self.scale is not None and not _same(self.scale, 1.0):
-            self.noted = ScaledGradients(self.parameters.held())
+            self.mutation_check = GradMutationCheck(self.parameters.held())
         if self.check and loss is not None:
             self.losses.append(loss.detach())
         for listener in self.listeners:
@@ -199,10 +199,10 @@ class Gradients:
         """The pass raised; `after_backward` is not called."""
         self._in_pass = False
 
-    def compare_noted(self) -> None:
+    def check_mutations(self) -> None:
         """One WARNING if somebody else wrote to gradients that are noted; they are noted no longer."""
-        noted, self.noted = self.noted, None
-        params = [] if noted is None or self._told_touched else noted.touched()
+        mutation_check, self.mutation_check = self.mutation_check, None
+        params = [] if mutation_check is None or self._told_touched else mutation_check.touched()
         if params:
             self._told_touched = True
             _logger.warning(
@@ -223,7 +223,7 @@ class Gradients:
         return 1.0 if self.scale is None else self.scale, 1.0 if self.factor is None else self.factor, self.loss_scale
 
     @property
-    def divisor(self) -> Any:
+    def grad_scale(self) -> Any:
         """What gradients are to be divided by: loss scale and clip in one number; inf where a clip leaves nothing of them."""
         scale = 1.0 if self.scale is None else self.scale
         if self.factor is None:
@@ -309,7 +309,7 @@ class Gradients:
         self.require_backward()
         if self.check and not self.read:
             self.true_norm(2.0)
-        self.settle()
+        self.apply_scale()
 
     def carry(self, scale: Any) -> None:
         """`.grad` is multiplied by `scale` now, no clip waits, and nothing was read of it."""
@@ -319,7 +319,7 @@ class Gradients:
         """Gradients may have been written to: nothing was read of them."""
         self.read, self.joint.found = [], None
 
-    def settle(self) -> None:
+    def apply_scale(self) -> None:
         """Apply scale and clips that wait to `.grad`."""
         scale, factor, _ = self.carried
         if self.factor is not None or not _same(scale, 1.0):

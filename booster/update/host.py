@@ -14,12 +14,12 @@ import torch
 
 from booster.ranks import agreement
 from booster.tensors.grads import clamp_values, nonfinite_indices, tensor_norms
-from booster.update.application import AS_THEY_ARE, Told
+from booster.update.application import NO_SCALARS, StepScalars
+from booster.update.context import UpdateContext
 from booster.update.decision import Decision
 from booster.update.gradients import Gradients
-from booster.update.job import Job
 from booster.update.norms import Norms
-from booster.update.outcome import Blame, Copy, StepFields, StepResult
+from booster.update.outcome import Copy, NonFiniteParams, StepFields, StepResult
 
 _NONFINITE = attrgetter("nonfinite")  # of every norm in every step, without a Python call for each
 
@@ -49,8 +49,8 @@ class HostNorms(Norms):
     tensor_norms: that of `tensors.grads`, or one like it.
     """
 
-    def __init__(self, job: Job, tensor_norms: Callable[..., torch.Tensor] = tensor_norms) -> None:
-        super().__init__(job)
+    def __init__(self, context: UpdateContext, tensor_norms: Callable[..., torch.Tensor] = tensor_norms) -> None:
+        super().__init__(context)
         self._tensor_norms = tensor_norms
 
     def read(self, gradients: Gradients, norm_type: float) -> tuple[HostNorm, float]:
@@ -75,7 +75,7 @@ class HostNorms(Norms):
         if not nonfinite or self.shards.sharded:
             exact = tensor_norms(values, norm_type, torch.float64) if values else norms
             total = self.total(exact, norm_type, params)
-        return total, gradients.parameters.culprits(nonfinite, params)
+        return total, gradients.parameters.names_of(nonfinite, params)
 
     def total(self, norms: torch.Tensor, norm_type: float, params: Sequence[torch.Tensor]) -> float:
         """The norm of all gradients from those of `params`; a collective where ranks hold shards."""
@@ -97,7 +97,7 @@ class HostNorms(Norms):
     def all_finite(self, read: Sequence[HostNorm]) -> bool:
         return self.shards.sharded and bool(read) and all(math.isfinite(norm.total) for norm in read)
 
-    def blame(self, gradients: Gradients) -> Blame:
+    def nonfinite_params(self, gradients: Gradients) -> NonFiniteParams:
         return _Known(next((norm.nonfinite for norm in gradients.read if norm.nonfinite), ()))
 
     def clipped(self, norm: float, max_norm: float, factor: float | None) -> float | None:
@@ -128,13 +128,13 @@ class HostDecision(Decision):
         if skip:
             return self._skip()
         scale: Any = 1.0
-        if gradients.release is None or not gradients.release.uncounted:
-            told = AS_THEY_ARE
+        if gradients.in_backward is None or not gradients.in_backward.uncounted:
+            scalars = NO_SCALARS
             if factor is not None:
-                told = Told(gradients.divisor)
+                scalars = StepScalars(gradients.grad_scale)
             elif gradients.scale is not None and gradients.scale != 1.0:
-                told = Told(gradients.scale)
-            scale = 1.0 if self.application.step(gradients, params, told) else told.divisor
+                scalars = StepScalars(gradients.scale)
+            scale = 1.0 if self.application.step(gradients, params, scalars) else scalars.grad_scale
         if scaler.enabled:
             scaler.update(False)
         return StepResult(True, StepFields(loss_scale=gradients.loss_scale, grad_norm=norm)), scale

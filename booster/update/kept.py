@@ -10,7 +10,7 @@ from torch import nn
 
 from booster.common.torch_internals import loads_with_hooks
 from booster.model.params import load_states
-from booster.update.job import Job
+from booster.update.context import UpdateContext
 
 
 class KeptState:
@@ -19,10 +19,10 @@ class KeptState:
     keeps_masters = False
     """Whether float32 numbers stand behind half parameters."""
 
-    def __init__(self, job: Job) -> None:
-        self.optimizer = job.optimizer
-        self.shards = job.shards
-        self.names = job.names
+    def __init__(self, context: UpdateContext) -> None:
+        self.optimizer = context.optimizer
+        self.shards = context.shards
+        self.names = context.names
 
     @property
     def state(self) -> Any:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from booster.ranks import agreement
-from booster.update.job import Job
-from booster.update.outcome import Blame
+from booster.update.context import UpdateContext
+from booster.update.outcome import NonFiniteParams
 
 
 class Norms(ABC):
@@ -25,10 +25,10 @@ class Norms(ABC):
     waits = False
     """Whether a clip that no call of the user's asked for can wait, unread, for the decision."""
 
-    def __init__(self, job: Job) -> None:
-        self.optimizer = job.optimizer
-        self.shards = job.shards
-        self.group = job.group
+    def __init__(self, context: UpdateContext) -> None:
+        self.optimizer = context.optimizer
+        self.shards = context.shards
+        self.group = context.group
         self._copies: tuple[list[int], torch.Tensor] | None = None  # of parts, and the same where norms are
 
     @abstractmethod
@@ -41,7 +41,7 @@ class Norms(ABC):
         """Return whether one of `read` had an inf or NaN: a bool, or a 0-dim tensor."""
 
     @abstractmethod
-    def blame(self, gradients: Any) -> Blame:
+    def nonfinite_params(self, gradients: Any) -> NonFiniteParams:
         """Return what names the parameters with an inf or NaN in what was read, also after it is forgotten."""
 
     @abstractmethod

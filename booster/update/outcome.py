@@ -44,12 +44,12 @@ class Applied(Protocol):
     def copied(self, copy: Copy) -> Applied: ...
 
 
-class Blame(Protocol):
+class NonFiniteParams(Protocol):
     """Names of parameters with an inf or NaN in their gradients. Calling it waits for the device."""
 
     def __call__(self) -> tuple[str, ...]: ...
 
-    def copied(self, copy: Copy) -> Blame: ...
+    def copied(self, copy: Copy) -> NonFiniteParams: ...
 
 
 class SkipReport(Protocol):
@@ -61,7 +61,7 @@ class SkipReport(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class DeviceFields:
+class LazyStepFields:
     """The fields of a step that a device decided, read when somebody asks. loss_scale, grad_norm, num_zeros: numbers, or 0-dim
     tensors."""
 
@@ -86,13 +86,15 @@ class DeviceFields:
         numbers = {"loss_scale": self.loss_scale, "grad_norm": self.grad_norm}
         return {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
 
-    def copied(self, copy: Copy) -> DeviceFields:
+    def copied(self, copy: Copy) -> LazyStepFields:
         """The same, of `copy` of each tensor."""
         loss_scale, grad_norm, num_zeros = (
             copy(value) if isinstance(value, torch.Tensor) else value
             for value in (self.loss_scale, self.grad_norm, self.num_zeros)
         )
-        return DeviceFields(loss_scale, grad_norm, None if self.report is None else self.report.copied(copy), num_zeros)
+        return LazyStepFields(
+            loss_scale, grad_norm, None if self.report is None else self.report.copied(copy), num_zeros
+        )
 
 
 class StepResult:
@@ -194,7 +196,7 @@ class StepResult:
         applied = self._applied if isinstance(self._applied, bool) else self._applied.copied(copy)
         if isinstance(self._fields, StepFields):
             return StepResult(applied, self._fields, loss=self.loss)
-        if not isinstance(self._fields, DeviceFields):
+        if not isinstance(self._fields, LazyStepFields):
             raise TypeError(f"a step result that is read by {type(self._fields).__name__} cannot be copied")
         fields = self._fields.copied(copy)
         return StepResult(applied, fields, loss=self.loss, pending=fields.pending if self.pending else None)
@@ -247,14 +249,14 @@ class StepHistory:
         """Weights were changed by gradients, otherwise than in a step: what follows progress goes on."""
         self.progress += 1
 
-    def when_settled(self, action: Callable[[], None]) -> None:
-        """Run `action` once the last step's outcome is known to the host: now, or at the next `settle()`."""
+    def when_synced(self, action: Callable[[], None]) -> None:
+        """Run `action` once the last step's outcome is known to the host: now, or at the next `sync()`."""
         if self.waiting:
             self.waiting[-1][1].append(action)
         else:
             action()
 
-    def settle(self, result: StepResult | None = None, *, known_alone: bool = False) -> None:
+    def sync(self, result: StepResult | None = None, *, known_alone: bool = False) -> None:
         """Count the steps that wait, waiting for the outcome of each, then run what waited for it. Raises `LossScaleError`.
 
         result: of a step that is not noted yet. known_alone: only those of which nobody has to wait."""

@@ -41,7 +41,7 @@ class Parameters:
         """The qualified name of `param`, for reports."""
         return self.names.get(param, f"a parameter of shape {tuple(param.shape)}")
 
-    def culprits(self, indices: Sequence[int], params: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    def names_of(self, indices: Sequence[int], params: Sequence[torch.Tensor]) -> tuple[str, ...]:
         """The names of those of `params`."""
         return tuple(self.name_of(params[index]) for index in indices)
 

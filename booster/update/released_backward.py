@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from booster.common.torch_internals import graph_task, without_function_modes
-from booster.update.released_pass import ReleasedPass
+from booster.update.in_backward_pass import InBackwardPass
 
 REENTRANT = (
     "release_gradients cannot know when gradients are complete under reentrant activation checkpointing, which runs backward "
@@ -86,7 +86,7 @@ def leaves(loss: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def run_released(
+def run_in_backward(
     members: Sequence[Any],
     loss: torch.Tensor,
     engine: Callable[[bool], None],
@@ -100,7 +100,7 @@ def run_released(
     the graph is used again. end: to be called when the gradients are known. A collective wherever backward and deciding on a
     step are.
     """
-    passes: list[ReleasedPass] = [member.release.decision.released_pass(member) for member in members]
+    passes: list[InBackwardPass] = [member.in_backward.decision.released_pass(member) for member in members]
     own = {param for each in passes for param in each.params}
     reached = leaves(loss)
     for each in passes:
@@ -119,13 +119,13 @@ def run_released(
     for each in passes:
         each.begin()
     try:
-        with _watching(passes, ReleasedPass.step_on, loss, again=False):
+        with _watching(passes, InBackwardPass.step_on, loss, again=False):
             engine(retain_graph)
         for each in passes:
             each.step_rest()
     except BaseException:
         for each in passes:
-            each.tear()
+            each.mark_partial_step()
         raise
     if not twice:
         end()
@@ -135,7 +135,9 @@ def run_released(
     torch.clear_autocast_cache()  # of weights as they were
 
 
-def _measure(passes: Sequence[ReleasedPass], loss: torch.Tensor, engine: Callable[[bool], None], others: Aside) -> None:
+def _measure(
+    passes: Sequence[InBackwardPass], loss: torch.Tensor, engine: Callable[[bool], None], others: Aside
+) -> None:
     _measure_once(passes, loss, engine)
     for each in passes:
         if each.overflows():
@@ -145,18 +147,18 @@ def _measure(passes: Sequence[ReleasedPass], loss: torch.Tensor, engine: Callabl
         _measure_once(passes, loss, engine)
 
 
-def _measure_once(passes: Sequence[ReleasedPass], loss: torch.Tensor, engine: Callable[[bool], None]) -> None:
+def _measure_once(passes: Sequence[InBackwardPass], loss: torch.Tensor, engine: Callable[[bool], None]) -> None:
     with ExitStack() as held:
         for each in passes:
             held.enter_context(each.gradients.shards.sparing())
             held.enter_context(each.measuring())
-        with _watching(passes, ReleasedPass.measure, loss, again=True):
+        with _watching(passes, InBackwardPass.measure, loss, again=True):
             engine(True)
         for each in passes:
             each.measure_rest()
 
 
-def _decide(passes: Sequence[ReleasedPass]) -> bool:
+def _decide(passes: Sequence[InBackwardPass]) -> bool:
     """Take the norms, and return whether the step is to be skipped."""
     with ExitStack() as present:
         for each in passes:
@@ -170,8 +172,8 @@ def _decide(passes: Sequence[ReleasedPass]) -> bool:
 
 @contextmanager
 def _watching(
-    passes: Sequence[ReleasedPass],
-    action: Callable[[ReleasedPass, torch.Tensor], None],
+    passes: Sequence[InBackwardPass],
+    action: Callable[[InBackwardPass, torch.Tensor], None],
     loss: torch.Tensor,
     *,
     again: bool,
@@ -180,7 +182,7 @@ def _watching(
     ranks. again: another pass through the graph follows."""
     running: list[int] = []
 
-    def watch(each: ReleasedPass) -> Callable[[torch.Tensor], None]:
+    def watch(each: InBackwardPass) -> Callable[[torch.Tensor], None]:
         def filled(param: torch.Tensor) -> None:
             if graph_task() not in running:
                 raise RuntimeError(REENTRANT)

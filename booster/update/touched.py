@@ -19,7 +19,7 @@ class _Noted(NamedTuple):
     version: int
 
 
-class ScaledGradients:
+class GradMutationCheck:
     """The gradients of `params` as a backward pass left them. Kept are the tensors themselves, and how often they were written.
 
     Torch's clip of DTensors counts nowhere, so of them an element each is kept too; comparing it waits for the device.

@@ -14,9 +14,9 @@ from booster.common.text import listed
 from booster.ranks import agreement
 from booster.update.decision import Decision
 from booster.update.gradients import WHOLE, Gradients
+from booster.update.in_backward import OptimizerInBackward
 from booster.update.kept import KeptState
-from booster.update.outcome import DeviceFields, StepFields, StepResult
-from booster.update.release import Release
+from booster.update.outcome import LazyStepFields, StepFields, StepResult
 
 
 class Update:
@@ -41,15 +41,15 @@ class Update:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self.gradients.release is not None:
-            self.gradients.release.decision_is(self.decision)
+        if self.gradients.in_backward is not None:
+            self.gradients.in_backward.decision_is(self.decision)
 
     @contextmanager
-    def set_aside(self, scale: float) -> Iterator[None]:
+    def for_replay(self, scale: float) -> Iterator[None]:
         """Inside, gradients are as before any pass, nobody listens, and losses are multiplied by `scale`; afterwards all
         is what it was."""
         before = self.gradients
-        self.gradients = before.beside(scale)
+        self.gradients = before.for_replay(scale)
         try:
             yield
         finally:
@@ -62,11 +62,11 @@ class Update:
     def step(self) -> StepResult:
         """Update the parameters unless the gradients of any rank are not finite, then the loss scale."""
         gradients, shards = self.gradients, self.shards
-        release = gradients.release
-        if release is not None:
-            release.check_weights()
-            if release.uncounted:
-                return self._finish(release)
+        in_backward = gradients.in_backward
+        if in_backward is not None:
+            in_backward.check_weights()
+            if in_backward.uncounted:
+                return self._finish(in_backward)
         with shards.local() if shards.sharded else WHOLE:
             try:
                 params = gradients.enter_step()
@@ -76,7 +76,7 @@ class Update:
                     self.decision.application.step_none()
                     next_scale = gradients.next_scale
                     gradients.reset(gradients.scale)
-                    return StepResult(True, DeviceFields(next_scale))
+                    return StepResult(True, LazyStepFields(next_scale))
                 result, scale = self.decision.step(params)
             except BaseException:
                 gradients.abandon_step()
@@ -106,14 +106,14 @@ class Update:
                 "peft's set_peft_model_state_dict"
             )
 
-    def _finish(self, release: Release) -> StepResult:
+    def _finish(self, in_backward: OptimizerInBackward) -> StepResult:
         """Do what a step does besides updating parameters, which were updated within backward."""
         try:
             result, _ = self.decision.step([])
         finally:
-            release.uncounted = False
+            in_backward.uncounted = False
         # What came before a gradient that is not finite may have been stepped.
-        if self.shards.sharded and (self.decision.on_device or result.applied or release.mode == "previous_norm"):
+        if self.shards.sharded and (self.decision.on_device or result.applied or in_backward.mode == "previous_norm"):
             self.shards.publish()
         self.gradients.reset(None)
         return result
@@ -137,11 +137,11 @@ class Update:
         ranks that hold shards.
         """
         gradients, shards = self.gradients, self.shards
-        pending = gradients.num_backwards > 0 and gradients.release is None
+        pending = gradients.num_backwards > 0 and gradients.in_backward is None
         with shards.local() if shards.sharded else WHOLE:
             culprits = None
             if pending:
-                gradients.compare_noted()
+                gradients.check_mutations()
                 culprits = self._nonfinite()
             application = self.decision.application
             result, changed = application.call(gradients if pending else None, method, keep=culprits is None)
@@ -164,7 +164,7 @@ class Update:
         found = bool(gradients.found())
         if self.shards.sharded:
             found = agreement.largest(float(found), gradients.group) > 0
-        return gradients.norms.blame(gradients)() if found else None
+        return gradients.norms.nonfinite_params(gradients)() if found else None
 
     def _refuse_nonfinite(self, name: str, culprits: tuple[str, ...]) -> None:
         raise RuntimeError(
@@ -186,10 +186,10 @@ class Update:
 
     def _refuse_closure(self) -> None:
         gradients, name = self.gradients, f"{type(self.optimizer).__name__}.step(closure)"
-        if gradients.release is not None:
+        if gradients.in_backward is not None:
             raise RuntimeError(
                 f"{name} would use gradients after their backward pass, and "
-                f"release_gradients={gradients.release.mode!r} frees them within it; call b.backward and step() without a "
+                f"release_gradients={gradients.in_backward.mode!r} frees them within it; call b.backward and step() without a "
                 "closure, or use release_gradients=False"
             )
         if self.shards.sharded:

@@ -40,7 +40,7 @@ def clips_by_the_norm_before_both_ways(rank, world_size, plugin, precision):
     )
     return (
         far,
-        [float(run.optimizer._update.gradients.release.previous) for run in runs],
+        [float(run.optimizer._update.gradients.in_backward.previous) for run in runs],
         runs[0].optimizer._update.decision._num_looks,
     )
 

@@ -20,7 +20,7 @@ from matrix import (
 )
 from reference import train_by_hand
 
-from booster.kernels import choice
+from booster.kernels import eligibility as choice
 
 # Loss and norm against the reference, relative to their size of about 1. Half weights round every gradient, and shards
 # and stages add them in another order.

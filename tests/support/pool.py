@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from booster.kernels import choice
+from booster.kernels import eligibility as choice
 
 PROCESS_GROUP_TIMEOUT = 60.0  # seconds a collective waits for its peers
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

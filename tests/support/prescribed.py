@@ -10,7 +10,7 @@ from torch.optim import SGD, Optimizer
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, LossScaler, NoScale
 from booster.update.choice import update_on_device
-from booster.update.job import Job
+from booster.update.context import UpdateContext
 from booster.update.outcome import UpdateOptions
 
 HOST, DEVICE = "host", "device"
@@ -47,9 +47,9 @@ def values_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 class DeviceOptimizer(OptimizerWrapper):
     """A boosted optimizer that decides the way a fused one on CUDA does, on any device."""
 
-    def __init__(self, job: Job) -> None:
-        device = job.optimizer.param_groups[0]["params"][0].device
-        super().__init__(dataclasses.replace(job, scaler=job.scaler.on_device(device)), update_on_device)
+    def __init__(self, context: UpdateContext) -> None:
+        device = context.optimizer.param_groups[0]["params"][0].device
+        super().__init__(dataclasses.replace(context, scaler=context.scaler.on_device(device)), update_on_device)
 
 
 def boost(
@@ -61,7 +61,7 @@ def boost(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     names = {param: f"p{index}" for index, param in enumerate(params)}
     kind = DeviceOptimizer if decides == DEVICE else OptimizerWrapper
-    return kind(Job(optimizer=optimizer, scaler=scale, names=names, options=UpdateOptions(**options)))
+    return kind(UpdateContext(optimizer=optimizer, scaler=scale, names=names, options=UpdateOptions(**options)))
 
 
 def sgd(

@@ -9,10 +9,10 @@ from interpreted import gradients, held, interpreted, pair, step_on
 from torch import nn
 from torch.optim import SGD
 
-from booster.kernels.choice import _refusal
+from booster.kernels.eligibility import _refusal
 from booster.loss_scaler import NoScale
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
-from booster.update.job import Job
+from booster.update.context import UpdateContext
 from booster.update.outcome import UpdateOptions
 
 pytestmark = interpreted
@@ -112,7 +112,7 @@ def test_each_device_measures_decides_and_updates_and_nothing_is_read_on_the_hos
 def test_devices_of_several_types_are_refused_by_name():
     step = pair(make_model, adamw, "fp32")[1]
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))], 0.1)
-    job = Job(optimizer=optimizer, scaler=NoScale(), options=UpdateOptions())
-    assert _refusal(step[2]._update, job, torch.device("cpu")) == (
+    context = UpdateContext(optimizer=optimizer, scaler=NoScale(), options=UpdateOptions())
+    assert _refusal(step[2]._update, context, torch.device("cpu")) == (
         "its parameters lie on devices of several types, cpu, meta"
     )

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, RMSprop
 
 from booster import Booster
-from booster.kernels import choice
+from booster.kernels import eligibility as choice
 from booster.mixed_precision import BF16NaiveMixedPrecision
 
 pytestmark = interpreted
@@ -108,7 +108,7 @@ def test_a_fault_in_a_kernel_is_found_told_and_stepped_around(fault, monkeypatch
 
 @pytest.mark.parametrize("options", [{}, SPLIT, BF16], ids=["fp32", "split", "bf16 states"])
 def test_without_a_fault_steps_are_those_of_who_asks_in_as_many_launches(options, caplog):
-    from booster.kernels.compiled import CompiledKernels
+    from booster.kernels.launch_cache import CompiledKernels
 
     launched = []
     with pytest.MonkeyPatch.context() as patch:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import booster
 from benchmarks.launches import of_step
 from booster import Booster
-from booster.kernels import choice
+from booster.kernels import eligibility as choice
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 
 pytestmark = interpreted

@@ -12,7 +12,7 @@ from torch.optim import AdamW
 from benchmarks.launches import of_step
 from benchmarks.waits import HostReads
 from booster import Booster
-from booster.update import released_pass
+from booster.update import in_backward_pass as released_pass
 
 pytestmark = interpreted
 __all__ = ["half_steps"]  # a fixture
@@ -62,7 +62,7 @@ def test_the_norm_of_the_step_before_clips_as_where_a_host_decides(precision, ha
         Run("previous_norm", precision, SGD, poison=(3,), clip_grad_norm=0.5, fused_optimizer=way).train(6)
         for way in ("triton", False)
     ]
-    mine, theirs = (run.optimizer._update.gradients.release.previous for run in runs)
+    mine, theirs = (run.optimizer._update.gradients.in_backward.previous for run in runs)
     assert isinstance(mine, torch.Tensor)
     assert float(mine) == pytest.approx(theirs, rel=1e-3)
     assert [result.applied for result in runs[0].results] == [result.applied for result in runs[1].results]
@@ -75,10 +75,10 @@ def test_the_norm_of_the_step_before_clips_as_where_a_host_decides(precision, ha
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 def test_a_step_after_a_skip_is_clipped_by_the_last_finite_norm(precision, half_steps):
     run = Run("previous_norm", precision, SGD, poison=(2,), clip_grad_norm=0.5, fused_optimizer="triton").train(2)
-    last = float(run.optimizer._update.gradients.release.previous)
+    last = float(run.optimizer._update.gradients.in_backward.previous)
     run.step()
     assert not run.results[-1].applied
-    assert float(run.optimizer._update.gradients.release.previous) == last > 0
+    assert float(run.optimizer._update.gradients.in_backward.previous) == last > 0
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import booster
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, NoScale
 from booster.masters import MasterOptions, Masters, choose_master_update
-from booster.update.fused import switch_to_fused
-from booster.update.job import Job
+from booster.update.context import UpdateContext
+from booster.update.fused_kernel import switch_to_fused
 
 ELEMENTWISE = {
     "Adam": lambda p: optim.Adam(p, lr=1e-2),
@@ -59,7 +59,7 @@ class Run:
         )
         scaler = NoScale() if scale is None else DynamicScale(init_scale=scale)
         self.optimizer = OptimizerWrapper(
-            Job(optimizer=self.inner, scaler=scaler, names=names),
+            UpdateContext(optimizer=self.inner, scaler=scaler, names=names),
             lambda job: choose_master_update(job, masters=self.masters, **options),
         )
         self.generator = torch.Generator().manual_seed(7)
@@ -411,7 +411,8 @@ def test_any_memory_layout_trains_the_same(layout):
         other.inner, {param: "p"}, MasterOptions(master_weights="split"), sources={param: other.sources[0]}
     )
     other.optimizer = OptimizerWrapper(
-        Job(optimizer=other.inner, scaler=NoScale()), lambda job: choose_master_update(job, masters=other.masters)
+        UpdateContext(optimizer=other.inner, scaler=NoScale()),
+        lambda job: choose_master_update(job, masters=other.masters),
     )
     for each in (run, other):
         each.train(5)

@@ -32,7 +32,7 @@ from booster.masters.packed import Packed
 from booster.masters.rounding import Dither
 from booster.mixed_precision import BF16NaiveMixedPrecision
 from booster.tensors import flat
-from booster.update.job import Job
+from booster.update.context import UpdateContext
 
 pytestmark = [
     # Torch's compiler warns about its own use of deprecated functions.
@@ -88,7 +88,7 @@ class Run:
         options = MasterOptions(master_weights=form, states=states)
         self.masters = Masters(self.inner, names, options, sources=sources, compiled=compiled)
         self.optimizer = OptimizerWrapper(
-            Job(
+            UpdateContext(
                 optimizer=self.inner,
                 scaler=NoScale() if scale is None else DynamicScale(init_scale=scale),
                 names=names,

@@ -20,7 +20,7 @@ from booster.masters.packing import StateSigns
 from booster.masters.rounding import Chances, Dither
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 from booster.model.optimizer_kinds import declared_states
-from booster.update.job import Job
+from booster.update.context import UpdateContext
 
 CPU = torch.device("cpu")
 SHAPES = [(200, 101), (33,), (), (7, 5, 3), (40, 500)]
@@ -82,7 +82,7 @@ class Run:
         self.masters = Masters(self.inner, names, options, sources=sources)
         scaler = NoScale() if scale is None else DynamicScale(init_scale=scale)
         self.optimizer = OptimizerWrapper(
-            Job(optimizer=self.inner, scaler=scaler, names=names),
+            UpdateContext(optimizer=self.inner, scaler=scaler, names=names),
             lambda job: choose_master_update(job, masters=self.masters),
         )
         self.generator = torch.Generator().manual_seed(7)

@@ -431,7 +431,7 @@ def test_previous_norm_stops_at_what_is_not_finite_and_says_so(half_steps):
     }  # all that come before up.weight
     assert not run.results[-1].applied
     assert run.results[-1].culprit == ("up.weight",)
-    assert run.optimizer._update.gradients.release.previous == norm
+    assert run.optimizer._update.gradients.in_backward.previous == norm
     assert run.step().results[-1].applied
 
 

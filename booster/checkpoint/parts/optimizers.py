@@ -25,8 +25,8 @@ from booster.model.modules import bare
 from booster.model.optimizer_kinds import inner_optimizers, is_plain, kind_of
 from booster.shards.divided import Divided
 from booster.tensors.trees import is_container, tensors
-from booster.update.checkpoint import IN_MODEL, PARAMETERS, STATE_KEY
-from booster.update.loading import Reading, check_own
+from booster.update.state_dict import IN_MODEL, PARAMETERS, STATE_KEY
+from booster.update.state_loading import Reading, check_own
 
 _INNER = "inner"
 

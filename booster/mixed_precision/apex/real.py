@@ -24,11 +24,11 @@ from booster.loss_scaler import LossScaler
 from booster.mixed_precision.fp32 import FP32
 from booster.mixed_precision.policy import Placement
 from booster.model.params import named_parameters
-from booster.update.application import Application, Told
+from booster.update.application import Application, StepScalars
 from booster.update.backward import BackwardPass
+from booster.update.context import UpdateContext
 from booster.update.gradients import Gradients
 from booster.update.host import HostDecision, HostNorms
-from booster.update.job import Job
 from booster.update.kept import KeptState
 from booster.update.norms import Norms
 from booster.update.outcome import StepFields, StepResult, UpdateOptions
@@ -62,8 +62,8 @@ class RealGradients(Gradients):
 
     scaler: RealScales
 
-    def __init__(self, job: Job, norms: Norms, amp: Any) -> None:
-        super().__init__(job, norms)
+    def __init__(self, context: UpdateContext, norms: Norms, amp: Any) -> None:
+        super().__init__(context, norms)
         self._amp = amp
         self._pass: BackwardPass | None = None
         self._context: Any = None
@@ -113,7 +113,7 @@ class RealGradients(Gradients):
 class RealApplication(Application):
     """Steps an optimizer that apex patched, on gradients as they would be unscaled."""
 
-    def step(self, gradients: Gradients, params: list[torch.Tensor], told: Told) -> bool:
+    def step(self, gradients: Gradients, params: list[torch.Tensor], scalars: StepScalars) -> bool:
         gradients.unscale()
         self.optimizer.step()
         return True
@@ -132,10 +132,10 @@ class RealUpdate(Update):
         return StepResult(False, fields)
 
 
-def make_real_update(job: Job, amp: Any) -> RealUpdate:
+def make_real_update(context: UpdateContext, amp: Any) -> RealUpdate:
     """Make the update of an optimizer that `amp`, the real apex.amp, patched."""
-    gradients = RealGradients(job, HostNorms(job), amp)
-    return RealUpdate(gradients, HostDecision(gradients, RealApplication(job)), KeptState(job))
+    gradients = RealGradients(context, HostNorms(context), amp)
+    return RealUpdate(gradients, HostDecision(gradients, RealApplication(context)), KeptState(context))
 
 
 def configure(
@@ -178,7 +178,7 @@ def configure(
     update = functools.partial(make_real_update, amp=amp)
     wrapped = [
         OptimizerWrapper(
-            Job(optimizer=each, scaler=RealScales(amp), names=names, group=placement.group, options=options),
+            UpdateContext(optimizer=each, scaler=RealScales(amp), names=names, group=placement.group, options=options),
             update,
             after_step=after_step,
         )

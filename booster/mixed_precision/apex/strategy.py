@@ -40,7 +40,7 @@ from booster.mixed_precision.half_products import HalfProducts
 from booster.mixed_precision.policy import DtypePolicy, InProcess, Placement, half_policy
 from booster.model.modules import bare
 from booster.tensors.cast_regions import CastFunctions, both
-from booster.update.job import Job
+from booster.update.context import UpdateContext
 from booster.update.outcome import UpdateOptions
 from booster.update.update import Update
 
@@ -314,7 +314,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         weights: Mapping[torch.Tensor, torch.Tensor],
         *,
         compiled: bool,
-    ) -> Callable[[Job], Update]:
+    ) -> Callable[[UpdateContext], Update]:
         if not self.short_circuits:
             check_dtypes(optimizer)
         masters: Masters | None = None

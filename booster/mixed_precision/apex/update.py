@@ -25,9 +25,9 @@ from booster.tensors.cast_regions import casts_as_here, disable_casts
 from booster.tensors.grads import gradient_values, own_memory, scale_values, unscale_values
 from booster.update.application import Application
 from booster.update.backward import BackwardPass
+from booster.update.context import UpdateContext
 from booster.update.gradients import Gradients
 from booster.update.host import HostDecision, HostNorms
-from booster.update.job import Job
 from booster.update.kept import KeptState
 from booster.update.norms import Norms
 from booster.update.outcome import SkippedReason, StepFields, StepResult
@@ -59,8 +59,8 @@ class ApexGradients(Gradients):
     piles_up = True
     short_circuits = True  # a static scale of 1 does nothing at all
 
-    def __init__(self, job: Job, norms: Norms) -> None:
-        super().__init__(job, norms)
+    def __init__(self, context: UpdateContext, norms: Norms) -> None:
+        super().__init__(context, norms)
         self._pass: BackwardPass | None = None
         self._stash: dict[torch.Tensor, torch.Tensor] = {}
         self._before: dict[torch.Tensor, torch.Tensor] = {}  # gradients that the pass adds to, or replaces
@@ -101,7 +101,7 @@ class ApexGradients(Gradients):
         self.norm = None
         self.joint.found = None
         if self._delayed is None and not self._nothing_to_do(this):
-            self._set_aside()
+            self._stash_grads()
 
     def after_backward(self, loss: torch.Tensor | None) -> None:
         with self.shards.local():
@@ -147,7 +147,7 @@ class ApexGradients(Gradients):
         self.scale = None if self.scale is None else 1.0
         self.factor = None
 
-    def _set_aside(self) -> None:
+    def _stash_grads(self) -> None:
         for param in self.shards.holders():
             if param.grad is not None:
                 # The plugin may own the memory, as DistributedDataParallel's buckets do, and write to it in the pass.
@@ -174,7 +174,7 @@ class ApexGradients(Gradients):
         found = unscale_values(values, 1.0 / self.loss_scale, check=check)
         if found:
             bad = [index for index, value in enumerate(values) if not value.isfinite().all()]
-            self.culprit = self.parameters.culprits(bad, params)
+            self.culprit = self.parameters.names_of(bad, params)
         return found
 
     def _move(self, members: list[ApexGradients], this: BackwardPass, loss: torch.Tensor | None) -> None:
@@ -256,7 +256,7 @@ class ApexMasterGradients(ApexGradients):
 
     short_circuits = False
 
-    def __init__(self, job: Job, norms: Norms, masters: Masters) -> None:
+    def __init__(self, context: UpdateContext, norms: Norms, masters: Masters) -> None:
         self._masters = masters
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self._left: dict[torch.Tensor, _Left] = {}
@@ -266,7 +266,7 @@ class ApexMasterGradients(ApexGradients):
         self._is_noted = False  # whether `_left` tells of the gradients that there are
         self._left_scale = 1.0
         masters.take_gradients_from(self._sum_of)  # a method, which follows this object into a deep copy
-        super().__init__(job, norms)
+        super().__init__(context, norms)
 
     def check_complete(self) -> None:
         if self.num_backwards == 0 and any(p.grad is not None and self._has_master(p) for p in self.parameters.held()):
@@ -320,7 +320,7 @@ class ApexMasterGradients(ApexGradients):
     def _sum_of(self, param: torch.Tensor) -> torch.Tensor | None:
         return self._sums.get(param)
 
-    def _set_aside(self) -> None:
+    def _stash_grads(self) -> None:
         self._take_written()
         self._is_noted = False
         halves = [p for p in self.shards.holders() if self._has_master(p)]
@@ -328,7 +328,7 @@ class ApexMasterGradients(ApexGradients):
             if param.grad is not None:
                 self._before[param] = param.grad if self.group is None else param.grad.clone()
                 param.grad = None
-        super()._set_aside()
+        super()._stash_grads()
 
     def _fresh(self) -> list[torch.Tensor]:
         # Of half parameters this rank's parts, to which its masters and sums belong.
@@ -494,10 +494,12 @@ class ApexDecision(HostDecision):
             return super().step(params)
 
 
-def make_apex_update(job: Job, *, masters: Masters | None, verbose: bool) -> ApexUpdate:
+def make_apex_update(context: UpdateContext, *, masters: Masters | None, verbose: bool) -> ApexUpdate:
     """Make the update of an optimizer under apex, of `masters` where there are any."""
-    norms = HostNorms(job)
+    norms = HostNorms(context)
     if masters is None:
-        return ApexUpdate(ApexGradients(job, norms), Application(job), KeptState(job), verbose=verbose)
-    gradients = ApexMasterGradients(job, norms, masters)
-    return ApexUpdate(gradients, MasterApplication(job, masters=masters), KeptMasters(job, masters), verbose=verbose)
+        return ApexUpdate(ApexGradients(context, norms), Application(context), KeptState(context), verbose=verbose)
+    gradients = ApexMasterGradients(context, norms, masters)
+    return ApexUpdate(
+        gradients, MasterApplication(context, masters=masters), KeptMasters(context, masters), verbose=verbose
+    )

@@ -100,7 +100,7 @@ def unchanged(modules: Iterable[nn.Module], updates: Iterable[Update], scale: fl
         gradients.enter_context(_without_gradients([*params, *(param for param in held if param not in params)]))
         for update in updates:
             gradients.enter_context(update.shards.without_gradients())
-            gradients.enter_context(update.set_aside(scale))
+            gradients.enter_context(update.for_replay(scale))
         try:
             yield memory
         finally:

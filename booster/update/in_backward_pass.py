@@ -12,10 +12,10 @@ import torch
 from booster.tensors.grads import gradient_values, nonfinite_indices, tensor_norms
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.gradual import GradualStep, most_at_once
-from booster.update.release import Release
+from booster.update.in_backward import OptimizerInBackward
 
 
-class ReleasedPass:
+class InBackwardPass:
     """One optimizer in one backward pass. Where ranks hold shards all of them meet the same parameters in the same order.
 
     seen: parameters whose gradient came. norms, nonfinite: by parameter, of what this rank holds of it; it may hold nothing.
@@ -25,8 +25,8 @@ class ReleasedPass:
 
     def __init__(self, gradients: Any) -> None:
         self.gradients = gradients
-        self.release: Release = gradients.release
-        self.decision: Any = self.release.decision
+        self.in_backward: OptimizerInBackward = gradients.in_backward
+        self.decision: Any = self.in_backward.decision
         self.params: list[torch.Tensor] = gradients.parameters.held()
         self.trained = [param for param in self.params if param.requires_grad]
         self.norms: dict[torch.Tensor, torch.Tensor] = {}
@@ -41,9 +41,9 @@ class ReleasedPass:
         self._shards = gradients.shards
         self._most = most_at_once(sum(param.numel() for param in self.params))
         self._num_stepped = 0
-        exact = self.release.mode == "exact" or self.release.previous is None
-        self.measures_first = exact and bool(gradients.check or self.release.max_norm)
-        self.measures_along = not exact and bool(self.release.max_norm)
+        exact = self.in_backward.mode == "exact" or self.in_backward.previous is None
+        self.measures_first = exact and bool(gradients.check or self.in_backward.max_norm)
+        self.measures_along = not exact and bool(self.in_backward.max_norm)
 
     # ------------------------------------------------------------------ the first of two passes
 
@@ -139,10 +139,10 @@ class ReleasedPass:
         """Tell the gradients what was read of them."""
         measured = self.measured
         nonfinite = [index for index, param in enumerate(self._with_norms) if param in self.nonfinite]
-        culprits = self.gradients.parameters.culprits(nonfinite, measured)
-        self.gradients.take(self.gradients.norms.as_read(self._total(measured), culprits))
-        if self.release.max_norm and not self.measures_along:
-            self.gradients.clip_by(self.release.max_norm, self.gradients.norm)
+        names_of = self.gradients.parameters.names_of(nonfinite, measured)
+        self.gradients.take(self.gradients.norms.as_read(self._total(measured), names_of))
+        if self.in_backward.max_norm and not self.measures_along:
+            self.gradients.clip_by(self.in_backward.max_norm, self.gradients.norm)
 
     def _total(self, params: Sequence[torch.Tensor]) -> float:
         """The norm of all gradients; a collective where ranks hold shards."""
@@ -151,8 +151,8 @@ class ReleasedPass:
     # ------------------------------------------------------------------ the pass that steps
 
     def begin(self) -> None:
-        if self.measures_along and self.release.previous is not None:
-            self.gradients.clip_by(self.release.max_norm, self.release.previous)
+        if self.measures_along and self.in_backward.previous is not None:
+            self.gradients.clip_by(self.in_backward.max_norm, self.in_backward.previous)
         self._divisor: Any = self._divide_by()
         with self._shards.local():
             self.decision.begin_gradual()
@@ -300,17 +300,17 @@ class ReleasedPass:
 
     def finish(self) -> None:
         """The gradients were used, or dropped."""
-        self.release.uncounted = bool(self._seen) or self._num_stepped > 0
+        self.in_backward.uncounted = bool(self._seen) or self._num_stepped > 0
         for param in self.params:
             self._shards.drop_gradient(param)
-        if self.release.mode == "previous_norm" and self.gradients.norm is not None:
+        if self.in_backward.mode == "previous_norm" and self.gradients.norm is not None:
             self._keep_norm(self.gradients.norm)
 
     def _keep_norm(self, norm: Any) -> None:
         """The next step clips by `norm`, if it is finite."""
         if math.isfinite(norm):
-            self.release.previous = norm
+            self.in_backward.previous = norm
 
-    def tear(self) -> None:
+    def mark_partial_step(self) -> None:
         if self._num_stepped:
-            self.release.tear(self._num_stepped, len(self.params))
+            self.in_backward.mark_partial_step(self._num_stepped, len(self.params))

@@ -17,7 +17,9 @@ from booster.model.state_kinds import differences
 from booster.ranks import agreement
 from booster.shards.divided import Divided
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.checkpoint import (
+from booster.update.fused_kernel import implementation, keep_implementation
+from booster.update.outcome import StepHistory, read_counters
+from booster.update.state_dict import (
     PREVIOUS_NORM,
     RELEASE,
     STATE_KEY,
@@ -26,8 +28,6 @@ from booster.update.checkpoint import (
     cut,
     numbered,
 )
-from booster.update.fused import implementation, keep_implementation
-from booster.update.outcome import StepHistory, read_counters
 
 if TYPE_CHECKING:
     from booster.model.params import Selection
@@ -101,8 +101,8 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
             for param, weight in weights.items():
                 param.copy_(weight)
         update.shards.forget_gathered()
-        if update.gradients.release is not None:
-            update.gradients.release.mend(own.rest.get(RELEASE, {}).get(PREVIOUS_NORM))
+        if update.gradients.in_backward is not None:
+            update.gradients.in_backward.reset(own.rest.get(RELEASE, {}).get(PREVIOUS_NORM))
         if own.counts is not None:
             history.load_state_dict(own.counts)
 
@@ -158,10 +158,10 @@ def _check_masters(masters: Any, dtypes: tuple[torch.dtype, ...]) -> None:
             raise ValueError(f"the master of {name} {wrong}")
 
 
-def _check_release(release: Any) -> None:
-    norm = release.get(PREVIOUS_NORM) if isinstance(release, Mapping) else None
+def _check_release(in_backward: Any) -> None:
+    norm = in_backward.get(PREVIOUS_NORM) if isinstance(in_backward, Mapping) else None
     if not isinstance(norm, float) or not 0 <= norm < math.inf:
-        raise ValueError(f"{RELEASE} is {release!r}, and must hold the norm of a step as {PREVIOUS_NORM!r}")
+        raise ValueError(f"{RELEASE} is {in_backward!r}, and must hold the norm of a step as {PREVIOUS_NORM!r}")
 
 
 def _why_no_master(weight: Any, dtypes: tuple[torch.dtype, ...]) -> str | None:

@@ -134,16 +134,16 @@ class Course:
         history = self._history
         if history.waiting:
             self._heed_writes()
-        history.settle(known_alone=True)
+        history.sync(known_alone=True)
         if history.num_looks != self._num_looks:  # who looked may have changed something
             self._num_looks, self._copies = history.num_looks, None
             del self._foreseen[1:]
         if history.waiting and not self._foresees(deferred, counts):
-            history.settle()
+            history.sync()
         if not history.waiting:
             self.follow()
 
-    def note_settled(self) -> None:
+    def step_synced(self) -> None:
         """The host learned of a step that the device counted."""
         if self._history.num_consecutive_skips == 0:
             self._known += 1
@@ -208,11 +208,11 @@ class Course:
         for group, _, old in written:
             group["lr"] = old
         last = history.waiting.pop()
-        history.settle()
+        history.sync()
         for group, new, _ in written:
             group["lr"] = new
         history.waiting.append(last)
-        history.settle()
+        history.sync()
 
     def _numbers(self) -> Numbers:
         """What groups hold; None for a tensor, which schedules write to."""

@@ -11,7 +11,7 @@ def _nothing_waits() -> None:
     pass
 
 
-class Release:
+class OptimizerInBackward:
     """How the gradients of one update are released, and what of that is known between passes.
 
     mode: "exact" or "previous_norm". max_norm: to clip to; 0 does not. decision: the `Decision` by which a pass steps, which
@@ -25,7 +25,7 @@ class Release:
         self.mode = mode
         self.max_norm = max_norm
         self.uncounted = False
-        self.settle: Callable[[], None] = _nothing_waits
+        self.sync: Callable[[], None] = _nothing_waits
         """Counts the last step: schedules that wait for it write the learning rates by which a pass steps."""
         self.previous: Any = None  # a float, or a 0-dim tensor where a device decides
         self._torn = ""
@@ -45,7 +45,7 @@ class Release:
     def check(self, *, create_graph: bool) -> None:
         """Raise RuntimeError or ValueError if a pass cannot use its gradients."""
         self.check_weights()
-        self.settle()
+        self.sync()
         if self.uncounted:
             raise RuntimeError(
                 "a second backward pass before optimizer.step(): release_gradients has stepped on the gradients of the first, "
@@ -66,13 +66,13 @@ class Release:
                 "by Booster(clip_grad_norm=...), or use release_gradients=False"
             )
 
-    def tear(self, stepped: int, number: int) -> None:
+    def mark_partial_step(self, stepped: int, number: int) -> None:
         """A pass raised after `stepped` of `number` parameters were stepped."""
         self._torn = (
             f"the last backward pass raised after {stepped} of {number} parameters were stepped within it, so the weights are "
             "those of no step; load a checkpoint before going on"
         )
 
-    def mend(self, previous: float | None) -> None:
+    def reset(self, previous: float | None) -> None:
         """A state was loaded. previous: the norm in it."""
         self._torn, self.previous = "", previous

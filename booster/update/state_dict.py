@@ -42,8 +42,8 @@ def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], 
             own = {**own, "masters": {**own["masters"], "weights": weights}}
     if "masters" in own:
         own["masters"][IN_MODEL] = update.kept.weights_in_model()
-    if update.gradients.release is not None and update.gradients.release.previous is not None:
-        own = {**own, RELEASE: {PREVIOUS_NORM: float(update.gradients.release.previous)}}
+    if update.gradients.in_backward is not None and update.gradients.in_backward.previous is not None:
+        own = {**own, RELEASE: {PREVIOUS_NORM: float(update.gradients.in_backward.previous)}}
     if shards.selection is not None:
         own = {**own, PARAMETERS: [name for names in _names(update) for name in names]}
     return state, own

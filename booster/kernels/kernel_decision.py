@@ -15,8 +15,8 @@ import torch
 
 from booster.common.devices import HostCopy
 from booster.common.torch_internals import note_step, step_hooks
-from booster.kernels.compiled import current
 from booster.kernels.covered import Covered, CoveredMasters
+from booster.kernels.launch_cache import current
 from booster.kernels.norms import KernelNorms, LookByKernels
 from booster.kernels.released import KernelPass, LookByTorch
 from booster.kernels.rule import Rule
@@ -24,13 +24,13 @@ from booster.kernels.steps import UNSCALED, KernelSteps
 from booster.kernels.table import Tables
 from booster.loss_scaler import DeviceScale
 from booster.masters.update import MasterApplication
-from booster.update.application import Application, Told
-from booster.update.choice import release_by
+from booster.update.application import Application, StepScalars
+from booster.update.choice import step_in_backward
+from booster.update.context import UpdateContext
 from booster.update.device import DeviceDecision, DeviceGradients, nonfinite
 from booster.update.gradients import Gradients
-from booster.update.job import Job
 from booster.update.kept import KeptState
-from booster.update.outcome import Copy, DeviceFields, StepFields, StepResult
+from booster.update.outcome import Copy, LazyStepFields, StepFields, StepResult
 from booster.update.update import Update
 
 _SKIPPED, _DIVISOR = 5, 1  # places in what `decide` writes: of float32 and float64 numbers
@@ -50,7 +50,7 @@ class KernelDecision(DeviceDecision):
 
     def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
         gradients, bound = self.gradients, self.gradients.bound
-        if gradients.release is not None and gradients.release.uncounted:
+        if gradients.in_backward is not None and gradients.in_backward.uncounted:
             return super().step(params)
         tables = self.covered.ready(params)
         if tables is not None:
@@ -139,8 +139,8 @@ class KernelDecision(DeviceDecision):
         if not self._counts_zeros:
             return None
         norms: Any = self.gradients.norms
-        release = self.gradients.release
-        if release is None or not release.uncounted:
+        in_backward = self.gradients.in_backward
+        if in_backward is None or not in_backward.uncounted:
             return norms.zeros_by_torch(params).sum()
         zeros = self._zeros_along
         return None if not zeros else zeros[0].sum() if len(zeros) == 1 else torch.cat(zeros).sum()
@@ -165,8 +165,8 @@ class KernelDecision(DeviceDecision):
         return self._found_along
 
     def _apply_divided(self, params: list[torch.Tensor], found: torch.Tensor, carried: Any, clip: Any) -> bool:
-        release = self.gradients.release
-        made = release is not None and release.uncounted
+        in_backward = self.gradients.in_backward
+        made = in_backward is not None and in_backward.uncounted
         return True if made else super()._apply_divided(params, found, carried, clip)
 
     def step_part(self, params: Sequence[torch.Tensor]) -> bool:
@@ -189,15 +189,15 @@ class KernelDecision(DeviceDecision):
         with current(tables.device):
             if self._counts_zeros and not self._num_looks:
                 self._zeros_along.append(norms.zeros(tables, None))  # type: ignore[attr-defined]
-            told = sums, None, found, gradients.scale, gradients.factor, None, None, checks
-            out = steps.run(tables, self.covered, UNSCALED, *told, is_part=True)
+            scalars = sums, None, found, gradients.scale, gradients.factor, None, None, checks
+            out = steps.run(tables, self.covered, UNSCALED, *scalars, is_part=True)
         if sums is not None:
             self._sums_along, self._found_along = [], out.view(torch.float32)[_SKIPPED]
         return True
 
-    def _apply(self, params: list[torch.Tensor], told: Told) -> bool:
-        release = self.gradients.release
-        return True if release is not None and release.uncounted else super()._apply(params, told)
+    def _apply(self, params: list[torch.Tensor], scalars: StepScalars) -> bool:
+        in_backward = self.gradients.in_backward
+        return True if in_backward is not None and in_backward.uncounted else super()._apply(params, scalars)
 
     def _follow_scale(self, out: torch.Tensor) -> None:
         single, scaler = out.view(torch.float32), self.gradients.scaler
@@ -208,7 +208,7 @@ class KernelDecision(DeviceDecision):
 
 
 def kernel_update(
-    job: Job, rule: Rule, application: Application, kept: KeptState, *, counts_zeros: bool = False
+    context: UpdateContext, rule: Rule, application: Application, kept: KeptState, *, counts_zeros: bool = False
 ) -> Update:
     """Make an update that steps by kernels as `rule` says, and by `application` what they do not know.
 
@@ -216,12 +216,12 @@ def kernel_update(
     masters = isinstance(application, MasterApplication)
     covered: Covered
     if masters:
-        covered = CoveredMasters(job, rule, application.whole, counts_zeros=counts_zeros)  # type: ignore[attr-defined]
+        covered = CoveredMasters(context, rule, application.whole, counts_zeros=counts_zeros)  # type: ignore[attr-defined]
     else:
-        covered = Covered(job, rule, counts_zeros=counts_zeros)
-    gradients = DeviceGradients(job, KernelNorms(job, covered))
+        covered = Covered(context, rule, counts_zeros=counts_zeros)
+    gradients = DeviceGradients(context, KernelNorms(context, covered))
     decision = KernelDecision(gradients, application, covered)
-    release_by(job, gradients, decision)
+    step_in_backward(context, gradients, decision)
     return Update(gradients, decision, kept)
 
 
@@ -244,7 +244,7 @@ class _Decided(HostCopy):
 
 
 @dataclass(frozen=True, eq=False)
-class _Fields(DeviceFields):
+class _Fields(LazyStepFields):
     """decided: has the loss scale where that lives on a device, the norm where `is_first` says that it read it, and the number
     of zeros where they are `counted`."""
 
@@ -258,7 +258,7 @@ class _Fields(DeviceFields):
         on_device = isinstance(self.loss_scale, torch.Tensor)
         scale = there.view(torch.float32)[7] if on_device else self.loss_scale
         norm = there.view(torch.float64)[0] if self.is_first else self.grad_norm
-        return DeviceFields(scale, norm, self.report, there[6] if self.counted else None)(applied)
+        return LazyStepFields(scale, norm, self.report, there[6] if self.counted else None)(applied)
 
     def copied(self, copy: Copy) -> _Fields:
         assert self.decided is not None

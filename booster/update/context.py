@@ -15,7 +15,7 @@ from booster.update.outcome import UpdateOptions
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Job:
+class UpdateContext:
     """What an update is made from.
 
     names: the name of each parameter, for reports. group: where ranks agree on found_inf; None means alone. shards: what

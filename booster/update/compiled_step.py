@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from booster.tensors.flat import lies_like
 from booster.tensors.grads import tensor_norms
-from booster.update.application import Application, Told, honours_grad_scale, laid_like, lay_states
+from booster.update.application import Application, StepScalars, honours_grad_scale, laid_like, lay_states
+from booster.update.context import UpdateContext
 from booster.update.gradients import Gradients
 from booster.update.host import HostNorms
-from booster.update.job import Job
 
 _logger = logging.getLogger(__name__)
 
@@ -34,17 +34,17 @@ class CompiledApplication(Application):
 
     compiled = True
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def __init__(self, context: UpdateContext) -> None:
+        super().__init__(context)
         self._compiled_step: Any = torch.compile(self._scaled_step, dynamic=False, **OWN_CACHE)
         self._stepped: list[torch.Tensor] = []
         self._strides: dict[torch.Tensor, tuple[int, ...]] = {}  # for which steps were compiled
         self._seen: Any = None  # that was looked at; torch replaces it when it loads one
         self._said = False
 
-    def step(self, gradients: Gradients, params: list[torch.Tensor], told: Told) -> bool:
+    def step(self, gradients: Gradients, params: list[torch.Tensor], scalars: StepScalars) -> bool:
         if not self.optimizer.state or not self._lies_as_compiled(params):
-            return super().step(gradients, params, told)
+            return super().step(gradients, params, scalars)
         device = params[0].device
         wide = any(param.dtype == torch.float64 for param in params)
         dtype = torch.float64 if wide else torch.float32
@@ -55,7 +55,7 @@ class CompiledApplication(Application):
             for group, rate in zip(groups, rates, strict=True):
                 if not isinstance(rate, torch.Tensor):
                     group["lr"] = torch.full((), rate, dtype=dtype, device=device)
-            self._compiled_step(torch.full((), 1.0 / told.number, dtype=dtype, device=device))
+            self._compiled_step(torch.full((), 1.0 / scalars.number, dtype=dtype, device=device))
         finally:
             self._stepped = []
             for group, rate in zip(groups, rates, strict=True):
@@ -97,9 +97,9 @@ class CompiledApplication(Application):
         self.optimizer.step()
 
 
-def compiled_norms(job: Job) -> HostNorms:
+def compiled_norms(context: UpdateContext) -> HostNorms:
     """Return norms that are read by one compiled function."""
-    return HostNorms(job, torch.compile(tensor_norms, dynamic=False, **OWN_CACHE))
+    return HostNorms(context, torch.compile(tensor_norms, dynamic=False, **OWN_CACHE))
 
 
 def can_compile(optimizer: Optimizer) -> bool:

@@ -14,9 +14,9 @@ from booster.masters.update import ReportingDecision
 from booster.model.optimizer_kinds import kind_of
 from booster.ranks import agreement
 from booster.update.choice import on_device
+from booster.update.context import UpdateContext
 from booster.update.device import DeviceGradients, device_of
 from booster.update.gradients import Gradients
-from booster.update.job import Job
 from booster.update.update import Update
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ TAKEN_BY_TRUE: tuple[str, ...] = ("cuda",)
 """Types of devices on which `fused_optimizer=True` takes kernels wherever they can be, and a trial of them is like torch."""
 
 
-def by_kernels(make: Callable[[Job], Update]) -> Callable[[Job], Update]:
+def by_kernels(make: Callable[[UpdateContext], Update]) -> Callable[[UpdateContext], Update]:
     """Return what makes the update of a job: one that steps by kernels in the place of what `make` makes, where it can be.
 
     Where there can be none, what it makes raises ValueError for a job whose options ask for kernels by name; for another there
@@ -37,27 +37,27 @@ def by_kernels(make: Callable[[Job], Update]) -> Callable[[Job], Update]:
     return functools.partial(_made, make)
 
 
-def _made(make: Callable[[Job], Update], job: Job) -> Update:
-    update = make(job)
-    asked, device = job.options.fused_optimizer == ASKED, device_of(job.optimizer, job.group)
+def _made(make: Callable[[UpdateContext], Update], context: UpdateContext) -> Update:
+    update = make(context)
+    asked, device = context.options.fused_optimizer == ASKED, device_of(context.optimizer, context.group)
     if not asked and device.type not in TAKEN_BY_TRUE:
         return update
-    reason = _refusal(update, job, device) or (None if asked else _chosen(job))
-    name = type(job.optimizer).__name__
-    if reason is None and not asked and (differing := _tried(update, job, device)) is not None:
+    reason = _refusal(update, context, device) or (None if asked else _chosen(context))
+    name = type(context.optimizer).__name__
+    if reason is None and not asked and (differing := _tried(update, context, device)) is not None:
         reason = "they are not like torch's steps"
         _logger.warning(
             "steps of %s by Triton kernels on %s are not like torch's, which makes them: %s", name, device, differing
         )
     if (
-        (job.shards.sharded or not asked)
-        and job.group is not None
-        and agreement.largest(float(reason is not None), job.group)
+        (context.shards.sharded or not asked)
+        and context.group is not None
+        and agreement.largest(float(reason is not None), context.group)
     ):
         reason = reason or "that of another rank cannot be"
     if reason is None:
         _logger.info("%s is stepped by Triton kernels on %s", name, device.type)
-        return _kernel_update(update, on_device(job, device))
+        return _kernel_update(update, on_device(context, device))
     if not asked:
         _logger.info("%s is stepped by torch, and not by Triton kernels: %s", name, reason)
         return update
@@ -67,27 +67,27 @@ def _made(make: Callable[[Job], Update], job: Job) -> Update:
     )
 
 
-def _kernel_update(update: Update, job: Job) -> Update:
+def _kernel_update(update: Update, context: UpdateContext) -> Update:
+    from booster.kernels.kernel_decision import kernel_update
     from booster.kernels.rules import rule_of
-    from booster.kernels.update import kernel_update
 
-    rule: Any = rule_of(job.optimizer)
+    rule: Any = rule_of(context.optimizer)
     decision = update.decision
     counts_zeros = isinstance(decision, ReportingDecision) and decision.counts_zeros
-    return kernel_update(job, rule, decision.application, update.kept, counts_zeros=counts_zeros)
+    return kernel_update(context, rule, decision.application, update.kept, counts_zeros=counts_zeros)
 
 
-def _tried(update: Update, job: Job, device: torch.device) -> str | None:
+def _tried(update: Update, context: UpdateContext, device: torch.device) -> str | None:
     """Return what differs where kernels are tried on `device` beside torch; None: nothing that rounding does not explain."""
     from booster.kernels.probe import like_torch
     from booster.kernels.rules import rule_of
 
-    rule: Any = rule_of(job.optimizer)
-    return like_torch(rule, job.optimizer, getattr(update.kept, "masters", None), device)
+    rule: Any = rule_of(context.optimizer)
+    return like_torch(rule, context.optimizer, getattr(update.kept, "masters", None), device)
 
 
-def _refusal(update: Update, job: Job, device: torch.device) -> str | None:
-    """Return why `job` cannot be stepped by kernels, None if it can."""
+def _refusal(update: Update, context: UpdateContext, device: torch.device) -> str | None:
+    """Return why `context` cannot be stepped by kernels, None if it can."""
     if type(update) is not Update or type(update.gradients) not in (Gradients, DeviceGradients):
         return f"its precision makes an update of its own, {type(update).__name__}"
     if isinstance(update.decision, ReportingDecision) and update.decision.verbose:
@@ -98,33 +98,33 @@ def _refusal(update: Update, job: Job, device: torch.device) -> str | None:
 
     if device.type not in ("cuda", "cpu") or (device.type == "cpu") != IS_INTERPRETED:
         return f"its parameters lie on {device.type}; TRITON_INTERPRET=1, set before, runs kernels on a CPU, and only there"
-    devices = _devices(job)
+    devices = _devices(context)
     if {each.type for each in devices} > {device.type}:
         return f"its parameters lie on devices of several types, {', '.join(sorted(map(str, devices)))}"
-    if len(devices) > 1 and job.options.release_gradients:
+    if len(devices) > 1 and context.options.release_gradients:
         return f"its parameters lie on {len(devices)} devices, and release_gradients steps on one"
-    return _refused_groups(job) or _refused_weights(update, job)
+    return _refused_groups(context) or _refused_weights(update, context)
 
 
-def _devices(job: Job) -> set[torch.device]:
-    return {param.device for group in job.optimizer.param_groups for param in group["params"]}
+def _devices(context: UpdateContext) -> set[torch.device]:
+    return {param.device for group in context.optimizer.param_groups for param in group["params"]}
 
 
-def _chosen(job: Job) -> str | None:
+def _chosen(context: UpdateContext) -> str | None:
     """Return why the optimizer keeps an implementation that its user chose."""
-    for option in () if job.switched else ("foreach", "fused"):
-        if any(group.get(option) is not None for group in job.optimizer.param_groups):
+    for option in () if context.switched else ("foreach", "fused"):
+        if any(group.get(option) is not None for group in context.optimizer.param_groups):
             return f"it was built with {option}="
-    devices = _devices(job)
+    devices = _devices(context)
     if len(devices) > 1:
         return f"its parameters lie on {len(devices)} devices, where they step who asks for them by name"
     return None
 
 
-def _refused_groups(job: Job) -> str | None:
+def _refused_groups(context: UpdateContext) -> str | None:
     from booster.kernels.rules import rule_of
 
-    optimizer, name = job.optimizer, type(job.optimizer).__name__
+    optimizer, name = context.optimizer, type(context.optimizer).__name__
     rule = rule_of(optimizer)
     if rule is None:
         return f"its class has no rule among them, unless booster.register_elementwise({name}, rule=...) gives it one"
@@ -138,10 +138,10 @@ def _refused_groups(job: Job) -> str | None:
     return rule.refusal(optimizer)
 
 
-def _refused_weights(update: Update, job: Job) -> str | None:
-    params = [param for group in job.optimizer.param_groups for param in group["params"]]
+def _refused_weights(update: Update, context: UpdateContext) -> str | None:
+    params = [param for group in context.optimizer.param_groups for param in group["params"]]
     masters: Masters | None = getattr(update.kept, "masters", None)
-    if masters is not None and kind_of(job.optimizer) != "elementwise":
+    if masters is not None and kind_of(context.optimizer) != "elementwise":
         return "it is not stepped element by element"
     for param in params:
         if type(param) not in (torch.Tensor, torch.nn.Parameter):
