@@ -112,7 +112,7 @@ class CapturedStep:
             self._tell(why)
             return self._eager(to_device(batch, self._device))
         for update in self._updates:
-            update.kept.take_loaded()  # which eager steps do by themselves
+            update.optimizer_state.take_loaded()  # which eager steps do by themselves
         posture = Posture(self._optimizers)
         if not posture.unread:
             return self._eager(to_device(batch, self._device))

@@ -29,7 +29,7 @@ class Layout:
         weights = [tensor for each in own for name in _TENSORS for tensor in each[name].values() if tensor is not None]
         held = [child for each in own for child in each["_modules"].values()]
         for optimizer in optimizers:
-            held += update_of(optimizer).kept.master_tensors()
+            held += update_of(optimizer).optimizer_state.master_tensors()
             for state in optimizer.unwrap().state.values():
                 held += state.values()  # packed ones, too
             for group in optimizer.param_groups:

@@ -86,7 +86,7 @@ def decided_on_device(update: Update) -> Update:
         options=UpdateOptions(skip_nonfinite=gradients.skip_nonfinite),
     )
     return update_on_device(
-        on_device(context, next(iter(devices))), Stepping(lambda _: application, lambda _: update.kept)
+        on_device(context, next(iter(devices))), Stepping(lambda _: application, lambda _: update.optimizer_state)
     )
 
 

@@ -277,9 +277,9 @@ class Saved:
 def _state_here(optimizer: OptimizerWrapper, param: torch.Tensor, key: str) -> Held | None:
     """Return what this rank holds of a state of `param`, where a load makes what it is given the state, as it is; else None."""
     (update,) = updates_of([optimizer])
-    if not update.kept.adopts(param):
+    if not update.optimizer_state.adopts(param):
         return None
-    held = update.kept.state.get(param, {}).get(key)
+    held = update.optimizer_state.state.get(param, {}).get(key)
     if not isinstance(held, torch.Tensor):
         return None
     part = update.shards.part_to_read(param, held.dtype)

@@ -230,14 +230,14 @@ class _Carried:
     def __init__(self, optimizer: OptimizerWrapper) -> None:
         (update,) = updates_of([optimizer])
         self.shards = update.shards
-        self._scale, self._rounding = update.gradients.scaler.state_dict(), update.kept.rounding_state()
+        self._scale, self._rounding = update.gradients.scaler.state_dict(), update.optimizer_state.rounding_state()
         self._previous = None if update.gradients.in_backward is None else update.gradients.in_backward.previous
 
     def give(self, optimizer: OptimizerWrapper) -> None:
         (update,) = updates_of([optimizer])
         if update.gradients.scaler.state_dict().keys() == self._scale.keys():
             update.gradients.scaler.load_state_dict(self._scale)
-        update.kept.load_rounding(self._rounding)
+        update.optimizer_state.load_rounding(self._rounding)
         if update.gradients.in_backward is not None:
             update.gradients.in_backward.reset(self._previous)
 
@@ -269,7 +269,7 @@ class _Again:
     def make_shards(self, optimizer: Optimizer) -> Shards:
         made, old = self._plugin.make_shards(optimizer), self._shards[id(optimizer)]
         now = dict(bare(self._placed).named_parameters())
-        made.follow(old, {param: now[name] for param, name in self._names.items()})
+        made.move_states_from(old, {param: now[name] for param, name in self._names.items()})
         made.selection = old.selection
         return made
 

@@ -136,21 +136,21 @@ class OptimizerWrapper(Optimizer):
         try:
             if closure is None and not self.optimizer.state and is_called_by_torch_checkpoint():
                 # A step of zeros at a learning rate of zero, to make states: it is none of the run's.
-                update.shards.take_zeros()
+                update.shards.accept_zero_grads()
                 return update.step()
             if history.waiting:
                 history.sync()
             if closure is None:
                 if self._clip_grad_norm and (gradients.in_backward is None or not gradients.in_backward.uncounted):
                     gradients.clip_norm(float(self._clip_grad_norm), asked=False)
-                if update.shards.shares:
+                if update.shards.is_distributed:
                     update.shards.check_gradients()
                     likeness = update.shards.likeness
                     if likeness is not None and gradients.num_backwards:  # without a call, as in nearly every step
                         likeness.num_steps += 1
                         if likeness.num_steps == likeness.due:
                             looked = likeness
-                            likeness.look(update.shards)
+                            likeness.check(update.shards)
                 for listener in gradients.listeners:
                     listener.before_step(update, history.num_steps + 1)
                 if self._forget_weights is not None:  # before the step needs memory of its own
@@ -186,7 +186,7 @@ class OptimizerWrapper(Optimizer):
             self.optimizer.zero_grad()
         elif set_to_none or not self._zeroed_one_by_one():
             self.optimizer.zero_grad(set_to_none=set_to_none)
-        if gradients.shards.shares:
+        if gradients.shards.is_distributed:
             gradients.shards.clear_gradients(set_to_none)
         gradients.reset(None)
 
@@ -326,9 +326,9 @@ class OptimizerWrapper(Optimizer):
     def state(self) -> Any:
         if is_called_by_torch_checkpoint():  # before it sets learning rates and gradients to zero
             with self._update.shards.local():
-                self._check_nothing_is_lost(self._update.kept.state_dict()[1])
-            return self._update.shards.state_of_ranks(self._update.kept.state)
-        return self._update.kept.state
+                self._check_nothing_is_lost(self._update.optimizer_state.state_dict()[1])
+            return self._update.shards.state_of_ranks(self._update.optimizer_state.state)
+        return self._update.optimizer_state.state
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -387,7 +387,7 @@ class OptimizerWrapper(Optimizer):
         return {name: value for name, value in self.__dict__.items() if name not in ("step", "_own_step")}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerWrapper:
-        if self._update.shards.shares:
+        if self._update.shards.is_distributed:
             raise TypeError(
                 "an optimizer whose parameters or gradients ranks share is not copied: its copy would step parameters that no "
                 "plugin has placed. Keep optimizer.state_dict(), or Booster.save, and load it again; the model alone can be "
@@ -395,7 +395,7 @@ class OptimizerWrapper(Optimizer):
             )
         self.settle()  # what waits for the last step's outcome belongs to this object
         self.wait_for_weights()
-        self._update.kept.wait_for_copies()
+        self._update.optimizer_state.wait_for_copies()
         # One strategy serves the copy too.
         for of_strategy in (self.backward_context, self._after_step, self._forget_weights):
             memo[id(of_strategy)] = of_strategy

@@ -74,7 +74,7 @@ def _kernel_update(update: Update, context: UpdateContext) -> Update:
     rule: Any = rule_of(context.optimizer)
     decision = update.decision
     counts_zeros = isinstance(decision, ReportingDecision) and decision.counts_zeros
-    return kernel_update(context, rule, decision.application, update.kept, counts_zeros=counts_zeros)
+    return kernel_update(context, rule, decision.application, update.optimizer_state, counts_zeros=counts_zeros)
 
 
 def _tried(update: Update, context: UpdateContext, device: torch.device) -> str | None:
@@ -83,7 +83,7 @@ def _tried(update: Update, context: UpdateContext, device: torch.device) -> str 
     from booster.kernels.rules import rule_of
 
     rule: Any = rule_of(context.optimizer)
-    return like_torch(rule, context.optimizer, getattr(update.kept, "masters", None), device)
+    return like_torch(rule, context.optimizer, getattr(update.optimizer_state, "masters", None), device)
 
 
 def _refusal(update: Update, context: UpdateContext, device: torch.device) -> str | None:
@@ -140,7 +140,7 @@ def _refused_groups(context: UpdateContext) -> str | None:
 
 def _refused_weights(update: Update, context: UpdateContext) -> str | None:
     params = [param for group in context.optimizer.param_groups for param in group["params"]]
-    masters: Masters | None = getattr(update.kept, "masters", None)
+    masters: Masters | None = getattr(update.optimizer_state, "masters", None)
     if masters is not None and kind_of(context.optimizer) != "elementwise":
         return "it is not stepped element by element"
     for param in params:

@@ -29,7 +29,7 @@ from booster.update.choice import step_in_backward
 from booster.update.context import UpdateContext
 from booster.update.device import DeviceDecision, DeviceGradients, nonfinite
 from booster.update.gradients import Gradients
-from booster.update.kept import KeptState
+from booster.update.optimizer_state import KeptState
 from booster.update.outcome import Copy, LazyStepFields, StepFields, StepResult
 from booster.update.update import Update
 

@@ -86,7 +86,7 @@ class KernelNorms(DeviceNorms):
             norms = tensor_norms(gradient_values(params), 2.0, torch.float64)
         squares = norms.square()
         if self.shards.sharded:
-            copies = torch.tensor(self.shards.copies_of(params), dtype=torch.float64).to(norms.device)
+            copies = torch.tensor(self.shards.num_replicas_of(params), dtype=torch.float64).to(norms.device)
             squares = agreement.shared((squares / copies).sum(), self.group, dist.ReduceOp.SUM).view(1)
         return LookByTorch(list(params), norms, squares, self.zeros_by_torch(params) if self._counts_zeros else None)
 

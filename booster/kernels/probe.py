@@ -128,7 +128,7 @@ class _Trial:
             self._update = choose_master_update(context, masters=self._masters)
         if by_kernels:
             self._update = kernel_update(
-                on_device(context, device), rule, self._update.decision.application, self._update.kept
+                on_device(context, device), rule, self._update.decision.application, self._update.optimizer_state
             )
 
     def step(self, number: int, factor: float) -> None:
@@ -207,7 +207,11 @@ class _Trial:
             )
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [*self._params, *self._update.kept.master_tensors(), *(tensor for _, tensor, _ in self._kept())]
+        return [
+            *self._params,
+            *self._update.optimizer_state.master_tensors(),
+            *(tensor for _, tensor, _ in self._kept()),
+        ]
 
 
 def _drawn(shape: Sequence[int], seed: int) -> torch.Tensor:

@@ -128,7 +128,7 @@ class Stretches:
         ways = (FULL_STATE,) * len(codes) if of is None else tuple(map(_way, of[1]))
         half = DTYPES[param.dtype]
         names = self._rule.states(self._optimizer.param_groups[group])
-        copies = self._shards.copies(param) or 1
+        copies = self._shards.num_replicas(param) or 1
         place = (
             param,
             start,

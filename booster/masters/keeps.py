@@ -17,7 +17,7 @@ from booster.model.tied import names_of
 from booster.shards import Shards
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.context import UpdateContext
-from booster.update.kept import KeptState
+from booster.update.optimizer_state import KeptState
 from booster.update.state_dict import IN_MODEL
 
 _WIDE = (torch.float32, torch.float64)

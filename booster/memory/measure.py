@@ -67,7 +67,7 @@ def measure(model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
 
 def kept_tensors(optimizer: OptimizerWrapper) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return what a boosted optimizer keeps from step to step: masters with scratch, and states."""
-    kept = update_of(optimizer).kept
+    kept = update_of(optimizer).optimizer_state
     of_each = optimizer.unwrap().state.values()
     states = [tensor for own in of_each for tensor in tensors(own)]
     states += [tensor for own in of_each for v in own.values() if isinstance(v, Packed) for tensor in v.tensors]

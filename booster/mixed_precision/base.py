@@ -416,7 +416,7 @@ class MixedPrecision:
         switched = may_switch and switch_to_fused(optimizer, together(placed))
         with shards.local():
             named = {**names, **rebound.named_parts()}
-            shards.name(named)
+            shards.set_names(named)
             own = rebound.take(weights)
             if options.release_gradients:
                 make_update = self._on_masters(optimizer, named, own, released=True)
@@ -441,7 +441,7 @@ class MixedPrecision:
             after_step=self.step_follower,
             forget_weights=None if self.conversion is None else self.conversion.forget_weights,
         )
-        wrapper._update.kept.watch(together(placed))
+        wrapper._update.optimizer_state.watch(together(placed))
         if make_update is not None and shards.sharded:
             shards.publish()  # masters round the weights of their own part anew, ties not as the cast did
         return wrapper

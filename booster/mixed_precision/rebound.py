@@ -33,7 +33,9 @@ class Rebound:
     def take(self, weights: dict[str, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """Take its own out of `weights`, by what this rank steps of them; inside `shards.local()`."""
         own = {name: self.params[name] for name in list(weights) if name in self.own}
-        return {self.shards.part_of(param): self.shards.cut(weights.pop(name), param) for name, param in own.items()}
+        return {
+            self.shards.part_of(param): self.shards.local_slice(weights.pop(name), param) for name, param in own.items()
+        }
 
 
 def rebind_all(

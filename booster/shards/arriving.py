@@ -56,16 +56,16 @@ class Arriving:
         if not self._in_forward:
             self.wait()
 
-    def look(self, tree: Any) -> None:
+    def wait_for_args(self, tree: Any) -> None:
         """Wait for what tensors in `tree`, arguments of a torch function, share memory with."""
         for value in tree:
             if isinstance(value, torch.Tensor):
                 if type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided:
                     self._wait_for(storage_key(value))
             elif isinstance(value, (list, tuple)):
-                self.look(value)
+                self.wait_for_args(value)
             elif isinstance(value, dict):
-                self.look(value.values())
+                self.wait_for_args(value.values())
 
     def __bool__(self) -> bool:
         return bool(self._works)
@@ -83,9 +83,9 @@ class _Waiting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._arriving:
-            self._arriving.look(args)
+            self._arriving.wait_for_args(args)
             if kwargs:
-                self._arriving.look(kwargs.values())
+                self._arriving.wait_for_args(kwargs.values())
         return func(*args, **kwargs)
 
 

@@ -43,13 +43,13 @@ class Shards:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.shares = type(self) is not Shards
+        self.is_distributed = type(self) is not Shards
         """Whether other ranks have any part in these parameters; where not, nothing here does anything, and none need ask."""
         # The part of each parameter that has one, and back.
         self._parts: dict[torch.Tensor, Any] = {}
         self._params: dict[torch.Tensor, torch.Tensor] = {}
 
-    def name(self, names: Mapping[Any, str]) -> None:
+    def set_names(self, names: Mapping[Any, str]) -> None:
         """Call parameters and parts by `names` in messages."""
         self.names = names
 
@@ -65,14 +65,14 @@ class Shards:
         """
         return nullcontext()
 
-    def lent(self, params: Sequence[torch.Tensor]) -> AbstractContextManager[Sequence[torch.Tensor]]:
+    def local_shards(self, params: Sequence[torch.Tensor]) -> AbstractContextManager[Sequence[torch.Tensor]]:
         """Return a context that gives the parts of `params`, each with its gradient, without a look at any other parameter.
 
         The groups hold what they held. What is done to gradients inside need not reach those of `params`.
         """
         return nullcontext(params)
 
-    def watch(
+    def register_grad_hooks(
         self,
         params: Sequence[torch.Tensor],
         filled: Callable[[torch.Tensor], None],
@@ -102,7 +102,7 @@ class Shards:
         """Free the gradient of `param`, wherever it is kept. Not inside `local()`."""
         param.grad = None
 
-    def sparing(self) -> AbstractContextManager[Any]:
+    def preserving_accumulated_grads(self) -> AbstractContextManager[Any]:
         """Return a context after which gradients of earlier passes, which wait elsewhere than in `.grad` to be added to those
         of the next, are what they were. A backward pass inside uses copies."""
         return nullcontext()
@@ -116,19 +116,19 @@ class Shards:
         version of the other; else `part`."""
         return part
 
-    def copies(self, part: torch.Tensor) -> int | None:
+    def num_replicas(self, part: torch.Tensor) -> int | None:
         """Return how many of the ranks that step together hold this very part; None: each has all of every parameter."""
         return None
 
-    def copies_of(self, parts: Sequence[torch.Tensor]) -> list[int]:
-        """Return `copies` of each of `parts`, with 1 for None."""
-        return [self.copies(part) or 1 for part in parts]
+    def num_replicas_of(self, parts: Sequence[torch.Tensor]) -> list[int]:
+        """Return `num_replicas` of each of `parts`, with 1 for None."""
+        return [self.num_replicas(part) or 1 for part in parts]
 
-    def holders(self) -> list[torch.Tensor]:
+    def grad_holders(self) -> list[torch.Tensor]:
         """Return every tensor whose `.grad` a backward pass may add to, whether it has one or not. Inside `local()`."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
-    def written(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    def grad_targets(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors whose `.grad` must be written to so that the gradients of `parts` change. Inside `local()`.
 
         parts: all that have a gradient. Where ranks share whole gradients and each steps a part of them, those are the
@@ -136,15 +136,15 @@ class Shards:
         """
         return parts
 
-    def cut(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    def local_slice(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         """Return the elements of `value`, a tensor or DTensor of the shape of `param`, that belong to this rank's part."""
         return value
 
-    def placed(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    def distribute(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         """Return `value`, a tensor or DTensor of the shape of `param`, laid out as `param` is. May be a collective."""
         return value
 
-    def moves(self, value: torch.Tensor, param: torch.Tensor) -> bool:
+    def needs_collective(self, value: torch.Tensor, param: torch.Tensor) -> bool:
         """Whether `placed` and `cut` of `value` are collectives; raises ValueError if `value` cannot be laid out here."""
         if is_dtensor(value):
             raise ValueError(
@@ -180,11 +180,11 @@ class Shards:
     def check_gradients(self) -> None:
         """Raise RuntimeError if ranks would step on gradients that they do not share. The same on every rank."""
 
-    def alike(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
+    def replicated_params(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
         """Return what trains and is the same on all ranks of a group, by group; the same groups on every rank."""
         return []
 
-    def divided(self, divisor: float | torch.Tensor) -> None:
+    def mark_divided(self, divisor: float | torch.Tensor) -> None:
         """The optimizer's kernel divided the gradients of the parts by `divisor`, a number or 0-dim tensor, in place."""
 
     def even_out(self) -> None:
@@ -204,7 +204,7 @@ class Shards:
         rank has, without values. A collective there."""
         return state
 
-    def take_zeros(self) -> None:
+    def accept_zero_grads(self) -> None:
         """Let gradients be of zeros, wherever they are kept, for parameters with a `.grad` of zeros. Not inside `local()`."""
 
     def widen_state(self, states: dict[int, State]) -> dict[int, State]:
@@ -238,7 +238,7 @@ class Shards:
         """Return float32 tensors by parameter, each laid out as its parameter is, from those of parts. May be a collective."""
         return masters
 
-    def follow(self, before: Shards, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def move_states_from(self, before: Shards, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Take over from `before`, which divided the same parameters, the states that the optimizer has by its parts.
 
         replaced: by parameter of `before` the one that stands in its place now, where that is another. May be a collective.

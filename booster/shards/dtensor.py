@@ -46,7 +46,7 @@ class DTensorShards(Shards):
 
     group: the ranks that step together. num_stages: into how many pipeline stages they are divided. num_holders: on how
     many stages a parameter lies. layer_ranks: those that divide layers among them, of tensor parallelism; None: no rank does.
-    copies: the ranks that hold the same part of each parameter; None: no others do.
+    replica_group: the ranks that hold the same part of each parameter; None: no others do.
     Raises ValueError for an optimizer that is known as neither.
     """
 
@@ -60,16 +60,16 @@ class DTensorShards(Shards):
         num_stages: int = 1,
         num_holders: Callable[[torch.Tensor], int] = lambda param: 1,
         layer_ranks: dist.ProcessGroup | None = None,
-        copies: dist.ProcessGroup | None = None,
+        replica_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(optimizer)
-        self._group, self._layer_ranks, self._same = group, layer_ranks, copies
+        self._group, self._layer_ranks, self._same = group, layer_ranks, replica_group
         self.likeness = None if group is None else Likeness()
         self._looks = 0 if layer_ranks is None else _LOOKS
         self._steps_parts = check_steps_parts(optimizer)
         self._ranks_of_stage = world_size(group) // num_stages
         self._num_holders = num_holders
-        self._copies: dict[torch.Tensor, int] = {}
+        self._num_replicas: dict[torch.Tensor, int] = {}
         self._inside = False
         self._divide_state()
 
@@ -107,7 +107,7 @@ class DTensorShards(Shards):
         own.copy_(part)
         part.data = own
 
-    def alike(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
+    def replicated_params(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
         params = trained(self.optimizer)
         kinds = ((self._same, params), (self._layer_ranks, list(filter(_is_whole, params))))
         first = [] if self._group is None else [(self._group, list[torch.Tensor]())]
@@ -166,7 +166,7 @@ class DTensorShards(Shards):
             given.append((param, part, part.grad))
 
     @contextmanager
-    def lent(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+    def local_shards(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
         add_up_terms(params)
         parts = []
         for param in params:
@@ -198,27 +198,27 @@ class DTensorShards(Shards):
     def param_of(self, part: torch.Tensor) -> torch.Tensor:
         return self._params.get(part, part)
 
-    def copies(self, part: torch.Tensor) -> int:
-        if part not in self._copies:
+    def num_replicas(self, part: torch.Tensor) -> int:
+        if part not in self._num_replicas:
             param = self._params.get(part, part)
             shards = 1
             if isinstance(param, DTensor):
                 for size, placement in zip(param.device_mesh.shape, param.placements, strict=True):
                     shards *= 1 if isinstance(placement, Replicate) else size
-            self._copies[part] = self._ranks_of_stage * self._num_holders(param) // shards
-        return self._copies[part]
+            self._num_replicas[part] = self._ranks_of_stage * self._num_holders(param) // shards
+        return self._num_replicas[part]
 
-    def copies_of(self, parts: Sequence[torch.Tensor]) -> list[int]:
-        if not self._copies.keys() >= set(parts):
+    def num_replicas_of(self, parts: Sequence[torch.Tensor]) -> list[int]:
+        if not self._num_replicas.keys() >= set(parts):
             for part in parts:
-                self.copies(part)
-        return list(map(self._copies.__getitem__, parts))
+                self.num_replicas(part)
+        return list(map(self._num_replicas.__getitem__, parts))
 
-    def cut(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        placed = self.placed(value, param)
+    def local_slice(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        placed = self.distribute(value, param)
         return placed.to_local() if self._steps_parts and isinstance(placed, DTensor) else placed
 
-    def moves(self, value: torch.Tensor, param: torch.Tensor) -> bool:
+    def needs_collective(self, value: torch.Tensor, param: torch.Tensor) -> bool:
         if not isinstance(value, DTensor):
             return False
         if not isinstance(param, DTensor):
@@ -226,7 +226,7 @@ class DTensorShards(Shards):
         check_own(value, param)
         return (value.device_mesh, value.placements) != (param.device_mesh, param.placements)
 
-    def placed(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    def distribute(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         if not isinstance(param, DTensor):
             return gather_whole(value) if isinstance(value, DTensor) else value
         mesh, placements = param.device_mesh, param.placements
@@ -261,7 +261,7 @@ class DTensorShards(Shards):
         params = {part: self._params.get(part, part) for part in masters}
         return {params[part]: self._widen(value, params[part]) for part, value in masters.items()}
 
-    def follow(self, before: Shards, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def move_states_from(self, before: Shards, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
         state = self.optimizer.state
         for param, part in before._parts.items() if isinstance(before, DTensorShards) else ():
             if part in state:
@@ -287,7 +287,7 @@ class DTensorShards(Shards):
     def _cut_entry(self, value: Any, param: torch.Tensor | None) -> Any:
         if param is None or not isinstance(value, torch.Tensor) or value.shape != param.shape or value.dim() == 0:
             return value
-        return self.cut(value, param)
+        return self.local_slice(value, param)
 
 
 def check_steps_parts(optimizer: Optimizer) -> bool:

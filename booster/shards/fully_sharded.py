@@ -76,7 +76,7 @@ class FullyShardedShards(DTensorShards):
             self._unreduced.discard(module)
 
     @contextmanager
-    def sparing(self) -> Iterator[None]:
+    def preserving_accumulated_grads(self) -> Iterator[None]:
         params = [param for module in self._alive() for param in _fsdp_params(module) if gathered(param) is not None]
         before = [(param, held_back(param), _grad_of_gathered(param)) for param in params]
         handles = [

@@ -45,7 +45,7 @@ class _Part(NamedTuple):
 
 
 class Likeness:
-    """Compares, in a few steps, the numbers of param_groups among ranks that step together, and what `Shards.alike` tells.
+    """Compares, in a few steps, the numbers of param_groups and `Shards.replicated_params` among the ranks that hold them.
 
     Two norms of each weight are read, and three numbers of all of them are sent, which a device does without a wait: they are
     read in the next step. Only where they differ is more sent, to name what does.
@@ -58,12 +58,14 @@ class Likeness:
         self._sent: tuple[list[_Part], HostCopy] | None = None
 
     @torch.no_grad()
-    def look(self, shards: Shards) -> None:
+    def check(self, shards: Shards) -> None:
         """Read what is to be sent, or, in the step after it was, raise RuntimeError, on all ranks, if ranks differed."""
         sent, self._sent = self._sent, None
         if sent is None:
             shards.wait_for_weights()
-            self._parts = [_part(shards, *each, rates=not place) for place, each in enumerate(shards.alike())]
+            self._parts = [
+                _part(shards, *each, rates=not place) for place, each in enumerate(shards.replicated_params())
+            ]
             self.due += 1
             return
         self.due = EARLY if self.due <= EARLY else (self.due // EVERY + 1) * EVERY

@@ -35,7 +35,7 @@ class Reducer(Protocol):
 
     def __contains__(self, param: object) -> bool: ...
 
-    def watch(
+    def register_grad_hooks(
         self,
         params: Collection[torch.Tensor],
         filled: Callable[[torch.Tensor], None],
@@ -45,7 +45,7 @@ class Reducer(Protocol):
     ) -> Any: ...
 
 
-def watch_reduced(
+def register_reduced_hooks(
     shards: Shards,
     reducers: Iterable[Reducer],
     params: Sequence[torch.Tensor],
@@ -54,7 +54,7 @@ def watch_reduced(
     *,
     again: bool,
 ) -> list[Any]:
-    """Do what `Shards.watch` says, of parameters whose gradients `reducers` average."""
+    """Do what `Shards.register_grad_hooks` says, of parameters whose gradients `reducers` average."""
     several = list(reducers)
     for param in params:
         own = next((each for each in several if param in each), None)
@@ -62,7 +62,7 @@ def watch_reduced(
             raise RuntimeError(FROZEN.format(name=shards.name_of(param)))
         if not own.synchronises:
             raise RuntimeError(UNSYNCHRONISED)
-    return [each.watch(params, filled, held, again=again) for each in several]
+    return [each.register_grad_hooks(params, filled, held, again=again) for each in several]
 
 
 def check_averaged(shards: Shards, reducers: Iterable[Reducer]) -> None:
@@ -225,14 +225,14 @@ class ReplicatedShards(Shards):
         self._reducers = reducers
         self._ranks, self.likeness = ranks, None if ranks is None else Likeness()
 
-    def alike(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
-        return alike(self, self._ranks)
+    def replicated_params(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
+        return replicated_params(self, self._ranks)
 
     def check_gradients(self) -> None:
         check_replicas(self)
         check_averaged(self, self._reducers.values())
 
-    def watch(
+    def register_grad_hooks(
         self,
         params: Sequence[torch.Tensor],
         filled: Callable[[torch.Tensor], None],
@@ -240,7 +240,7 @@ class ReplicatedShards(Shards):
         *,
         again: bool,
     ) -> list[Any]:
-        return watch_reduced(self, self._reducers.values(), params, filled, held, again=again)
+        return register_reduced_hooks(self, self._reducers.values(), params, filled, held, again=again)
 
     def clear_gradients(self, set_to_none: bool) -> None:
         for replica in self.replicas.values():
@@ -254,8 +254,10 @@ class ReplicatedShards(Shards):
             yield
 
 
-def alike(shards: Shards, ranks: dist.ProcessGroup | None) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
-    """Return for `Shards.alike` what `ranks` hold whole, but what `DistributedDataParallel` was told to leave alone."""
+def replicated_params(
+    shards: Shards, ranks: dist.ProcessGroup | None
+) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
+    """Return what `ranks` hold whole, but for `parameters_to_ignore` of `DistributedDataParallel`."""
     own = {param for replica in shards.replicas.values() for param in replica.own}
     return [] if ranks is None else [(ranks, [param for param in trained(shards.optimizer) if param not in own])]
 

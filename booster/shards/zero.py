@@ -21,7 +21,14 @@ from booster.ranks.communicate import exchange
 from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards, State, StateOfParts
 from booster.shards.divided import Divided
 from booster.shards.likeness import Likeness
-from booster.shards.replicated import Reducer, Replica, alike, check_averaged, check_replicas, watch_reduced
+from booster.shards.replicated import (
+    Reducer,
+    Replica,
+    check_averaged,
+    check_replicas,
+    register_reduced_hooks,
+    replicated_params,
+)
 from booster.shards.zero_buckets import FlatParameters, ModuleBuckets, stretch
 from booster.shards.zero_states import Holding, gather_states
 from booster.tensors.flat import flat_like, shaped_like
@@ -147,7 +154,7 @@ class ZeroShards(Shards):
                     self._take_replaced(param, part)
 
     @contextmanager
-    def lent(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+    def local_shards(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
         parts = [self.part_of(param) for param in params]
         own = [(param, part) for param, part in zip(params, parts, strict=True) if part is not param and part.numel()]
         for param, part in own:
@@ -160,7 +167,7 @@ class ZeroShards(Shards):
             for _, part in own:
                 part.grad = None
 
-    def watch(
+    def register_grad_hooks(
         self,
         params: Sequence[torch.Tensor],
         filled: Callable[[torch.Tensor], None],
@@ -169,7 +176,7 @@ class ZeroShards(Shards):
         again: bool,
     ) -> list[Any]:
         divided = [param for param in params if param.numel()]  # others are in no bucket
-        return watch_reduced(self, self._reducers.values(), divided, filled, held, again=again)
+        return register_reduced_hooks(self, self._reducers.values(), divided, filled, held, again=again)
 
     def has_gradient(self, param: torch.Tensor) -> bool:
         return self._has_gradient(param)
@@ -201,9 +208,9 @@ class ZeroShards(Shards):
         """Return where `param` lies; None if it is not divided."""
         return self._holding(param)
 
-    def alike(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
+    def replicated_params(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
         # Of a step made within backward, ranks have stepped their own parts, and those of others have not come yet.
-        return [(ranks, [] if self._lent else params) for ranks, params in alike(self, self._ranks)]
+        return [(ranks, [] if self._lent else params) for ranks, params in replicated_params(self, self._ranks)]
 
     def check_gradients(self) -> None:
         check_replicas(self)
@@ -212,25 +219,25 @@ class ZeroShards(Shards):
         if self._reduced and any(param.grad is not None for layout in self._layouts for param in layout.params):
             raise RuntimeError(UNSYNCHRONISED)
 
-    def copies(self, part: torch.Tensor) -> int:
+    def num_replicas(self, part: torch.Tensor) -> int:
         return 1 if part in self._params else self._layouts[0].world_size if self._layouts else 1
 
-    def copies_of(self, parts: Sequence[torch.Tensor]) -> list[int]:
+    def num_replicas_of(self, parts: Sequence[torch.Tensor]) -> list[int]:
         whole = self._layouts[0].world_size if self._layouts else 1
         alone = set(map(id, self._params))
         return [1 if id(part) in alone else whole for part in parts]
 
-    def holders(self) -> list[torch.Tensor]:
+    def grad_holders(self) -> list[torch.Tensor]:
         params = [param for params in self._held or [] for param in params]
-        return [*super().holders(), *(p for p in params if self.part_of(p) is not p)] if self._reduced else params
+        return [*super().grad_holders(), *(p for p in params if self.part_of(p) is not p)] if self._reduced else params
 
-    def written(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    def grad_targets(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         params = [param for params in self._held or [] for param in params if param.grad is not None]
         if not self._reduced:
             return params
         return parts + [param for param in params if self.part_of(param) is not param]  # those not yet reduced
 
-    def cut(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    def local_slice(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         holding, part = self._holding(param), self.part_of(param)
         if holding is None:
             return value
@@ -262,7 +269,7 @@ class ZeroShards(Shards):
         for layout in self._layouts:
             layout.arriving.wait()
 
-    def divided(self, divisor: float | torch.Tensor) -> None:
+    def mark_divided(self, divisor: float | torch.Tensor) -> None:
         if not self._reduced:
             self._divisor *= divisor
 
@@ -345,7 +352,7 @@ class ZeroShards(Shards):
             )
         return names
 
-    def take_zeros(self) -> None:
+    def accept_zero_grads(self) -> None:
         for param in (param for group in self.optimizer.param_groups for param in group["params"]):
             holding = self._holding(param)
             if self._reduced and holding is not None and param.grad is not None:
@@ -405,7 +412,7 @@ class ZeroShards(Shards):
                 wide[param] = whole[0][""].to(param.device)
         return wide
 
-    def follow(self, before: Shards, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def move_states_from(self, before: Shards, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
         state = self.optimizer.state
         for param in (param for group in self.optimizer.param_groups for param in group["params"]):
             old, new = before.holding_of(param) if isinstance(before, ZeroShards) else None, self._holding(param)
@@ -487,7 +494,7 @@ class ZeroShards(Shards):
             return value.values if self.part_of(param).dim() == 1 else shaped_like(value.values, param)
         if not _alike(value, param) or value.dim() == 0:
             return value
-        return self.cut(value, param).clone()  # not a view, which would keep the whole in memory
+        return self.local_slice(value, param).clone()  # not a view, which would keep the whole in memory
 
     def _gradient(self, param: torch.Tensor, part: torch.Tensor, holding: Holding | None = None) -> torch.Tensor | None:
         if self._reduced:
@@ -497,7 +504,7 @@ class ZeroShards(Shards):
             return None
         if param.grad.stride() != param.stride() and not (param.grad.is_contiguous() and param.is_contiguous()):
             param.grad = torch.empty_like(param, requires_grad=False).copy_(param.grad)
-        return self.cut(param.grad, param).detach()
+        return self.local_slice(param.grad, param).detach()
 
     def _reduced_part(self, param: torch.Tensor, holding: Holding | None = None) -> torch.Tensor | None:
         holding = holding or self._holding(param)
@@ -526,7 +533,7 @@ class ZeroShards(Shards):
 
     @torch.no_grad()
     def _take_replaced(self, param: torch.Tensor, part: torch.Tensor) -> None:
-        own = self.cut(param, param).detach()
+        own = self.local_slice(param, param).detach()
         own.copy_(part)
         part.data = own
 

@@ -140,7 +140,7 @@ class Application:
             else:  # they are all of other ranks
                 optimizer.step()
             if self.shards.sharded:
-                self.shards.divided(scalars.grad_scale)
+                self.shards.mark_divided(scalars.grad_scale)
         else:
             gradients.unscale()
             optimizer.step()
@@ -164,7 +164,7 @@ class Application:
             if not honours_grad_scale(optimizer):
                 return False
             if self.shards.sharded and not scalars.grad_scale_is_one:
-                self.shards.divided(
+                self.shards.mark_divided(
                     scalars.grad_scale if found is None else torch.where(found > 0, 1.0, scalars.grad_scale)
                 )
         return True

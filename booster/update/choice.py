@@ -29,8 +29,8 @@ from booster.update.device import DeviceDecision, DeviceGradients, DeviceNorms
 from booster.update.gradients import Gradients
 from booster.update.host import HostDecision, HostNorms
 from booster.update.in_backward import OptimizerInBackward
-from booster.update.kept import KeptState
 from booster.update.norms import Norms
+from booster.update.optimizer_state import KeptState
 from booster.update.update import Update
 
 DECIDING = ("cuda",)

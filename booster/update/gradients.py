@@ -246,7 +246,7 @@ class Gradients:
         """The gradients that `step` will use, one for each of `params()`; `written`: to be written to, whole."""
         if not written:
             return gradient_values(self._find_params() if self._present is None else self._present)
-        params = self.shards.written(self.params())
+        params = self.shards.grad_targets(self.params())
         own_memory(params)
         return gradient_values(params)
 
@@ -385,7 +385,7 @@ class Gradients:
 
     def _leave_graph(self) -> None:
         """Replace gradients that a graph may have saved by copies, which can be written to and lead back into it."""
-        for param in self.shards.written(self.params()):
+        for param in self.shards.grad_targets(self.params()):
             if param.grad is not None and param.grad.requires_grad:
                 with torch.enable_grad():
                     param.grad = param.grad.clone()

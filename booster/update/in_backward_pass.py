@@ -271,7 +271,7 @@ class InBackwardPass:
         """
         if param in self._apart:
             return
-        with self._shards.lent([param]) as (part,):
+        with self._shards.local_shards([param]) as (part,):
             grad = part.grad
             if grad is not None:
                 if grad.is_sparse or grad.untyped_storage().nbytes() <= grad.nbytes:
@@ -283,7 +283,7 @@ class InBackwardPass:
     @contextmanager
     def _lent(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
         """As `lent` of the shards, with what was set apart."""
-        with self._shards.lent(params) as parts:
+        with self._shards.local_shards(params) as parts:
             for param, part in zip(params, parts, strict=True):
                 if self._apart.get(param) is not None:
                     part.grad = self._apart[param]

@@ -72,7 +72,7 @@ class Norms(ABC):
             # NaN does not survive a MAX on every backend.
             largest = norms.double().amax() if norms.numel() else norms.new_zeros((), dtype=torch.float64)
             return agreement.shared(largest.nan_to_num(math.inf, math.inf), self.group, dist.ReduceOp.MAX)
-        copies = self.shards.copies_of(params)
+        copies = self.shards.num_replicas_of(params)
         if self._copies is None or self._copies[0] != copies:
             self._copies = copies, torch.tensor(copies, dtype=torch.float64).to(norms.device)
         powers = norms.double() ** norm_type / self._copies[1]

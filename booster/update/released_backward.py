@@ -150,7 +150,7 @@ def _measure(
 def _measure_once(passes: Sequence[InBackwardPass], loss: torch.Tensor, engine: Callable[[bool], None]) -> None:
     with ExitStack() as held:
         for each in passes:
-            held.enter_context(each.gradients.shards.sparing())
+            held.enter_context(each.gradients.shards.preserving_accumulated_grads())
             held.enter_context(each.measuring())
         with _watching(passes, InBackwardPass.measure, loss, again=True):
             engine(True)
@@ -194,7 +194,7 @@ def _watching(
     handles: list[Any] = [loss.register_hook(lambda grad: running.append(graph_task()))]
     try:
         for each in passes:
-            handles += each.gradients.shards.watch(each.trained, watch(each), each.held, again=again)
+            handles += each.gradients.shards.register_grad_hooks(each.trained, watch(each), each.held, again=again)
         yield
     finally:
         for handle in handles:

@@ -32,7 +32,7 @@ def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], 
     """
     shards = update.shards
     with shards.local():
-        state, own = update.kept.state_dict()
+        state, own = update.optimizer_state.state_dict()
         if isinstance(state.get("state"), dict):
             widen = shards.divided_state if divided else shards.widen_state
             state["state"] = widen(state["state"])
@@ -41,7 +41,7 @@ def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], 
             weights = widen_weights(own["masters"]["weights"], update.names)
             own = {**own, "masters": {**own["masters"], "weights": weights}}
     if "masters" in own:
-        own["masters"][IN_MODEL] = update.kept.weights_in_model()
+        own["masters"][IN_MODEL] = update.optimizer_state.weights_in_model()
     if update.gradients.in_backward is not None and update.gradients.in_backward.previous is not None:
         own = {**own, RELEASE: {PREVIOUS_NORM: float(update.gradients.in_backward.previous)}}
     if shards.selection is not None:

@@ -75,7 +75,9 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
         rest = dict(own.rest)
         values: dict[torch.Tensor, torch.Tensor] = {}
         if "masters" in rest:
-            rest["masters"], values = update.kept.read_masters(_here(update.shards.selection, rest["masters"]))
+            rest["masters"], values = update.optimizer_state.read_masters(
+                _here(update.shards.selection, rest["masters"])
+            )
         moved = _moved(update, state, rest)
     agreement.require_alike(repr(moved), "the tensors that change their layout among ranks", update.gradients.group)
     before = implementation(optimizer)
@@ -88,8 +90,8 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
         if own.scale:
             _load_scale(scaler, own.scale)
         groups = [dict(group) for group in optimizer.param_groups]
-        take_over_states = update.kept.read_state_dict(*cut(update, state, rest))
-        weights = {param: update.shards.placed(value, param) for param, value in values.items()}
+        take_over_states = update.optimizer_state.read_state_dict(*cut(update, state, rest))
+        weights = {param: update.shards.distribute(value, param) for param, value in values.items()}
         keep_implementation(optimizer, before)
         _check_options(groups, optimizer.param_groups)
 
@@ -256,7 +258,7 @@ def _moved(update: Update, state_dict: Mapping[str, Any], own: Mapping[str, Any]
     return [
         (index, key)
         for index, key, value, param in entries
-        if isinstance(value, torch.Tensor) and value.dim() and update.shards.moves(value, param)
+        if isinstance(value, torch.Tensor) and value.dim() and update.shards.needs_collective(value, param)
     ]
 
 

@@ -15,21 +15,23 @@ from booster.ranks import agreement
 from booster.update.decision import Decision
 from booster.update.gradients import WHOLE, Gradients
 from booster.update.in_backward import OptimizerInBackward
-from booster.update.kept import KeptState
+from booster.update.optimizer_state import KeptState
 from booster.update.outcome import LazyStepFields, StepFields, StepResult
 
 
 class Update:
     """Steps by `decision`, or not; see `choice` for what it is made of.
 
-    gradients: from backward to step. decision: whether a step is made, and in it what makes it. kept: what of the optimizer a
-    checkpoint holds.
+    Attributes:
+        gradients: from backward to step.
+        decision: whether a step is made, and in it what makes it.
+        optimizer_state: what of the optimizer a checkpoint holds.
     """
 
-    def __init__(self, gradients: Gradients, decision: Decision, kept: KeptState) -> None:
+    def __init__(self, gradients: Gradients, decision: Decision, optimizer_state: KeptState) -> None:
         self.gradients = gradients
         self.decision = decision
-        self.kept = kept
+        self.optimizer_state = optimizer_state
         self.optimizer = gradients.optimizer
         self.shards = gradients.shards
         self.names = gradients.parameters.names
@@ -125,7 +127,7 @@ class Update:
         A collective where ranks divide parameters flat. This update is at its end.
         """
         with self.shards.local():
-            values = self.kept.dissolve()
+            values = self.optimizer_state.dissolve()
         self.decision.application.kernel.give_up()
         return self.shards.widen_masters(values)
 

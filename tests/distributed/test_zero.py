@@ -158,7 +158,7 @@ def beside_ddp(rank, world_size, precision, stage, optimizer):
             if stage in (2, SCATTERED) and param.requires_grad:
                 assert params[name].grad is None, name
             if shards.part_of(params[name]).numel() and param.requires_grad:
-                assert torch.equal(grad, shards.cut(param.grad, params[name])), f"{name} at step {step}"
+                assert torch.equal(grad, shards.local_slice(param.grad, params[name])), f"{name} at step {step}"
             else:
                 assert grad is None, name
         ddp.step()
@@ -313,7 +313,7 @@ def whole_gradients(rank, world_size, stage, make_scale_differ):
                 assert torch.equal(params[1][name].grad, param.grad), f"{name} after the {part} backward"
             mine = jobs[1].parts()[name][1]
             if mine is not None:
-                expected = shards.cut(param.grad, params[1][name])
+                expected = shards.local_slice(param.grad, params[1][name])
                 # DDP averages the old gradient, which is the same everywhere, again.
                 assert torch.allclose(mine, expected, rtol=1e-6, atol=1e-6 * SCALE), f"{name} after the {part} backward"
         for job in jobs:
@@ -818,7 +818,11 @@ def bytes_of(job):
     update = job.optimizer._update
     params = list(job.model.parameters())
     kept = [value for own in job.optimizer.optimizer.state.values() for value in own.values()]
-    kept += [bucket.rest for bucket in update.kept.masters.buckets] if update.kept.keeps_masters else []
+    kept += (
+        [bucket.rest for bucket in update.optimizer_state.masters.buckets]
+        if update.optimizer_state.keeps_masters
+        else []
+    )
     grads = [param.grad for param in params]
     grads += [bucket.gradient for layout in getattr(update.shards, "_layouts", []) for bucket in layout.buckets]
     total = sum(param.numel() for param in params)
@@ -911,7 +915,7 @@ def reduced(rank, world_size):
         for index, job in enumerate(jobs):
             part = job.parts()[name][1]
             if part is not None:
-                expected = job.optimizer._update.shards.cut(exact, dict(job.model.named_parameters())[name])
+                expected = job.optimizer._update.shards.local_slice(exact, dict(job.model.named_parameters())[name])
                 ulp = 2.0 ** (expected.abs().clamp(min=2.0**-14).log2().floor() - 10)
                 errors[index] = max(errors[index], float(((part - expected).abs() / ulp).max()))
     return errors

@@ -48,7 +48,7 @@ def train(parts: Any, steps: int, seed: int = 1) -> None:
 
 def travelling(optimizer: Any) -> list[torch.Tensor]:
     found = []
-    for bucket in optimizer._update.kept.masters.buckets:
+    for bucket in optimizer._update.optimizer_state.masters.buckets:
         found += [] if bucket.rest is None or bucket.whole else [bucket.rest]
         own = optimizer.unwrap().state.get(bucket.handles[0], {})
         found += [t for v in own.values() if travels(v, bucket.size) for t in tensors_of(v)]

@@ -84,7 +84,7 @@ class FakeTransfers:
 def lies(optimizer):
     """Of everything that may travel: whether it lies in a room of the host."""
     rooms = {place for each in FakeTransfers.made for place in each.rooms}
-    buckets = optimizer._update.kept.masters.buckets
+    buckets = optimizer._update.optimizer_state.masters.buckets
     found = [bucket.rest for bucket in buckets if bucket.rest is not None and not bucket.whole]
     for bucket in buckets:
         if not bucket.whole:

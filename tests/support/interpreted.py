@@ -77,7 +77,7 @@ def held(optimizer):
     """Float32 weights, and the states of each, by what the optimizer's groups hold."""
     update = optimizer._update
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    masters = update.kept.masters.values() if update.kept.keeps_masters else {}
+    masters = update.optimizer_state.masters.values() if update.optimizer_state.keeps_masters else {}
     weights = [masters[p].detach().clone() if p in masters else p.detach().clone() for p in params]
     states = [{k: v.clone() for k, v in optimizer.state.get(p, {}).items() if torch.is_tensor(v)} for p in params]
     return weights, states
@@ -86,7 +86,7 @@ def held(optimizer):
 def packed(optimizer):
     """What lies packed in the optimizer's states, in the order of buckets and names, without what lies between pieces."""
     found = []
-    for bucket in optimizer._update.kept.masters.buckets:
+    for bucket in optimizer._update.optimizer_state.masters.buckets:
         own = optimizer.optimizer.state.get(bucket.handles[0], {})
         for name, value in sorted(own.items()):
             if isinstance(value, Packed):

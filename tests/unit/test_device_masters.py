@@ -85,7 +85,7 @@ def bits(value):
 
 def everything(model, optimizer):
     """Weights, what is kept beside them, and the state, in the form in which they are kept."""
-    buckets = optimizer._update.kept.masters.buckets
+    buckets = optimizer._update.optimizer_state.masters.buckets
     # Between pieces lies what was left in scratch. An error of minus zero, of Kahan's, may become zero.
     rests = [piece.tolist() for b in buckets if b.rest is not None for piece in b.pieces_of(b.rest)]
     state = [{key: bits(value) for key, value in own.items()} for own in optimizer.optimizer.state.values()]
@@ -102,7 +102,7 @@ def test_a_step_decided_on_the_device_is_that_of_the_host_to_the_bit(half, form)
     with as_on_a_gpu():
         booster, model, optimizer = boosted(made)
         assert optimizer._update.decision.on_device
-        assert optimizer._update.kept.keeps_masters
+        assert optimizer._update.optimizer_state.keeps_masters
         applied, weights = train(booster, model, optimizer, bad_at)
     assert applied == expected[0]
     tolerance = (
@@ -119,7 +119,7 @@ def test_every_fused_optimizer_decides_on_the_device(name):
     with as_on_a_gpu():
         booster, model, optimizer = boosted(made, OPTIMIZERS[name])
         assert optimizer._update.decision.on_device
-        assert optimizer._update.kept.keeps_masters
+        assert optimizer._update.optimizer_state.keeps_masters
         assert train(booster, model, optimizer, (0, 3))[0] == expected[0]
     for param, other in zip(model.parameters(), expected[1], strict=True):
         assert torch.equal(param, other)

@@ -97,7 +97,7 @@ def state_of(run):
             for name, value in own.items()
             if not isinstance(value, torch.Tensor)
         ],
-        "masters": [bits(tensor) for tensor in run.optimizer._update.kept.master_tensors()],
+        "masters": [bits(tensor) for tensor in run.optimizer._update.optimizer_state.master_tensors()],
     }
 
 

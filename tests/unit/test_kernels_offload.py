@@ -26,6 +26,6 @@ def test_states_that_travel_are_stepped_by_kernels_to_the_bits_of_those_that_sta
         (weights, state), (others, theirs) = plain.everything(), moved.everything()
         assert equal((weights, state["state"]), (others, theirs["state"]))
     assert moved.optimizer._update.decision.steps.reason is None
-    assert len(moved.optimizer._update.kept.masters.buckets) > 4
+    assert len(moved.optimizer._update.optimizer_state.masters.buckets) > 4
     assert all(lies_where(moved))
     assert len(lies_where(moved)) >= 8

@@ -42,8 +42,8 @@ def everything(model, optimizer):
     """Copies of all bytes that a step may write."""
     tensors = list(model.parameters())
     update = optimizer._update
-    if update.kept.keeps_masters:
-        tensors += [bucket.rest for bucket in update.kept.masters.buckets if bucket.rest is not None]
+    if update.optimizer_state.keeps_masters:
+        tensors += [bucket.rest for bucket in update.optimizer_state.masters.buckets if bucket.rest is not None]
     for own in optimizer.optimizer.state.values():
         for value in own.values():
             tensors += value.tensors if hasattr(value, "tensors") else [value]
@@ -193,7 +193,7 @@ def test_a_weight_that_somebody_wrote_is_its_own_master():
     step_on(*step, gradients(params, 0))
     params[0].data.fill_(3.0)
     step_on(*step, [torch.zeros_like(p) for p in params])
-    assert (step[2]._update.kept.masters.joined(params[0]) - 3.0).abs().max() < 0.05
+    assert (step[2]._update.optimizer_state.masters.joined(params[0]) - 3.0).abs().max() < 0.05
 
 
 # ---- what a step costs ----

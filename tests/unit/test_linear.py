@@ -175,12 +175,12 @@ def test_loading_a_state_without_masters_leaves_masters_where_they_are(name):
     raw.step()
     state = raw.state_dict()
     optimizer = trained(MANY, made(name))[1]
-    before = [(tensor.data_ptr(), tensor.clone()) for tensor in optimizer._update.kept.master_tensors()]
+    before = [(tensor.data_ptr(), tensor.clone()) for tensor in optimizer._update.optimizer_state.master_tensors()]
     optimizer.load_state_dict(state)
     assert all(
         torch.equal(own["exp_avg"], state["state"][i]["exp_avg"]) for i, own in optimizer.state_dict()["state"].items()
     )
-    for tensor, (place, values) in zip(optimizer._update.kept.master_tensors(), before, strict=True):
+    for tensor, (place, values) in zip(optimizer._update.optimizer_state.master_tensors(), before, strict=True):
         assert tensor.data_ptr() == place
         assert torch.equal(tensor, values)
 

@@ -126,7 +126,7 @@ def test_on_a_cpu_every_precision_trains_to_the_same_bits_and_states_stay_where_
 def test_masters_and_states_that_travel_train_to_the_same_bits_as_those_that_stay(device, name):
     plain, moved = Run(NAIVE[name]()), Run(NAIVE[name](), offload_states=True)
     assert plain.train(5, poison=[2]) == moved.train(5, poison=[2])
-    assert len(moved.optimizer._update.kept.masters.buckets) > 4
+    assert len(moved.optimizer._update.optimizer_state.masters.buckets) > 4
     assert all(lies_where(moved))
     assert len(lies_where(moved)) >= 8
     assert_same(plain, moved)
@@ -136,7 +136,7 @@ def test_the_only_bucket_of_a_model_is_fetched_after_the_step_before_has_sent_it
     runs = [Run(NAIVE["split"](), shapes=[(40,), (64,)], offload_states=on) for on in (False, True)]
     for run in runs:
         run.train(3)
-    assert len(runs[1].optimizer._update.kept.masters.buckets) == 1
+    assert len(runs[1].optimizer._update.optimizer_state.masters.buckets) == 1
     assert_same(*runs)
 
 
@@ -222,7 +222,7 @@ def test_released_gradients_and_offloaded_states_go_together(device, name, mode)
 def test_a_bucket_is_fetched_while_the_one_before_is_stepped_and_at_most_two_are_there(device):
     moved = Run(NAIVE["split"](), offload_states=True)
     moved.train(2)
-    host = next(iter(moved.optimizer._update.kept.masters.hosts.values()))
+    host = next(iter(moved.optimizer._update.optimizer_state.masters.hosts.values()))
     seen, step = [], moved.inner.__class__.step
 
     class Watching(moved.inner.__class__):
@@ -237,7 +237,7 @@ def test_a_bucket_is_fetched_while_the_one_before_is_stepped_and_at_most_two_are
     moved.inner.__class__ = Watching
     moved.train(1)
     each = 3  # a remainder and two moments
-    travelling = [bucket for bucket in moved.optimizer._update.kept.masters.buckets if not bucket.whole]
+    travelling = [bucket for bucket in moved.optimizer._update.optimizer_state.masters.buckets if not bucket.whole]
     ahead = [count for count, _ in seen if count][: len(travelling)]
     assert ahead[0] == 2 * each
     assert max(ahead) == each * len(travelling)

@@ -167,7 +167,7 @@ def test_half_weights_in_float32_precision_keep_no_masters_and_are_rounded_to():
     optimizer.step()
     assert model.weight.dtype == torch.bfloat16
     assert not torch.equal(before, model.weight)
-    assert not optimizer._update.kept.master_tensors()
+    assert not optimizer._update.optimizer_state.master_tensors()
 
 
 def test_a_parameter_that_is_frozen_and_one_that_comes_later_keep_their_states():

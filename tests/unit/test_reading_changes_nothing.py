@@ -80,7 +80,7 @@ def reported(b, model, optimizer):
 
 def bits(model, optimizer):
     """Every number of a run, by what it is."""
-    kept = optimizer._update.kept
+    kept = optimizer._update.optimizer_state
     found = {f"weight {name}": param for name, param in model.named_parameters()}
     found |= {f"beside weights {place}": rest for place, rest in enumerate(kept.master_tensors())}
     for place, own in enumerate(optimizer.optimizer.state.values()):

@@ -128,7 +128,7 @@ def test_states_and_masters_are_at_no_time_there_twice(old, new):
     booster.backward(model(torch.randn(4, 512)).square().mean(), optimizer)
     optimizer.step()
     optimizer.zero_grad()
-    known = [*model.parameters(), *optimizer._update.kept.master_tensors()]
+    known = [*model.parameters(), *optimizer._update.optimizer_state.master_tensors()]
     known += [
         each for own in optimizer.optimizer.state.values() for each in own.values() if isinstance(each, torch.Tensor)
     ]

@@ -157,7 +157,7 @@ class _Entry:
         if not isinstance(own["loss_scaler"], Mapping):
             raise ValueError(f"the loss scale of optimizers {name!r} is {own['loss_scaler']!r}")
         update = update_of(optimizer)
-        kept, scale = update.kept, update.gradients.scaler.state_dict()
+        kept, scale = update.optimizer_state, update.gradients.scaler.state_dict()
         if set(own["loss_scaler"]) != set(scale):
             self._saved.notes.append(
                 f"{self.what}: the loss scale is left as it is, because the precision that saved has another kind"
@@ -186,7 +186,7 @@ class _Entry:
 
     def _takes_master(self, name: str, param: torch.Tensor) -> bool:
         """Whether float32 numbers stand behind `param` here, or did when it trained: one frozen since may train again."""
-        kept = update_of(self.optimizer).kept
+        kept = update_of(self.optimizer).optimizer_state
         if not kept.keeps_masters or kept.has_master(param):
             return kept.has_master(param)
         trained = name in self._saved.masters(self._name).get("weights", {})
@@ -216,7 +216,7 @@ def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
     inner = _inner_states(optimizer.unwrap(), state)
     if not plain:
         update = update_of(optimizer)
-        if update.kept.keeps_masters or update.shards.sharded or update.shards.selection is not None:
+        if update.optimizer_state.keeps_masters or update.shards.sharded or update.shards.selection is not None:
             raise CheckpointError(
                 f"the state_dict() of {type(optimizer.unwrap()).__name__} has no states of parameters by their numbers, which "
                 "masters, parts and stages of ranks need; use mixed_precision='fp32', 'bf16' or 'fp16' on one device or with "
@@ -266,7 +266,9 @@ def _loadable(name: str, optimizer: OptimizerWrapper) -> dict[str, Any]:
     params = (param for group in optimizer.param_groups for param in group["params"])
     named = zip((own for names in optimizer.parameter_names() for own, _ in names), params, strict=True)
     # A load makes masters of half weights that have none.
-    weights = {key: param for key, param in named if update_of(optimizer).kept.has_master(param)} | kept["weights"]
+    weights = {key: param for key, param in named if update_of(optimizer).optimizer_state.has_master(param)} | kept[
+        "weights"
+    ]
     try:
         check_own({STATE_KEY: {**state[STATE_KEY], "masters": {**kept, "weights": weights}}})
     except ValueError as error:
@@ -285,7 +287,7 @@ def _cut_within_containers(optimizer: OptimizerWrapper, states: Mapping[str, Map
     return [
         name
         for name, param in zip(names, _params(optimizer), strict=True)
-        if update.kept.keeps_masters or update.shards.part_of(param) is not param
+        if update.optimizer_state.keeps_masters or update.shards.part_of(param) is not param
         if any(
             is_container(value) and next(tensors(value), None) is not None for value in states.get(name, {}).values()
         )

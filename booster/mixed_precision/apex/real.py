@@ -29,8 +29,8 @@ from booster.update.backward import BackwardPass
 from booster.update.context import UpdateContext
 from booster.update.gradients import Gradients
 from booster.update.host import HostDecision, HostNorms
-from booster.update.kept import KeptState
 from booster.update.norms import Norms
+from booster.update.optimizer_state import KeptState
 from booster.update.outcome import StepFields, StepResult, UpdateOptions
 from booster.update.update import Update
 

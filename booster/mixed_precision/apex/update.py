@@ -28,8 +28,8 @@ from booster.update.backward import BackwardPass
 from booster.update.context import UpdateContext
 from booster.update.gradients import Gradients
 from booster.update.host import HostDecision, HostNorms
-from booster.update.kept import KeptState
 from booster.update.norms import Norms
+from booster.update.optimizer_state import KeptState
 from booster.update.outcome import SkippedReason, StepFields, StepResult
 from booster.update.update import Update
 
@@ -91,7 +91,7 @@ class ApexGradients(Gradients):
         if self._delayed is None:
             self._settle()
         else:
-            fresh = [param for param in self.shards.holders() if param.grad is not None]
+            fresh = [param for param in self.shards.grad_holders() if param.grad is not None]
             self._before = {param: param.grad.clone() for param in fresh}  # type: ignore[union-attr]
             if self._delayed != scale:  # of another loss
                 unscale_values(gradient_values(fresh), scale / self._delayed, check=False)
@@ -132,7 +132,7 @@ class ApexGradients(Gradients):
             return
         before = {**self._before, **self._stash}
         with self.shards.local():
-            for param in self.shards.holders():
+            for param in self.shards.grad_holders():
                 param.grad = before.get(param)
         self._delayed, self._before, self._stash = self._delayed_before, {}, {}
 
@@ -148,7 +148,7 @@ class ApexGradients(Gradients):
         self.factor = None
 
     def _stash_grads(self) -> None:
-        for param in self.shards.holders():
+        for param in self.shards.grad_holders():
             if param.grad is not None:
                 # The plugin may own the memory, as DistributedDataParallel's buckets do, and write to it in the pass.
                 self._stash[param] = param.grad if self.group is None else param.grad.clone()
@@ -193,7 +193,7 @@ class ApexGradients(Gradients):
 
     def _fresh(self) -> list[torch.Tensor]:
         """What holds the gradients that a pass brought."""
-        return [param for param in self.shards.holders() if param.grad is not None]
+        return [param for param in self.shards.grad_holders() if param.grad is not None]
 
     # ------------------------------------------------------------------ step
 
@@ -286,7 +286,7 @@ class ApexMasterGradients(ApexGradients):
     def values(self, *, written: bool = False) -> list[torch.Tensor]:
         params = self.params()
         others = [p for p in params if not self._has_master(p)]
-        plain = iter(gradient_values(self.shards.written(others) if written else others))
+        plain = iter(gradient_values(self.shards.grad_targets(others) if written else others))
         self._compares = self._compares and not written
         return [self._sums[p] if self._has_master(p) else next(plain) for p in params]
 
@@ -323,7 +323,7 @@ class ApexMasterGradients(ApexGradients):
     def _stash_grads(self) -> None:
         self._take_written()
         self._is_noted = False
-        halves = [p for p in self.shards.holders() if self._has_master(p)]
+        halves = [p for p in self.shards.grad_holders() if self._has_master(p)]
         for param in halves:
             if param.grad is not None:
                 self._before[param] = param.grad if self.group is None else param.grad.clone()
@@ -368,7 +368,7 @@ class ApexMasterGradients(ApexGradients):
         if not self._sums:
             return
         halves = [p for p in self.parameters.held() if p in self._sums]
-        written = self.shards.written([p for p in halves if p.grad is not None])
+        written = self.shards.grad_targets([p for p in halves if p.grad is not None])
         if not {id(p) for p in halves if p.grad is not None} <= set(map(id, written)):
             # `.grad` is whole on every rank, and each has the sum of its part.
             if self._has_older and not self._in_grad:

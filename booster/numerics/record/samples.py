@@ -153,7 +153,7 @@ class Sample:
                     "name": update.name_of(param),
                     **places[param],
                 }
-                copies = update.shards.copies(param)
+                copies = update.shards.num_replicas(param)
                 self._lines.append(
                     {**line, "copies": copies if copies != 1 else None, "format": dtype_name(format(param))}
                 )
@@ -233,8 +233,8 @@ class _Stored:
 def _stored(update: Update, wanted: Mapping[torch.Tensor, Any]) -> dict[torch.Tensor, _Stored]:
     """Evenly spread elements of what keeps each of the parameters `wanted`. Inside `local()`."""
     found: dict[torch.Tensor, _Stored] = {}
-    if isinstance(update.kept, KeptMasters):
-        masters = update.kept.masters
+    if isinstance(update.optimizer_state, KeptMasters):
+        masters = update.optimizer_state.masters
         masters.adopt()
         pieces: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = {}
         formats: dict[torch.Tensor, str] = {}

@@ -112,7 +112,7 @@ class GradientReducer(ABC):
     def __contains__(self, param: object) -> bool:
         return param in self._index
 
-    def watch(
+    def register_grad_hooks(
         self,
         params: Collection[torch.Tensor],
         filled: Callable[[torch.Tensor], None],

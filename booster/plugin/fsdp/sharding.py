@@ -60,12 +60,12 @@ class ShardingPlugin(Plugin):
             unreduced=self._unreduced,
             left=self._left,
             group=self.group,
-            copies=self._copies,
+            replica_group=self._replica_group,
             **self._of_pipelines(),
         )
 
     @property
-    def _copies(self) -> dist.ProcessGroup | None:
+    def _replica_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same shards as this one; None where it is alone."""
         mesh = next(iter(self._meshes.values()), None)
         return (

@@ -19,10 +19,10 @@ class KeptState:
     keeps_masters = False
     """Whether float32 numbers stand behind half parameters."""
 
-    def __init__(self, context: UpdateContext) -> None:
-        self.optimizer = context.optimizer
-        self.shards = context.shards
-        self.names = context.names
+    def __init__(self, job: UpdateContext) -> None:
+        self.optimizer = job.optimizer
+        self.shards = job.shards
+        self.names = job.names
 
     @property
     def state(self) -> Any:
