@@ -4,7 +4,7 @@
 
 Each function is run in half and in float64, on sums of 4,096 and of 65,536 terms, mostly between 0.5 and 1; printed are the
 relative errors, in the Frobenius norm, of results and of gradients, of those whose sums come out wrong. --widened: with what
-`booster/mixed_precision/half_sums.py` makes of them, and exits with 1 where more than `LEFT` is wrong.
+`booster/mixed_precision/half_products/half_sums.py` makes of them, and exits with 1 where more than `LEFT` is wrong.
 docs/design/half_products.md has the table.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from booster.mixed_precision.half_products import HalfProducts
+from booster.mixed_precision.half_products.product_choice import HalfProducts
 
 COUNTS = (4_096, 65_536)
 # A bfloat16 has 8 bits: what is rounded a few times, or subtracted from its like, is off by some 2**-5.

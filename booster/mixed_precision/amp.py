@@ -13,7 +13,7 @@ from booster.common import arguments
 from booster.interface.model import ModelWrapper, keep_pins
 from booster.loss_scaler import DynamicScale, LossScaler, check_scale
 from booster.mixed_precision.half import HalfPrecision
-from booster.mixed_precision.half_products import HalfProducts
+from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.keep_fp32 import AUTO, KeepFP32, RunPins, normalise_keep_fp32
 from booster.mixed_precision.policy import DtypePolicy
 from booster.model.modules import bare
@@ -78,18 +78,16 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
     hysteresis: so many overflows, counted anew when the scale grows, until it backs off; each before skips its step alone.
     min_scale: the scale stays at or above it; None is 2**-126.
     max_scale: the scale stays at or below it; None is no bound.
-    cache_enabled: keep the float16 copy of each weight until the forward pass ends.
-    output_dtype: floating dtype of what the model returns; None leaves the dtypes of autocast.
     keep_fp32: modules that compute in float32, by type, name pattern or predicate (see `KeptModules`);
         "auto" finds them during the run, see below.
-    sdpa_fp32: run scaled_dot_product_attention in float32 while training; "auto" does so on a CPU, where its half-precision
-        backward is several times slower, unless `half_products` of the `Booster` is "native".
-    gather_in_half: a plugin that shards weights gathers those of linear and convolution layers in float16: half the bytes.
     scale: a `LossScaler` in place of the options above; every boosted optimizer gets a copy of it. None makes a `DynamicScale`.
 
     keep_fp32="auto", alone or among others: `Booster` diagnoses skipped steps, as with `diagnose="every"`, and a module in
     which 2 of them within 100 steps begin, and which float32 would help, computes in float32 from then on, on all ranks, with
     a WARNING. Checkpoints keep it. It needs a plugin that leaves models whole.
+
+    The other options, `cache_enabled`, `output_dtype`, `sdpa_fp32` and `gather_in_half`, are those of `AutocastMixedPrecision`,
+    which says what None means in them.
     """
 
     dtype = torch.float16
@@ -138,12 +136,8 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
 class BF16MixedPrecision(AutocastMixedPrecision):
     """bfloat16 autocast, as torch.autocast. bfloat16 has the range of float32, so the loss is not scaled.
 
-    cache_enabled: keep the bfloat16 copy of each weight until the forward pass ends.
-    output_dtype: floating dtype of what the model returns; None leaves the dtypes of autocast.
-    keep_fp32: modules that compute in float32, by type, name pattern or predicate (see `KeptModules`).
-    sdpa_fp32: run scaled_dot_product_attention in float32 while training; "auto" does so on a CPU, where its half-precision
-        backward is several times slower, unless `half_products` of the `Booster` is "native".
-    gather_in_half: a plugin that shards weights gathers those of linear and convolution layers in bfloat16: half the bytes.
+    Its options, `cache_enabled`, `output_dtype`, `keep_fp32`, `sdpa_fp32` and `gather_in_half`, are those of
+    `AutocastMixedPrecision`, which says what None means in them.
     """
 
     dtype = torch.bfloat16

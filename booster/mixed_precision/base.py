@@ -25,7 +25,7 @@ from booster.masters.offload import moves
 from booster.masters.options import STATES, MasterOptions
 from booster.masters.packing import States
 from booster.masters.update import choose_master_update
-from booster.mixed_precision.half_products import CHOICES, Choice, HalfProducts
+from booster.mixed_precision.half_products.product_choice import CHOICES, Choice, HalfProducts
 from booster.mixed_precision.keep_fp32 import KeepFP32
 from booster.mixed_precision.policy import Conversion, DtypePolicy, InProcess, Placement
 from booster.mixed_precision.rebound import Rebound, rebind_all, tensor_names
@@ -340,7 +340,7 @@ class MixedPrecision:
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
         # check
         if self.half_products is not None:
-            self.half_products.settle(self.device, placement.group)
+            self.half_products.agree(self.device, placement.group)
         for each in (*models, *([criterion] if isinstance(criterion, nn.Module) else [])):
             self.check(each)
         if self.conversion is not None:

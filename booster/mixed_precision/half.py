@@ -14,14 +14,13 @@ from torch import nn
 from booster.common.text import listed
 from booster.masters.options import MasterOptions
 from booster.mixed_precision.base import MixedPrecision
-from booster.mixed_precision.half_products import HalfProducts
-from booster.mixed_precision.half_sums import UNSAFE
+from booster.mixed_precision.half_products.half_sums import UNSAFE
+from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules, compute_in_fp32
-from booster.mixed_precision.new_tensors import NewTensors
 from booster.mixed_precision.policy import DtypePolicy, Placement, half_policy
 from booster.model.meta import arrive
 from booster.model.modules import bare
-from booster.tensors.cast_regions import both
+from booster.tensors.cast_regions import NewTensors, both
 from booster.tensors.trees import HALF_DTYPES
 
 
@@ -91,7 +90,7 @@ class HalfPrecision(MixedPrecision):
     def convert(self, model: nn.Module) -> nn.Module:
         model = super().convert(model)
         if self.policy.compute is not None:
-            self.half_products.look_at(model)
+            self.half_products.inspect(model)
         if self._keep_fp32 and self.policy.compute is not None:
             inner = bare(model)  # names as the user knows them, also in a compiled model
             for name in KeptModules(inner, self._keep_fp32).names:

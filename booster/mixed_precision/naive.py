@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,9 +19,8 @@ from booster.loss_scaler import DynamicScale, LossScaler, check_scale, check_sca
 from booster.masters.options import MasterOptions, MasterWeights, Rounding
 from booster.masters.packing import States
 from booster.masters.update import choose_master_update
-from booster.mixed_precision.buffers import BufferAverage
 from booster.mixed_precision.half import HalfPrecision
-from booster.mixed_precision.half_products import HalfProducts
+from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.keep_fp32 import KeepFP32, is_batch_norm, normalise_keep_fp32
 from booster.mixed_precision.policy import DtypePolicy, Placement
 from booster.model.modules import PlacedModule
@@ -123,7 +123,6 @@ class NaiveMixedPrecision(HalfPrecision):
 class FP16NaiveMixedPrecision(NaiveMixedPrecision):
     """Half-precision weights (float16) with float32 master weights and a dynamic loss scale.
 
-    log_num_zeros_in_grad: count zero gradient elements for `StepResult.num_zeros_in_grad`; one read of them a step.
     initial_scale: the factor on the first loss.
     min_scale: the scale stays at or above it; None is 2**-126.
     growth_factor: what the scale is multiplied by to grow.
@@ -131,26 +130,12 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
     growth_interval: steps without overflow after which it grows.
     hysteresis: so many overflows, counted anew when the scale grows, until it backs off; each before skips its step alone.
     max_scale: the scale stays at or below it; None is no bound.
-    clip_grad_norm: clip gradients to this norm inside every `step()`; 0 does not.
-    verbose: log changes of the loss scale and the number of zeros through the logger of `booster.masters.update`.
     dynamic_grad_scale: False keeps the scale at `initial_scale`; steps that overflow are still skipped.
-    output_to_fp32: the model returns float32.
-    sync_buffer: average floating buffers over the ranks that share the batch at every forward in training.
-    keep_fp32: modules that keep float32 parameters and compute in it, by type, name pattern or predicate (see `KeptModules`);
-        BatchNorm by default.
-    master_weights: what is kept beside half weights. "fp32": a float32 copy, 4 bytes a parameter. "split": the 16 bits that the
-        half weight lacks, 2 bytes, to the same result. "split24": 8 of these, 1 byte, rounded stochastically. "none": nothing.
-        "auto": "split" for bfloat16 and elementwise optimizers, else "fp32".
-    rounding: of updates, with master_weights="none": "nearest", "stochastic", or "kahan", which keeps the error in 2 bytes.
-    sdpa_fp32: run scaled_dot_product_attention in float32 while training; "auto" does so on a CPU, where its half-precision
-        backward is several times slower, unless `half_products` of the `Booster` is "native".
-    default_dtype: tensors that forward makes without saying in which dtype, as by `torch.zeros`, are float16 too, and not
-        float32, which half weights do not multiply with.
-    states: how optimizer states are kept: "fp32" as they are, "bf16" in 2 bytes an element, "8bit" in 1.0625.
-    half_buffers: float buffers stored in half like weights, by their name or by modules that hold them, as in keep_fp32. Others
-        stay as they were registered, and do not widen halves.
-    fp32_buffers: float buffers that make float32 of halves that they meet, as torch has it; likewise.
     scale: a `LossScaler` in place of the options of the scale; every boosted optimizer gets a copy of it. None makes one.
+
+    The other options, `log_num_zeros_in_grad`, `clip_grad_norm`, `verbose`, `output_to_fp32`, `sync_buffer`, `keep_fp32`,
+    `master_weights`, `rounding`, `sdpa_fp32`, `default_dtype`, `states`, `half_buffers` and `fp32_buffers`, are those of
+    `NaiveMixedPrecision`.
     """
 
     dtype = torch.float16
@@ -219,25 +204,50 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
 class BF16NaiveMixedPrecision(NaiveMixedPrecision):
     """Half-precision weights (bfloat16) with float32 master weights. bfloat16 has the range of float32: the loss is not scaled.
 
-    log_num_zeros_in_grad: count zero gradient elements for `StepResult.num_zeros_in_grad`; one read of them a step.
-    clip_grad_norm: clip gradients to this norm inside every `step()`; 0 does not.
-    verbose: log changes of the loss scale and the number of zeros through the logger of `booster.masters.update`.
-    output_to_fp32: the model returns float32.
-    sync_buffer: average floating buffers over the ranks that share the batch at every forward in training.
-    keep_fp32: modules that keep float32 parameters and compute in it, by type, name pattern or predicate (see `KeptModules`);
-        BatchNorm by default.
-    master_weights: what is kept beside half weights. "fp32": a float32 copy, 4 bytes a parameter. "split": the 16 bits that the
-        half weight lacks, 2 bytes, to the same result. "split24": 8 of these, 1 byte, rounded stochastically. "none": nothing.
-        "auto": "split" for bfloat16 and elementwise optimizers, else "fp32".
-    rounding: of updates, with master_weights="none": "nearest", "stochastic", or "kahan", which keeps the error in 2 bytes.
-    sdpa_fp32: run scaled_dot_product_attention in float32 while training; "auto" does so on a CPU, where its half-precision
-        backward is several times slower, unless `half_products` of the `Booster` is "native".
-    default_dtype: tensors that forward makes without saying in which dtype, as by `torch.zeros`, are bfloat16 too, and not
-        float32, which half weights do not multiply with.
-    states: how optimizer states are kept: "fp32" as they are, "bf16" in 2 bytes an element, "8bit" in 1.0625.
-    half_buffers: float buffers stored in half like weights, by their name or by modules that hold them, as in keep_fp32. Others
-        stay as they were registered, and do not widen halves.
-    fp32_buffers: float buffers that make float32 of halves that they meet, as torch has it; likewise.
+    Its options, `log_num_zeros_in_grad`, `clip_grad_norm`, `verbose`, `output_to_fp32`, `sync_buffer`, `keep_fp32`,
+    `master_weights`, `rounding`, `sdpa_fp32`, `default_dtype`, `states`, `half_buffers` and `fp32_buffers`, are those of
+    `NaiveMixedPrecision`.
     """
 
     dtype = torch.bfloat16
+
+
+class BufferAverage:
+    """Before a forward in training, replace every floating buffer by its mean over `group`; in evaluation do nothing.
+
+    group: None means the whole world. Integer and complex buffers are left alone. A group of one, or no process group at
+    all, costs nothing.
+
+    Call it with a module, or register it: `model.register_forward_pre_hook(BufferAverage(group))`. On a boosted model it
+    runs before DistributedDataParallel broadcasts the buffers of rank 0, which then are the mean.
+
+    Side effect: one float32 SUM all-reduce for each device that holds buffers. Every rank must run its forward.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, args: Any = ()) -> None:
+        if not module.training or not dist.is_initialized():
+            return
+        world_size = dist.get_world_size(self._group)
+        if world_size < 1:
+            raise RuntimeError("this rank is not in the group over which the buffers are to be averaged")
+        if world_size == 1:
+            return
+        buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point() and buffer.numel()]
+        for device in dict.fromkeys(buffer.device for buffer in buffers):
+            _average([buffer for buffer in buffers if buffer.device == device], world_size, self._group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BufferAverage:
+        return type(self)(self._group)  # a process group cannot be copied
+
+
+def _average(buffers: list[torch.Tensor], world_size: int, group: dist.ProcessGroup | None) -> None:
+    # In float32, because a sum of halves rounds and overflows; divided afterwards, because gloo has no AVG.
+    flat = torch.cat([buffer.reshape(-1).float() for buffer in buffers])
+    dist.all_reduce(flat, group=group)
+    flat /= world_size
+    for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(mean.view_as(buffer))

@@ -13,9 +13,9 @@ from torch import nn
 from booster.common import arguments
 from booster.interface.model import PrecisionModule
 from booster.interface.transparent import refuse_torchscript
-from booster.mixed_precision.buffers import BufferAverage
 from booster.mixed_precision.hardware import CUDA, missing, switched
 from booster.mixed_precision.keep_fp32 import KeepFP32, is_batch_norm
+from booster.mixed_precision.naive import BufferAverage
 from booster.mixed_precision.policy import cast_parameters, half_policy
 
 _DTYPES = {

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from booster.common.torch_internals import function_modes, num_function_modes
+from booster.common.torch_internals import engine_backward, function_modes, num_function_modes
 from booster.tensors.trees import HALF_DTYPES, map_tensors
 
 Function = Callable[..., Any]
@@ -30,6 +30,7 @@ _CASTABLE = HALF_DTYPES | {torch.float32}
 _CASTABLE_OR_DOUBLE = _CASTABLE | {torch.float64}
 _DEVICE_TYPES = ("cpu", "cuda")
 
+Tensors = torch.Tensor | Sequence[torch.Tensor]
 Leave = Callable[[], AbstractContextManager[Any]]
 _LEAVES: ContextVar[tuple[Leave, ...]] = ContextVar("what leaves the regions around, outermost first", default=())
 _SHARED: ContextVar[bool] = ContextVar(
@@ -64,6 +65,62 @@ class CastFunctions(CastMode):
         if rule is None or not self.enabled:
             return func(*args, **(kwargs or {}))
         return rule(self, func, args, kwargs or {})
+
+
+_MAKE_FLOATS = {
+    torch.bartlett_window,
+    torch.blackman_window,
+    torch.empty,
+    torch.empty_permuted,
+    torch.empty_strided,
+    torch.eye,
+    torch.fft.fftfreq,
+    torch.fft.rfftfreq,
+    torch.hamming_window,
+    torch.hann_window,
+    torch.kaiser_window,
+    torch.linspace,
+    torch.logspace,
+    torch.ones,
+    torch.rand,
+    torch.randn,
+    torch.zeros,
+}
+_MAKE_BY_VALUE = {torch.arange, torch.as_tensor, torch.asarray, torch.full, torch.scalar_tensor, torch.tensor}
+
+
+class NewTensors(CastMode):
+    """While active, torch functions that make tensors make them in `dtype` where torch would make float32 by default.
+
+    What `torch.set_default_dtype` does, for one thread. Integers, and copies of arrays and tensors, keep their dtype. It stays
+    active in `torch.autograd.backward`, for activations that are recomputed.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.autograd.backward:  # which a mode otherwise leaves
+            with self:
+                return run_engine(*args, **kwargs)
+        if self.enabled and (func in _MAKE_FLOATS or func in _MAKE_BY_VALUE) and self._is_open(func, args, kwargs):
+            kwargs = {**kwargs, "dtype": self._dtype}
+        return func(*args, **kwargs)
+
+    def _is_open(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether the call leaves the dtype to torch, which would take float32."""
+        if (
+            kwargs.get("dtype") is not None
+            or kwargs.get("out") is not None
+            or torch.get_default_dtype() != torch.float32
+        ):
+            return False
+        if func in _MAKE_FLOATS:
+            return True
+        values = [*args, *(kwargs.get(name) for name in ("data", "obj", "start", "end", "step", "fill_value", "s"))]
+        return not any(hasattr(value, "dtype") for value in values) and func(*args, **kwargs).dtype == torch.float32
 
 
 def region(make_context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
@@ -173,6 +230,40 @@ def disabled(kind: type[CastMode]) -> AbstractContextManager[Any]:
     """A context in which the modes of `kind` of this thread do nothing."""
     modes = _active(kind)
     return _switched_off(modes) if modes else nullcontext()
+
+
+def run_engine(
+    tensors: Tensors,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: None = None,
+    inputs: Any = None,
+) -> None:
+    """`torch.autograd.backward`, which takes torch function modes off before it starts the engine; this does not.
+
+    Activation checkpointing then recomputes under the modes that the forward pass had.
+    """
+    roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    given = (grad_tensors,) if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else tuple(grad_tensors)
+    given = given if len(given) == len(roots) else (None,) * len(roots)
+    if inputs is not None:
+        inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        if not inputs:
+            raise ValueError("inputs is empty; name the tensors to accumulate gradients into, or pass None for all")
+    grads = tuple(
+        torch.ones_like(root, requires_grad=False) if grad is None and root.requires_grad else grad
+        for root, grad in zip(roots, given, strict=True)
+    )
+    engine_backward(
+        roots,
+        grads,
+        create_graph if retain_graph is None else retain_graph,
+        create_graph,
+        inputs or (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 # ---------------------------------------------------------------------- inside

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster import Booster
 from booster.mixed_precision import hardware
-from booster.mixed_precision.half_products import HalfProducts
+from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.plugin import HybridParallelPlugin, TorchDDPPlugin
 
 HALVES = {torch.bfloat16, torch.float16}

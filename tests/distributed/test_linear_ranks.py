@@ -9,8 +9,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from booster import Booster
-from booster.mixed_precision.engine import run_engine
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from booster.tensors.cast_regions import run_engine
 
 FEW, MANY = 16, 64
 MOST = 1.15 * MANY / FEW  # times as many calls

@@ -25,7 +25,7 @@ import booster
 from booster import Booster
 from booster.common.torch_internals import computes_weights_apart
 from booster.mixed_precision import BF16MixedPrecision
-from booster.mixed_precision.half_products import HalfProducts
+from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.model.dtensors import local_part
 from booster.plugin import HybridParallelPlugin
 from booster.plugin.pipeline import StagePipeline, plan_pipeline

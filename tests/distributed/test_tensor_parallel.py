@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
 from booster.common.torch_internals import gather_whole
-from booster.mixed_precision.half_products import HalfProducts
+from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters, half_policy, install_keep_fp32
 from booster.plugin import HybridParallelPlugin
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement

@@ -22,17 +22,18 @@ from booster.mixed_precision import (
     FP16ApexMixedPrecision,
     FP16NaiveMixedPrecision,
     FP16TorchMixedPrecision,
-    half_products,
     hardware,
 )
-from booster.mixed_precision.half_products import HalfProducts, Recomputation, WideProducts
+from booster.mixed_precision.half_products import float32_products
+from booster.mixed_precision.half_products.float32_products import Float32Products, Recomputation
+from booster.mixed_precision.half_products.product_choice import HalfProducts
 
 HALVES = [torch.bfloat16, torch.float16]
 PRECISIONS = ["bf16", "fp16", "bf16_naive", "fp16_naive"]
 
 
 def widened(kinds=hardware.KINDS, *, training=True):
-    return WideProducts("cpu", kinds, Recomputation(), training=training)
+    return Float32Products("cpu", kinds, Recomputation(), training=training)
 
 
 def numbers(shape, dtype, generator, scale=1.0):
@@ -351,7 +352,7 @@ def _scaled_dot_product_attention(g):
 @pytest.fixture
 def none_is_small(monkeypatch):
     """Operands of a few elements are kept as large ones are."""
-    monkeypatch.setattr(half_products, "SMALL", -1)
+    monkeypatch.setattr(float32_products, "SMALL", -1)
 
 
 @pytest.mark.usefixtures("none_is_small")
@@ -377,8 +378,8 @@ def test_autograd_keeps_operands_in_half(make, naive):
 def test_what_autograd_keeps_of_small_operands_changes_no_bit_and_is_widened_once(make, naive, monkeypatch):
     function, shapes, options, _ = make(torch.Generator().manual_seed(0))
     found = []
-    for small in (-1, half_products.SMALL):
-        monkeypatch.setattr(half_products, "SMALL", small)
+    for small in (-1, float32_products.SMALL):
+        monkeypatch.setattr(float32_products, "SMALL", small)
         g = torch.Generator().manual_seed(1)
         operands = [numbers(shape, torch.bfloat16 if naive else torch.float32, g).requires_grad_() for shape in shapes]
         with torch.autocast("cpu", torch.bfloat16, enabled=not naive), widened():
@@ -391,12 +392,12 @@ def test_what_autograd_keeps_of_small_operands_changes_no_bit_and_is_widened_onc
     assert len(casts.memory) <= 1 + (0 if naive else len(operands))  # the gradient that comes, and those that go
 
 
-@pytest.mark.parametrize("size", [half_products.SMALL, half_products.SMALL + 1])
+@pytest.mark.parametrize("size", [float32_products.SMALL, float32_products.SMALL + 1])
 def test_one_large_operand_has_all_of_a_product_kept_in_half(size):
     vectors = [torch.ones(size).bfloat16().requires_grad_() for _ in range(2)]
     with Casts() as casts, widened():
         out = torch.dot(*vectors)
-    assert [memory.expired() for memory in casts.memory] == [size > half_products.SMALL] * 2
+    assert [memory.expired() for memory in casts.memory] == [size > float32_products.SMALL] * 2
     out.float().backward()
 
 
@@ -404,10 +405,10 @@ def test_a_weight_of_a_small_product_and_of_a_large_one_is_widened_once_and_free
     weight = torch.randn(4, 4).bfloat16().requires_grad_()
     x = torch.randn(2, 4).bfloat16()
     with Casts() as casts, widened():
-        loss = F.linear(x, weight).float().sum() + F.linear(x.repeat(half_products.SMALL, 1), weight).float().sum()
+        loss = F.linear(x, weight).float().sum() + F.linear(x.repeat(float32_products.SMALL, 1), weight).float().sum()
         assert len(casts.memory) == 3 + 2  # the sums, too
     loss.backward()
-    exactly = (half_products.SMALL + 1) * x.double().sum(0)
+    exactly = (float32_products.SMALL + 1) * x.double().sum(0)
     torch.testing.assert_close(weight.grad.double(), exactly.expand(4, 4), rtol=2**-8, atol=0)
     del loss
     assert all(memory.expired() for memory in casts.memory)
@@ -763,8 +764,8 @@ def test_a_cpu_with_units_widens_attention_alone(cpu, caplog, sdpa_fp32, choice,
 @pytest.fixture
 def entered(monkeypatch):
     """Each time that a mode is entered."""
-    times, enter = [], WideProducts.__enter__
-    monkeypatch.setattr(WideProducts, "__enter__", lambda self: (times.append(1), enter(self))[1])
+    times, enter = [], Float32Products.__enter__
+    monkeypatch.setattr(Float32Products, "__enter__", lambda self: (times.append(1), enter(self))[1])
     return times
 
 

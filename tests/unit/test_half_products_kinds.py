@@ -18,10 +18,10 @@ from booster.mixed_precision import (
     BF16MixedPrecision,
     BF16NaiveMixedPrecision,
     FP16TorchMixedPrecision,
-    half_products,
     hardware,
 )
-from booster.mixed_precision.half_products import HalfProducts
+from booster.mixed_precision.half_products import float32_products
+from booster.mixed_precision.half_products.product_choice import HalfProducts
 
 
 def drawn(generator, *bounds):
@@ -479,7 +479,7 @@ def on_cuda(dtype):
 
 def test_a_product_of_groups_runs_in_half_on_a_gpu():
     products = HalfProducts(torch.bfloat16)
-    products.look_at(Grouped())
+    products.inspect(Grouped())
     with on_cuda(torch.bfloat16):
         operands = torch.ones(9, 16), torch.ones(3, 16, 8), torch.tensor([2, 2, 9], dtype=torch.int32)
         with products.forward_context("cuda"):
@@ -578,7 +578,7 @@ WITHOUT_RULE = {
 
 def test_every_product_that_torch_has_is_cast_under_autocast_or_known_not_to_be():
     """By the dispatcher's own table; where this fails, torch has a new one, which goes into `_PRODUCTS` or above."""
-    ours = {func.__name__ for func, (_, rule, _) in half_products._PRODUCTS.items() if rule in ("half", "widest")}
+    ours = {func.__name__ for func, (_, rule, _) in float32_products._PRODUCTS.items() if rule in ("half", "widest")}
     assert ours >= {"_grouped_mm", "mv", "addmv", "addr", "dot", "vdot", "inner", "bilinear", "cross"}
     treated = ours.union(*(names.split() for names in WITHOUT_RULE.values()))
     untreated = set()

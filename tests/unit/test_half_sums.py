@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from booster import Booster
-from booster.mixed_precision.half_products import HalfProducts
+from booster.mixed_precision.half_products.product_choice import HalfProducts
 
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 

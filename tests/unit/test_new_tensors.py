@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, NaiveMixedPrecision
-from booster.mixed_precision.new_tensors import NewTensors
+from booster.tensors.cast_regions import NewTensors
 
 NAIVE = {"fp16_naive": FP16NaiveMixedPrecision, "bf16_naive": BF16NaiveMixedPrecision}
 EVERY_NAIVE = pytest.mark.parametrize("strategy", NAIVE.values(), ids=NAIVE)

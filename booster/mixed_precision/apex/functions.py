@@ -8,8 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from booster.mixed_precision.apex import lists
-from booster.mixed_precision.engine import run_engine
-from booster.tensors.cast_regions import CastFunctions, Function, Rule, cast_floats
+from booster.tensors.cast_regions import CastFunctions, Function, Rule, cast_floats, run_engine
 from booster.tensors.trees import HALF_DTYPES
 
 Arguments = tuple[Any, ...]

@@ -18,7 +18,7 @@ from booster.common import arguments
 from booster.common.torch_internals import compiled_like
 from booster.masters.options import MasterOptions
 from booster.mixed_precision.half import HalfPrecision
-from booster.mixed_precision.half_products import HalfProducts
+from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.keep_fp32 import Blocks, Ends, KeepFP32, KeptModules, is_batch_norm, normalise_keep_fp32
 from booster.mixed_precision.low_precision.delayed import DelayedScaling, ScaleHistories
 from booster.mixed_precision.low_precision.kernels import for_device, lacks
@@ -437,20 +437,10 @@ class FP8MixedPrecision(LowPrecision):
     gather_in_fp8: a plugin that shards weights gathers those of converted layers as e4m3, 1 byte a number and not 4 or 2; see
         below.
     fast_accumulation: forward products may sum in the accumulator of the tensor cores alone; see below.
-    emulate: False needs a device that multiplies in these formats, and raises ValueError on others; True computes the same
-        numbers in a wide dtype on any device, slower than that dtype; "auto" emulates where it must.
-    keep: linear layers that stay in the wide dtype, by type, name pattern, place or predicate (see `KeptModules`); None means
-        the first and the last one, `Ends()`, () none.
-    convert: which of the others gain by it: "auto" leaves wide what is too small to be faster on a GPU, as far as that is
-        known; "all" none; "measured" what is no faster when `boost` times it on the device.
-    tokens: for "measured" the rows that a layer has in a pass: samples times positions of a micro-batch on one rank; None
-        goes with the others.
-    weights: "fp32" is the precision `bf16` around these layers; "bf16" is `bf16_naive`, half weights with float32 masters.
-    compute_dtype: of everything else, and of what layers take and return; torch.float32 is for emulation with "fp32" weights.
-    keep_fp32: modules that compute in float32, with the linear layers in them; None means none, with "bf16" weights BatchNorm.
-    forward: the dtype of a layer's output product: "recipe" is low precision, "bf16" and "fp32" are these dtypes.
-    input_grad: likewise of the product that makes the gradient of its input.
-    weight_grad: likewise of the product that makes the gradient of its weight.
+
+    The other options, `emulate`, `keep`, `convert`, `tokens`, `weights`, `compute_dtype`, `keep_fp32`,
+    `forward`, `input_grad` and `weight_grad`, are those of `LowPrecision`, which says what None
+    means in them.
 
     fast_accumulation costs low bits of outputs: on Hopper such a sum has about 14 bits (arXiv 2412.19437), so the more features
     are summed over, the more it loses. Sums of gradients go over to float32 at short intervals, as all do with False. It is a
@@ -546,20 +536,8 @@ class FP8MixedPrecision(LowPrecision):
 class MXFP8MixedPrecision(LowPrecision):
     """MXFP8 training: linear layers multiply in float8 with a power-of-two scale for each 32 numbers.
 
-    emulate: False needs a device that multiplies in these formats, and raises ValueError on others; True computes the same
-        numbers in a wide dtype on any device, slower than that dtype; "auto" emulates where it must.
-    keep: linear layers that stay in the wide dtype, by type, name pattern, place or predicate (see `KeptModules`); None means
-        the first and the last one, `Ends()`, () none.
-    convert: which of the others gain by it: "auto" leaves wide what is too small to be faster on a GPU, as far as that is
-        known; "all" none; "measured" what is no faster when `boost` times it on the device.
-    tokens: for "measured" the rows that a layer has in a pass: samples times positions of a micro-batch on one rank; None
-        goes with the others.
-    weights: "fp32" is the precision `bf16` around these layers; "bf16" is `bf16_naive`, half weights with float32 masters.
-    compute_dtype: of everything else, and of what layers take and return; torch.float32 is for emulation with "fp32" weights.
-    keep_fp32: modules that compute in float32, with the linear layers in them; None means none, with "bf16" weights BatchNorm.
-    forward: the dtype of a layer's output product: "recipe" is low precision, "bf16" and "fp32" are these dtypes.
-    input_grad: likewise of the product that makes the gradient of its input.
-    weight_grad: likewise of the product that makes the gradient of its weight.
+    Its options, `emulate`, `keep`, `convert`, `tokens`, `weights`, `compute_dtype`, `keep_fp32`, `forward`, `input_grad` and
+    `weight_grad`, are those of `LowPrecision`, which says what None means in them.
     """
 
     recipe = MXFP8
@@ -571,22 +549,11 @@ class NVFP4MixedPrecision(LowPrecision):
     stochastic_rounding: of gradients; what is random is a hash of the gradient (`number_formats.noise_of`), so that ranks,
         recomputations and resumed runs agree.
     hadamard: rotate the operands of the weight gradient, so that no outlier takes up its block's scale.
-    emulate: False needs a device that multiplies in these formats, and raises ValueError on others; True computes the same
-        numbers in a wide dtype on any device, slower than that dtype; "auto" emulates where it must.
-    keep: linear layers that stay in the wide dtype, by type, name pattern, place or predicate (see `KeptModules`); None means
-        the first and the last one, `Ends()`, () none.
-    convert: which of the others gain by it: "auto" leaves wide what is too small to be faster on a GPU, as far as that is
-        known; "all" none; "measured" what is no faster when `boost` times it on the device.
-    tokens: for "measured" the rows that a layer has in a pass: samples times positions of a micro-batch on one rank; None
-        goes with the others.
-    weights: "fp32" is the precision `bf16` around these layers; "bf16" is `bf16_naive`, half weights with float32 masters.
-    compute_dtype: of everything else, and of what layers take and return; torch.float32 is for emulation with "fp32" weights.
-    keep_fp32: modules that compute in float32, with the linear layers in them; None means none, with "bf16" weights BatchNorm.
-    forward: the dtype of a layer's output product: "recipe" is low precision, "bf16" and "fp32" are these dtypes.
-    input_grad: likewise of the product that makes the gradient of its input.
-    weight_grad: likewise of the product that makes the gradient of its weight.
 
     Its own options are those of NVIDIA's recipe (arXiv 2509.25149), which also keeps some layers wide: see `preset`.
+    The other options, `emulate`, `keep`, `convert`, `tokens`, `weights`, `compute_dtype`, `keep_fp32`,
+    `forward`, `input_grad` and `weight_grad`, are those of `LowPrecision`, which says what None
+    means in them.
     """
 
     def __init__(
@@ -643,20 +610,8 @@ class NVFP4MixedPrecision(LowPrecision):
 class Int8MixedPrecision(LowPrecision):
     """INT8 training: linear layers multiply whole numbers of 8 bits with a scale for each row, which CPUs run as well.
 
-    emulate: False needs a device that multiplies in these formats, and raises ValueError on others; True computes the same
-        numbers in a wide dtype on any device, slower than that dtype; "auto" emulates where it must.
-    keep: linear layers that stay in the wide dtype, by type, name pattern, place or predicate (see `KeptModules`); None means
-        the first and the last one, `Ends()`, () none.
-    convert: which of the others gain by it: "auto" leaves wide what is too small to be faster on a GPU, as far as that is
-        known; "all" none; "measured" what is no faster when `boost` times it on the device.
-    tokens: for "measured" the rows that a layer has in a pass: samples times positions of a micro-batch on one rank; None
-        goes with the others.
-    weights: "fp32" is the precision `bf16` around these layers; "bf16" is `bf16_naive`, half weights with float32 masters.
-    compute_dtype: of everything else, and of what layers take and return; torch.float32 is for emulation with "fp32" weights.
-    keep_fp32: modules that compute in float32, with the linear layers in them; None means none, with "bf16" weights BatchNorm.
-    forward: the dtype of a layer's output product: "recipe" is low precision, "bf16" and "fp32" are these dtypes.
-    input_grad: likewise of the product that makes the gradient of its input.
-    weight_grad: likewise of the product that makes the gradient of its weight.
+    Its options, `emulate`, `keep`, `convert`, `tokens`, `weights`, `compute_dtype`, `keep_fp32`, `forward`, `input_grad` and
+    `weight_grad`, are those of `LowPrecision`, which says what None means in them.
     """
 
     recipe = INT8_RECIPE

@@ -86,13 +86,12 @@ class _LogSoftmax(torch.autograd.Function):
 
 
 def is_half(value: Any) -> bool:
-    """Whether `value` holds halves on a CPU, all of them: DTensors are left to torch, which knows how to divide a function."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value.dtype in HALF_DTYPES
-        and value.device.type == "cpu"
-        and not is_dtensor(value)
-    )
+    """Whether `value` is a half-precision tensor on a CPU. DTensors are left to torch, which knows how to shard a function."""
+    return _is_half_tensor(value) and value.device.type == "cpu" and not is_dtensor(value)
+
+
+def _is_half_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES
 
 
 def _wide(value: Any) -> Any:
@@ -118,7 +117,8 @@ def _whole(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     return without_autocast("cpu", func, tuple(map(_wide, args)), wide)
 
 
-def _rounded(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def rounded(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """All of `func` in float32, and the result rounded to the half dtype of its arguments."""
     half = next((each.dtype for each in (*args, *kwargs.values()) if is_half(each)), None)
     return func(*args, **kwargs) if half is None else _whole(func, args, kwargs).to(half)
 
@@ -137,53 +137,45 @@ def _in_place(instead: Any) -> _How:
     return how
 
 
-def _accumulated(how: _How) -> _How:
-    """As `how` where values are added to what is there, and torch's own where they take its place: no sum is made then."""
+def _where(condition: Callable[[Any, Mapping[str, Any]], bool], how: _How) -> _How:
+    """As `how` where `condition` of args and kwargs holds, and torch's own elsewhere."""
 
     def only(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        adds = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-        return how(func, args, kwargs) if adds else func(*args, **kwargs)
+        return how(func, args, kwargs) if condition(args, kwargs) else func(*args, **kwargs)
 
     return only
 
 
-def _counted(how: _How) -> _How:
-    """As `how` in float16, where a number of terms from 2**16 on is infinite."""
-
-    def only(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        is_narrow = _first(args, kwargs).dtype is torch.float16
-        return how(func, args, kwargs) if is_narrow else func(*args, **kwargs)
-
-    return only
+def _accumulates(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether values are added to what is there; what takes its place is no sum."""
+    return bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
 
 
-def _pooled(how: _How) -> _How:
-    """As `how` of an average over 2**16 elements or more, of which float16 makes a gradient of zero."""
-
-    def only(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        source = _first(args, kwargs)
-        large = source.dtype is torch.float16 and source.numel() >= 2**16
-        return how(func, args, kwargs) if large else func(*args, **kwargs)
-
-    return only
+def _is_float16(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """float16, in which a count of terms from 2**16 on is infinite."""
+    return _first(args, kwargs).dtype is torch.float16
 
 
-def _spread(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """An adaptive average whose output may be larger than what goes in, which then is taken many times."""
+def _is_large_float16(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """2**16 elements of float16 or more, of whose average float16 makes a gradient of zero."""
+    source = _first(args, kwargs)
+    return source.dtype is torch.float16 and source.numel() >= 2**16
+
+
+def _enlarges(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the output of an adaptive average is larger than its input, whose elements then are taken many times."""
     source, size = _first(args, kwargs), args[1] if len(args) > 1 else kwargs["output_size"]
     largest = max(each or 0 for each in size) if isinstance(size, (tuple, list)) else size
-    return _taken(func, args, kwargs) if largest > min(source.shape[-2:]) else func(*args, **kwargs)
+    return largest > min(source.shape[-2:])
 
 
-def _padded(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    mode = args[2] if len(args) > 2 else kwargs.get("mode", "constant")
-    return _taken(func, args, kwargs) if mode == "replicate" else func(*args, **kwargs)
+def _replicates(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    return (args[2] if len(args) > 2 else kwargs.get("mode", "constant")) == "replicate"
 
 
-def _of_sparse(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _is_sparse(args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Sparse tensors hold an element several times until they are summed."""
-    is_dense = _first(args, kwargs).layout is torch.strided
-    return func(*args, **kwargs) if is_dense else _rounded(func, args, kwargs)
+    return _first(args, kwargs).layout is not torch.strided
 
 
 def _log_softmax(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -191,7 +183,7 @@ def _log_softmax(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     if not is_half(source) or not _is_recorded(source) or kwargs.get("dtype") is not None or len(args) > 2:
         return func(*args, **kwargs)
     if not _is_eager():
-        return _rounded(func, args, kwargs)
+        return rounded(func, args, kwargs)
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     return func(*args, **kwargs) if dim is None else _LogSoftmax.apply(source, dim)
 
@@ -224,25 +216,24 @@ def _layer_norm(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if not _is_recorded(weight, bias):
             return func(*args, **kwargs)
         if not is_half(input):
-            return _divided(func, args, kwargs) if is_dtensor(input) else func(*args, **kwargs)
+            return _of_dtensor(func, args, kwargs) if is_dtensor(input) else func(*args, **kwargs)
         if not _is_eager():
-            return _rounded(func, args, kwargs)
+            return rounded(func, args, kwargs)
         shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
         return _LayerNorm.apply(input, shape, _wide(weight), _wide(bias), eps)
 
     return plain(*args, **kwargs)
 
 
-def _divided(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """All of `func` in float32, of a DTensor first: torch knows how to divide casts, and not autograd functions of ours."""
+def _of_dtensor(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """All of `func` in float32, of a DTensor first: torch knows how to shard casts, and not autograd functions of ours."""
     source = _first(args, kwargs)
     if source.dtype not in HALF_DTYPES or source.device.type != "cpu":
         return func(*args, **kwargs)
 
-    def wide(value: Any) -> Any:
-        return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES else value
-
-    return func(*map(wide, args), **{key: wide(value) for key, value in kwargs.items()}).to(source.dtype)
+    wide = [each.float() if _is_half_tensor(each) else each for each in args]
+    wide_kwargs = {key: each.float() if _is_half_tensor(each) else each for key, each in kwargs.items()}
+    return func(*wide, **wide_kwargs).to(source.dtype)
 
 
 def _taken(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -278,14 +269,14 @@ def _embedding(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Any:
-        divided = weight.dtype in HALF_DTYPES and weight.device.type == "cpu" and is_dtensor(weight)
-        if not (is_half(weight) or divided) or not _is_recorded(weight) or sparse or max_norm is not None:
+        is_sharded = weight.dtype in HALF_DTYPES and weight.device.type == "cpu" and is_dtensor(weight)
+        if not (is_half(weight) or is_sharded) or not _is_recorded(weight) or sparse or max_norm is not None:
             return func(*args, **kwargs)
 
         def of(table: torch.Tensor) -> torch.Tensor:
             return F.embedding(input, table, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
 
-        cast = divided or not _is_eager()
+        cast = is_sharded or not _is_eager()
         return of(weight.float()).to(weight.dtype) if cast else _Backward32.apply(weight, of)
 
     return plain(*args, **kwargs)
@@ -313,31 +304,26 @@ SUMS: Mapping[Any, _How] = {
     F.embedding: _embedding,
     torch.Tensor.__getitem__: _by_index,
     **_named(_taken, "take index_select unfold"),
-    **_named(_rounded, "index_add index_put index_reduce segment_reduce"),
-    **_named(_rounded, "embedding_bag grid_sample adaptive_avg_pool3d", F),
-    **_named(_accumulated(_rounded), "put"),
+    **_named(rounded, "index_add index_put index_reduce segment_reduce"),
+    **_named(rounded, "embedding_bag grid_sample adaptive_avg_pool3d", F),
+    **_named(_where(_accumulates, rounded), "put"),
     torch.Tensor.index_add_: _in_place(torch.index_add),
     torch.Tensor.index_reduce_: _in_place(torch.index_reduce),
-    **_named(_accumulated(_in_place(torch.index_put)), "index_put_"),
-    torch.Tensor.put_: _accumulated(_in_place(torch.put)),
-    **_named(_counted(_rounded), "nanmean scatter_reduce"),
-    torch.Tensor.scatter_reduce_: _counted(_in_place(torch.scatter_reduce)),
-    **_named(_pooled(_taken), "avg_pool1d avg_pool2d", F),
-    **_named(_pooled(_rounded), "lp_pool1d lp_pool2d", F),
-    **_named(_spread, "adaptive_avg_pool1d adaptive_avg_pool2d", F),
-    F.pad: _padded,
-    **_named(_of_sparse, "coalesce to_dense", torch.Tensor),
-    **_named(_rounded, "mm addmm sum", torch.sparse),
+    **_named(_where(_accumulates, _in_place(torch.index_put)), "index_put_"),
+    torch.Tensor.put_: _where(_accumulates, _in_place(torch.put)),
+    **_named(_where(_is_float16, rounded), "nanmean scatter_reduce"),
+    torch.Tensor.scatter_reduce_: _where(_is_float16, _in_place(torch.scatter_reduce)),
+    **_named(_where(_is_large_float16, _taken), "avg_pool1d avg_pool2d", F),
+    **_named(_where(_is_large_float16, rounded), "lp_pool1d lp_pool2d", F),
+    **_named(_where(_enlarges, _taken), "adaptive_avg_pool1d adaptive_avg_pool2d", F),
+    F.pad: _where(_replicates, _taken),
+    **_named(_where(_is_sparse, rounded), "coalesce to_dense", torch.Tensor),
+    **_named(rounded, "mm addmm sum", torch.sparse),
     **_named(_loss, "nll_loss cross_entropy", F),
     # Of which torch has no half kernel on a CPU, or none of use.
-    **_named(_rounded, "matrix_exp", torch, torch.linalg, torch.Tensor),
-    **_named(_rounded, "cdist", torch),
-    **_named(_rounded, "pdist avg_pool3d", F),
+    **_named(rounded, "matrix_exp", torch, torch.linalg, torch.Tensor),
+    **_named(rounded, "cdist", torch),
+    **_named(rounded, "pdist avg_pool3d", F),
     **_named(_loss, "ctc_loss multi_margin_loss multilabel_margin_loss", F),
     F.binary_cross_entropy: _refused,
 }
-
-
-def of_sparse_product(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """A product with a sparse matrix, of which torch sums the rows in half."""
-    return _rounded(func, args, kwargs)

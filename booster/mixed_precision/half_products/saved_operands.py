@@ -12,7 +12,7 @@ from booster.common.torch_internals import storage_key, version
 from booster.model.dtensors import is_dtensor
 
 
-class WideOperand:
+class SavedOperand:
     """A half that products read in float32, for the backward passes that need it again."""
 
     __slots__ = ("_uses", "_wide", "half")
@@ -22,7 +22,7 @@ class WideOperand:
         self._uses = 0
         self._wide: torch.Tensor | None = None
 
-    def keep(self) -> WideOperand:
+    def keep(self) -> SavedOperand:
         """A reference for one backward pass, which `widen` ends."""
         self._uses += 1
         return self
@@ -35,17 +35,17 @@ class WideOperand:
         return wide
 
 
-class KeptOperands(saved_tensors_hooks):
+class SaveOperandsInHalf(saved_tensors_hooks):
     """While active, autograd keeps an operand's half where it would save it in float32, and a backward pass widens it again.
 
     As for what torch saves itself, a backward pass raises RuntimeError where it was written to in between.
     """
 
     def __init__(self) -> None:
-        self._operands: dict[int, tuple[WideOperand, torch.Tensor]] = {}
+        self._operands: dict[int, tuple[SavedOperand, torch.Tensor]] = {}
         super().__init__(partial(_pack, self._operands), _unpack)
 
-    def add(self, operand: WideOperand, wide: torch.Tensor) -> None:
+    def add(self, operand: SavedOperand, wide: torch.Tensor) -> None:
         """Know `wide`, and views of it, as that operand in float32."""
         self._operands[storage_key(wide)] = operand, wide
 
@@ -54,7 +54,7 @@ class KeptOperands(saved_tensors_hooks):
         self._operands.clear()  # the graph refers to these hooks, and must not to what they knew
 
 
-def _pack(operands: dict[int, tuple[WideOperand, torch.Tensor]], tensor: torch.Tensor) -> Any:
+def _pack(operands: dict[int, tuple[SavedOperand, torch.Tensor]], tensor: torch.Tensor) -> Any:
     known = operands.get(storage_key(tensor))
     if known is None:
         return tensor, version(tensor), None, None
