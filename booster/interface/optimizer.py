@@ -451,7 +451,7 @@ class OptimizerWrapper(Optimizer):
         return state
 
     def divided_state_dict(self) -> dict[str, Any]:
-        """`state_dict` without a collective: where ranks divide tensors flat, each has its part, a `shards.divided.Divided`."""
+        """`state_dict` without a collective: where ranks divide tensors flat, each has its shard, a `Divided`."""
         self.settle()
         self.wait_for_weights()
         state, own = state_of(self._update, divided=True)

@@ -55,8 +55,8 @@ Somebody else may write a weight between two steps: load it, clip it, set it to 
 rounds to its weight; elsewhere the weight is taken. Only the weights themselves can tell: writes through `.data` leave no
 other trace.
 
-All work on flat tensors of equal length: `working`, views of the half weights, piece by piece; `rest`, what the bucket keeps
-(or None); `values` and `spare`, float32 scratch. `Separate` gives `rest` itself as the values.
+All work on flat tensors of equal length: `working`, views of the half weights, piece by piece; `rest`, what the bucket
+keeps (or None); `values` and `spare`, float32 scratch. `Separate` gives `rest` itself as the values.
 
 Masters of 24 bits: a half weight and one byte.
 
@@ -103,8 +103,11 @@ from booster.masters.rounding import (
 
 
 class Format(ABC):
-    """A way to keep masters; the module docstring says what is read and written. needs_values: `rest` is not float32, so that
-    `values` must be scratch."""
+    """A way to keep masters; the module docstring says what is read and written.
+
+    Attributes:
+        needs_values: `rest` is not float32, so that `values` must be scratch.
+    """
 
     needs_values = True
 
@@ -119,7 +122,10 @@ class Format(ABC):
 
     @abstractmethod
     def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        """Make `values` the masters: update `working` and `rest`. Overwrites `spare`, and `values` unless it is `rest`."""
+        """Make `values` the masters: update `working` and `rest`.
+
+        Overwrites `spare`, and `values` unless it is `rest`.
+        """
 
 
 class Separate(Format):

@@ -1,7 +1,7 @@
 """Optimizer state in 16 or 8 bits an element, and how it becomes float32 and comes back.
 
-Between steps a state of a flat bucket is a `Packed`. While its bucket is stepped it is float32, in scratch that the next bucket
-uses again; see `packing.py`. There are three ways to keep one:
+Between steps a state of a flat bucket is a `Packed`. While its bucket is stepped it is float32, in scratch that the
+next bucket uses again; see `packing.py`. There are three encodings:
 
 ========  =====================================================  ==================
 way       an element                                             bytes an element

@@ -98,8 +98,8 @@ class FlatBucket(Protocol):
 class Packing:
     """How the states of one optimizer are kept; `states` is "bf16" or "8bit".
 
-    In the optimizer's state a `Packed` stands where torch has a tensor of the bucket's size. Parameters without dimensions,
-    states that are no float32 tensors, and those that stand for weights (ASGD's average) stay what they are.
+    In the optimizer's state a `Packed` takes the place of a tensor of the bucket's size. Parameters without dimensions,
+    states that are no float32 tensors, and averages of weights (ASGD's) stay as they are.
     """
 
     def __init__(self, optimizer: Optimizer, states: States, dither: Dither) -> None:
@@ -125,8 +125,8 @@ class Packing:
     ) -> None:
         """Pack the entries of `state`, of the handle of `bucket`, in place; float32 ones are overwritten.
 
-        packed: memory to use again, by name. spare: scratch, as of `Packed.pack`. Raises RuntimeError for a negative number
-        where there was none in trials.
+        packed: memory to use again, by name. spare: scratch, as of `Packed.pack`.
+        Raises RuntimeError for a negative number where there was none in trials.
         """
         for name, value in state.items():
             way = self.way_of(name, value, bucket)

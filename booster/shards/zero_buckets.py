@@ -25,8 +25,8 @@ class FlatParameters:
 
     Each begins at a multiple of 64 elements of the flat stretch; `bounds[r]` to `bounds[r + 1]`, multiples of 64 too, is the
     slice of rank r. owners: the rank of each parameter, where no parameter is to be divided; None: slices of one size.
-    data: the stretch, once the parameters lie in it (`lay_down`). gradient: this rank's slice of the gradients, where they
-    are not left in `.grad`; reduced: the parameters that have one there.
+    data: the stretch, once the parameters are views of it (`lay_down`). gradient: this rank's slice of the gradients,
+    where they are not left in `.grad`; reduced: the parameters that have one there.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], world_size: int, owners: Sequence[int] | None = None) -> None:
@@ -249,7 +249,7 @@ class ModuleBuckets:
     """The trainable parameters of one module in flat buckets, in about the order in which backward reaches them.
 
     bucket_bytes: of parameters in a bucket, at most, unless a single one is larger. Raises ValueError for parameters that are
-    not floating point. How they are divided among ranks is open until `divide`, which each of several optimizers calls for
+    not floating point. `divide` shards them, which each of several optimizers calls for
     its own; a bucket holds parameters of one optimizer. arriving: weights that a step left on their way.
     """
 
