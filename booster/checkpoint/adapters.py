@@ -21,8 +21,7 @@ from booster.common.text import listed
 from booster.common.torch_internals import gather_whole
 from booster.interface.model import ModelWrapper
 from booster.model.dtensors import is_dtensor
-from booster.model.modules import bare
-from booster.model.tied import names_of
+from booster.model.modules import bare, names_of
 
 _WRAPPER = "base_model.model."  # what peft puts before the names of a model
 _SAVED = "modules_to_save"

@@ -19,7 +19,7 @@ from booster.checkpoint.weights import Read, Written
 from booster.common import arguments
 from booster.common.text import listed
 from booster.frozen import FORMS, Form, FrozenLinear, origins_of
-from booster.model.tied import places_of
+from booster.model.modules import places_of
 from booster.number_formats import E4M3, INT8, NumberFormat, Scaled, Scaling, scale_to
 
 _logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from booster.common.text import listed
 from booster.common.untrusted_files import open_regular
 from booster.frozen import Form, FrozenLinear, note_origin
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules
-from booster.model.tied import TensorPlace, places_of
+from booster.model.modules import TensorPlace, places_of
 
 _logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from booster.data import DataLoaderWrapper
 from booster.interface.model import ModelWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.masters.keeps import LoadedWeights
-from booster.model.modules import bare
-from booster.model.tied import places_of
+from booster.model.modules import bare, places_of
 from booster.tensors.trees import map_tensors
 
 _OURS = ("torch.", "booster.")

@@ -27,8 +27,7 @@ from booster.checkpoint.tensor_file import bytes_of, dtype_of, fits, write_tenso
 from booster.checkpoint.torch_file import read_torch_file
 from booster.common.untrusted_files import ROOM, names_a_regular_file, open_regular, parse_json, read_regular
 from booster.interface.model import ModelWrapper
-from booster.model.modules import bare
-from booster.model.tied import places_of
+from booster.model.modules import bare, places_of
 
 _BUFFER = 2**22  # bytes
 

@@ -11,8 +11,7 @@ from torch import nn
 from booster.common import arguments
 from booster.frozen import FORMS, Form, FrozenLinear
 from booster.interface.model import PrecisionModule
-from booster.model.modules import parents
-from booster.model.tied import places_of
+from booster.model.modules import parents, places_of
 
 StorageDtype = torch.dtype | Literal["int8", "fp8", "nf4"]
 _HALF = (torch.bfloat16, torch.float16)

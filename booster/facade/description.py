@@ -17,8 +17,7 @@ from booster.mixed_precision.keep_fp32 import Float32Forward
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.policy import DtypePolicy
 from booster.mixed_precision.products import multiplies
-from booster.model.modules import bare
-from booster.model.tied import places_of
+from booster.model.modules import bare, places_of
 
 _COLUMNS = ("module", "kind", "stored in", "loaded from", "computes in", "gradient in", "bytes")
 

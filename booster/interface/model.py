@@ -21,8 +21,7 @@ from booster.common.torch_internals import graph_task
 from booster.interface.tape import Tape
 from booster.interface.transparent import TransparentModule
 from booster.model.dtensors import is_dtensor, is_part
-from booster.model.fast_path import fast_path_off
-from booster.model.modules import bare, wait_for_weights
+from booster.model.modules import bare, fast_path_off, wait_for_weights
 from booster.tensors.cast_regions import both, cast_floats, cast_inputs, region
 from booster.tensors.trees import HALF_DTYPES, tensors
 from booster.tensors.weak import plain, reading

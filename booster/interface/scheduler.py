@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from booster.common.untrusted_files import printable
 from booster.interface.optimizer import OptimizerWrapper
-from booster.model.state_kinds import of_names
+from booster.model.optimizer_states import of_names
 
 _logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ def _other_options(scheduler: Any, state: Mapping[str, Any]) -> str:
     if not others:
         return ""
     saved, made = (", ".join(f"{other[0]}={other[place]!r}" for other in others) for place in (1, 2))
-    closed = any(base.__module__ == _CLOSED for base in type(scheduler).__mro__)
+    closed = any((base.__module__, base.__name__) == _CLOSED for base in type(scheduler).__mro__)
     fix = ", until it is set on b.unwrap(lr_scheduler)" if closed else ""
     return (
         f"{type(scheduler).__name__} was made with {made}, and goes on with {saved} of the state that was loaded{fix}"
@@ -162,7 +162,7 @@ def _takes_any(scheduler: Any) -> bool:
     return own is not None and f"{own.__module__}.".startswith(_TORCH_AND_OURS)
 
 
-_CLOSED = "booster.nn.lr_scheduler.schedule"  # where a rate follows from the step and the options alone
+_CLOSED = ("booster.nn.lr_scheduler", "ClosedFormLR")  # where a rate follows from the step and the options alone
 _TORCH_AND_OURS = ("torch.", "booster.")
 # What moves as a schedule goes on.
 _PROGRESS = {"last_epoch", "_step_count", "_last_lr", "base_lrs", "T_cur", "T_i", "_schedulers"} | {

@@ -13,7 +13,7 @@ from booster.masters.masters import Masters, Weights, has_half_elements
 from booster.masters.rounding import rounded
 from booster.masters.stand_in import State
 from booster.model.dtensors import is_dtensor
-from booster.model.tied import names_of
+from booster.model.modules import names_of
 from booster.shards import Shards
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.context import UpdateContext

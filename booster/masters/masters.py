@@ -36,7 +36,7 @@ from booster.masters.states import (
 )
 from booster.model.dtensors import around, is_dtensor, local_part
 from booster.model.optimizer_kinds import check_attributes, kind_of
-from booster.model.params import load_states
+from booster.model.optimizer_states import load_states
 from booster.tensors.flat import Piece, bucket_size, cut, cut_apart, flat, flat_like, is_dense, pack, shaped_like
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.parameters import name_of_stranger

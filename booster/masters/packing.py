@@ -16,7 +16,8 @@ from booster.common.torch_internals import unhooked
 from booster.masters.packed import Packed, Way
 from booster.masters.rounding import Dither
 from booster.masters.stand_in import State
-from booster.model.optimizer_kinds import KNOWN, Sign, declared_states, known, probe_of, untouched
+from booster.model.optimizer_kinds import KNOWN, Sign, declared_states, known
+from booster.model.optimizer_states import probe_of, untouched
 
 _STEPS, _ELEMENTS = 8, 64
 

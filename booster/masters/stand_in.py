@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from booster.common.torch_internals import is_counted_step, unwrapped
-from booster.model.optimizer_kinds import untouched
+from booster.model.optimizer_states import untouched
 
 Entries = dict[str, Any]
 State = dict[str, Any]

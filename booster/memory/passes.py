@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from booster.memory.sharding import Sharding
 from booster.memory.tracker import StorageTracker
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.policy import cast_parameters
+from booster.model.meta import copy_on_meta
 from booster.tensors import trees
 from booster.tensors.micro_batch import MicroBatch
 
@@ -61,7 +61,7 @@ def run_passes(
     tensors, which have none here.
     """
     precision.check(model)
-    placed = _without_memory(model)
+    placed = copy_on_meta(model, "an estimate")
     policy = precision.policy_for(model)
     placed = cast_parameters(precision.convert(placed), policy)
     errors = (torch_internals.DataDependentOutputException, torch_internals.DynamicOutputShapeException)
@@ -70,7 +70,7 @@ def run_passes(
         cut = MicroBatch.of(trees.map_tensors(lambda tensor: _fake(tensor, device), batch))
         own_criterion = criterion
         if isinstance(criterion, nn.Module):
-            own_criterion = _without_memory(criterion)
+            own_criterion = copy_on_meta(criterion, "an estimate")
             _give_fakes(own_criterion, device)
         sharding = None if shards is None else Sharding(placed, policy, shards, device)
         if shards is None and precision.conversion is not None:
@@ -135,22 +135,6 @@ def _reading(model: nn.Module, error: Exception) -> str:
         f"{type(model).__name__} cannot be estimated, because it reads a number out of a tensor{at}; "
         f"tensors of an estimate have shapes and no numbers ({error}). The way out: {fix}"
     )
-
-
-def _without_memory(model: nn.Module) -> nn.Module:
-    memo: dict[int, Any] = {id(p): nn.Parameter(_meta(p), p.requires_grad) for p in model.parameters()}
-    memo |= {id(buffer): _meta(buffer) for buffer in model.buffers()}
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} cannot be copied, which an estimate needs: {error}. Keep what does not copy out of the "
-            "model's attributes"
-        ) from error
-
-
-def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

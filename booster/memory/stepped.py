@@ -15,7 +15,8 @@ from booster.masters.packed import GROUP
 from booster.masters.packing import Packing
 from booster.masters.rounding import Dither
 from booster.memory.tracker import StorageTracker
-from booster.model.optimizer_kinds import kind_of, probe_of, untouched
+from booster.model.optimizer_kinds import kind_of
+from booster.model.optimizer_states import probe_of, untouched
 from booster.tensors.flat import SMALLEST_BUCKET, aligned, bucket_size
 from booster.update.fused_kernel import switch_to_fused
 from booster.update.gradual import most_at_once

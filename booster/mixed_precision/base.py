@@ -29,8 +29,7 @@ from booster.mixed_precision.half_products.product_choice import CHOICES, Choice
 from booster.mixed_precision.keep_fp32 import KeepFP32
 from booster.mixed_precision.policy import Conversion, DtypePolicy, InProcess, Placement
 from booster.mixed_precision.rebound import Rebound, rebind_all, tensor_names
-from booster.model.fast_path import passes_over
-from booster.model.modules import bare
+from booster.model.modules import bare, passes_over
 from booster.model.params import named_parameters, prefixes, together
 from booster.tensors.trees import HALF_DTYPES
 from booster.tensors.weak import reading

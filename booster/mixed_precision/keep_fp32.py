@@ -18,9 +18,7 @@ from booster.common import arguments
 from booster.common.shares import exact
 from booster.common.text import listed
 from booster.common.torch_internals import BatchNorm
-from booster.model.blocks import repeated_blocks
-from booster.model.modules import matcher, parents
-from booster.model.tied import places_of
+from booster.model.modules import matcher, parents, places_of, repeated_blocks
 from booster.tensors.cast_regions import NewTensors, cast_floats, disabled
 from booster.tensors.trees import HALF_DTYPES
 from booster.tensors.weak import InPlaceOfForward, Inside, plain, weakly

@@ -30,9 +30,8 @@ from booster.mixed_precision.keep_fp32 import (
     selected_buffers,
 )
 from booster.mixed_precision.products import product_modules
-from booster.model.modules import bare, parents
+from booster.model.modules import bare, parents, places_of
 from booster.model.params import Done, set_tensors
-from booster.model.tied import places_of
 from booster.shards import Shards
 from booster.tensors.trees import HALF_DTYPES
 from booster.tensors.weak import inside_of, read_plainly, read_weakly

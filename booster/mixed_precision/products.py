@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from booster.mixed_precision.keep_fp32 import Float32Forward
-from booster.model.tied import places_of
+from booster.model.modules import places_of
 
 # Of each, the forward that hands these parameters of its own to functions which autocast runs in half, and to no others.
 _PRODUCTS: tuple[tuple[Any, frozenset[str]], ...] = (

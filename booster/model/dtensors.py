@@ -1,7 +1,7 @@
-"""This rank's part of tensors that are DTensors, as weights of optimizers that need whole tensors are, and handles of them.
+"""DTensors: this rank's shard of one, and DTensors made around a shard.
 
-Buckets see plain memory. Whatever an optimizer of whole tensors steps is again a DTensor around it, so that its products and
-norms are those of the whole.
+Buckets of an update see plain local memory. An optimizer that needs unsharded tensors steps DTensors made around that memory,
+so its products and norms are those of the unsharded tensor. Nothing here imports DTensor: where it is not loaded, none exists.
 """
 
 from __future__ import annotations

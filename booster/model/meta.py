@@ -1,10 +1,13 @@
-"""Parameters on the meta device, which have a shape and no values: giving them memory and initial values."""
+"""Models without values: copies of a model on the meta device, and giving memory and initial values to what is there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from booster.common.text import listed
@@ -14,8 +17,35 @@ from booster.model.modules import bare
 _INITIALISERS = ("reset_parameters", "_reset_parameters")
 
 
+def copy_on_meta(
+    model: nn.Module, purpose: str, *, buffer: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> nn.Module:
+    """Return a copy of `model` with its parameters on the meta device; tied tensors stay tied, hooks are shared.
+
+    buffer: makes the copy of a buffer; None: on the meta device too. purpose: what needs the copy, for the ValueError of a
+    model that cannot be copied.
+    """
+    memo: dict[int, Any] = {id(p): nn.Parameter(_on_meta(p), p.requires_grad) for p in model.parameters()}
+    memo |= {id(each): (buffer or _on_meta)(each) for each in model.buffers()}
+    for module in model.modules():
+        for value in module.__dict__.values():
+            if isinstance(value, (dist.ProcessGroup, torch.Generator)):
+                memo[id(value)] = value  # these do not copy, and the copy may use the same
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot be copied, which {purpose} needs: {error}. Keep what does not copy out of the "
+            "model's attributes"
+        ) from error
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def check_meta(module: nn.Module) -> None:
-    """Raise ValueError if a module inside `module` has parameters or buffers on the meta device, and cannot set them."""
+    """Raise ValueError if a module in `module` has parameters or buffers on the meta device, and no method that sets them."""
     without = [
         name or type(child).__name__
         for name, child in module.named_modules()
@@ -30,14 +60,14 @@ def check_meta(module: nn.Module) -> None:
 
 
 def materialise(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Give what `modules` themselves, not their children, hold on the meta device memory on `device` and initial values.
+    """Give memory on `device` and initial values to what `modules`, without their children, hold on the meta device.
 
     Values are those of each module's `reset_parameters()`, called children first, as constructors do. Tied parameters
-    stay tied where all their modules are among `modules`. Call `check_meta` first. Raises ValueError for a parameter or
-    buffer that it left as it was.
+    stay tied if all their modules are among `modules`. Call `check_meta` first. Raises ValueError for a parameter or
+    buffer that the method did not set.
     """
     memo: dict[int, torch.Tensor] = {}
-    held: list[torch.Tensor] = []  # so that no id is used again meanwhile
+    held: list[torch.Tensor] = []  # keeps ids in `memo` from being used again
     waiting = [module for module in modules if any(tensor.is_meta for tensor in _own_tensors(module))]
     for module in waiting:
         for store in (module._parameters, module._buffers):
@@ -47,8 +77,9 @@ def materialise(modules: Iterable[nn.Module], device: torch.device) -> None:
                 held.append(tensor)
                 if id(tensor) not in memo:
                     empty = _unset(torch.empty_like(tensor, device=device))
-                    is_param = isinstance(tensor, nn.Parameter)
-                    memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_param else empty
+                    memo[id(tensor)] = (
+                        nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                    )
                 store[name] = memo[id(tensor)]  # type: ignore[assignment]
     made = set(map(id, memo.values()))
     for module in waiting:
@@ -82,7 +113,7 @@ def arrive(module: nn.Module, device: torch.device) -> nn.Module:
 
 @torch.no_grad()
 def _unset(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill `tensor` with what nobody sets: NaN, the least whole number, or True and False in turns; and return it."""
+    """Fill `tensor` with values that no initialiser sets, and return it: NaN, the least whole number, alternating bools."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.copy_(torch.full_like(tensor, torch.nan, dtype=_wide(tensor)))
     if tensor.dtype == torch.bool:

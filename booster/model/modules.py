@@ -1,13 +1,11 @@
-"""The user's model inside what plugins and `torch.compile` wrap around it, and the base of what plugins wrap.
-
-Patterns for the qualified names of modules and parameters.
-"""
+"""What is known of a user's modules: the model inside its wrappers, names and name patterns, tied tensors, repeated blocks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,13 +14,16 @@ from booster.number_formats import Scaled
 
 
 class LinearStandIn(nn.Linear):
-    """Base of what takes the place of an `nn.Linear` and multiplies in another way; plugins divide it as one."""
+    """Base of the proxies for an `nn.Linear` that multiply in another way; plugins shard them as they shard an `nn.Linear`.
+
+    Attributes:
+        arrived: returns the weight that is passed to it in e4m3, m x n under one scale, if a plugin gathered it so and it did not
+            change since; otherwise None. Plugins set it; copies have none.
+        is_wide: whether it multiplies as the `nn.Linear` itself, because that was measured to be faster.
+    """
 
     arrived: Callable[[torch.Tensor], Scaled | None] | None = None
-    """Gives the weight that is passed to it in e4m3, m x n under one scale, where a plugin gathered it so and it is that still,
-    otherwise None. Plugins set it. Copies have none."""
     is_wide = False
-    """Whether it multiplies as the `nn.Linear` that it stands for, since that was measured to be faster."""
 
 
 class PlacedModule(nn.Module):
@@ -32,7 +33,8 @@ class PlacedModule(nn.Module):
     looks through it: parameters, state dicts and attributes are those of the model. Other wrappers, but for
     `DistributedDataParallel` and those of `torch.compile`, would give parameters other names, and `boost` refuses them.
 
-    is_partial: whether other ranks hold layers that this one lacks.
+    Attributes:
+        is_partial: whether other ranks hold layers that this one lacks.
     """
 
     module: nn.Module
@@ -75,13 +77,115 @@ def is_placed(module: Any) -> bool:
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
-    """Return what tells whether `pattern` says the whole of a name: `*` is anything within one part, `**` across parts."""
+    """Return a predicate: does `pattern` match the whole name? `*` matches within one part of it, `**` across parts."""
     parts = (re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split("**"))
     expression = re.compile(".*".join(parts))
     return lambda name: expression.fullmatch(name) is not None
 
 
 def parents(name: str) -> Iterator[str]:
-    """Yield the names of what holds `name`, outermost first; the whole model, whose name is empty, is not among them."""
+    """Yield the names of the modules around `name`, outermost first, without the model itself, which has none."""
     parts = name.split(".")
     return (".".join(parts[:i]) for i in range(1, len(parts)))
+
+
+NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # they only hold others
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Return the names of the repeated blocks of `model`.
+
+    A transformers model lists the classes of its indivisible modules. In other models they are the outermost modules with
+    children and parameters of which a Sequential, ModuleList or ModuleDict has several of one class.
+    """
+    listed = set(getattr(model, "_no_split_modules", None) or ())
+    names = [name for name, module in model.named_modules() if name and type(module).__name__ in listed]
+    return names or list(_repeated(model, ""))
+
+
+def _repeated(parent: nn.Module, path: str) -> Iterator[str]:
+    for name, child in parent.named_children():
+        is_listed = isinstance(parent, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+        is_block = (
+            not isinstance(child, NEVER_CALLED)
+            and next(child.children(), None) is not None
+            and next(child.parameters(), None) is not None
+        )
+        if is_listed and is_block and sum(type(other) is type(child) for other in parent._modules.values()) > 1:
+            yield f"{path}{name}"
+        else:
+            yield from _repeated(child, f"{path}{name}.")
+
+
+class TensorPlace(NamedTuple):
+    """One name of a tensor in a model; a tied tensor has several.
+
+    Attributes:
+        name: qualified, in the model.
+        path: the modules from the model down to the one that holds the tensor.
+        own: the name in that module.
+    """
+
+    name: str
+    path: tuple[nn.Module, ...]
+    own: str
+
+    @property
+    def holder(self) -> nn.Module:
+        """The module that holds it."""
+        return self.path[-1]
+
+
+def places_of(model: nn.Module, *, buffers: bool = False) -> dict[torch.Tensor, list[TensorPlace]]:
+    """Return every parameter of `model`, and with `buffers` every buffer, with all its places, in the model's order.
+
+    A tensor of a module that is registered under two names has two places, too.
+    """
+    found: dict[torch.Tensor, list[TensorPlace]] = {}
+    for tensor, place in _visit(model, "", (model,), buffers):
+        found.setdefault(tensor, []).append(place)
+    return found
+
+
+def names_of(model: nn.Module) -> dict[torch.Tensor, list[str]]:
+    """Return all names of each parameter of `model`, in the order in which a state dict is loaded."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return names
+
+
+def _visit(
+    module: nn.Module, prefix: str, path: tuple[nn.Module, ...], buffers: bool
+) -> Iterator[tuple[torch.Tensor, TensorPlace]]:
+    tensors = (*module._parameters.items(), *(module._buffers.items() if buffers else ()))
+    for own, tensor in tensors:
+        if tensor is not None:
+            yield tensor, TensorPlace(f"{prefix}{own}", path, own)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _visit(child, f"{prefix}{name}.", (*path, child), buffers)
+
+
+def passes_over(model: nn.Module, *, casts: bool) -> bool:
+    """Return whether torch's fused inference path would evaluate layers of `model` in another precision than they train in.
+
+    That path of the transformer layers reads weights past the modules that hold them. casts: whether the precision casts
+    what functions read, so that the dtype of the weights is not that of the products.
+    """
+    return any(
+        casts or any(isinstance(child, LinearStandIn) or "forward" in child.__dict__ for child in module.modules())
+        for module in model.modules()
+        if isinstance(module, (nn.TransformerEncoderLayer, nn.MultiheadAttention))
+    )
+
+
+@contextmanager
+def fast_path_off() -> Iterator[None]:
+    """Return a context without the fused inference path of torch's transformer layers."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)

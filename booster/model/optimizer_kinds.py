@@ -5,14 +5,11 @@ To teach the library another optimizer of torch, add a row to `KNOWN`.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any, Literal
 
 import torch
@@ -30,16 +27,17 @@ Shape = tuple[int, ...]
 class Known:
     """A row: what is known of one optimizer.
 
-    kind: see `kind_of`.
-    states: its states of the parameter's shape. When kept in few bits, a state is "signed", "unsigned" or stays "fp32".
-    options: which of `states` are there only under an option of a group: the state, by the option.
-    counts: its states that are one number, which counts or is made of what counts.
-    shapes: of states of another shape: what gives each its shape, from that of the parameter.
-    made_at_once: whether it makes its states when it is made, and, in torch 2.11, only then.
-    reads_all: whether a step reads all of them where any is there; SGD makes the momentum that it does not find.
-    kernel: torch's fused kernel.
-    takes_sparse: whether it takes sparse gradients, which no kernel does.
-    takes_dtensors: whether it steps DTensors rightly although it looks at whole tensors.
+    Attributes:
+        kind: see `kind_of`.
+        states: its states of the parameter's shape. In few bits a state is "signed", "unsigned", or stays "fp32".
+        options: states that exist only under an option of a group: the state, by the option.
+        counts: its states that are one number, a count or something computed from counts.
+        shapes: shapes of its other states, from the shape of the parameter.
+        made_at_once: its constructor makes the states, and in torch 2.11 nothing else does.
+        reads_all: a step reads all states if any exists; SGD makes the momentum that it does not find.
+        kernel: torch's fused kernel.
+        takes_sparse: it takes sparse gradients, which no kernel does.
+        takes_dtensors: it steps DTensors rightly although it needs unsharded tensors.
     """
 
     kind: Kind = "elementwise"
@@ -259,93 +257,6 @@ def _names_in(code: CodeType) -> set[str]:
     return names
 
 
-def probe_of(optimizer: Optimizer, group: Mapping[str, object], weights: torch.Tensor) -> Optimizer:
-    """Return an optimizer like `optimizer`, of the options of `group`, that steps `weights` alone and has no states yet."""
-    probe = object.__new__(type(optimizer))
-    vars(probe).update({name: copy.copy(value) for name, value in vars(optimizer).items()})
-    probe.state = defaultdict(dict)
-    probe.param_groups = [{**group, "params": [weights]}]
-    row = next((KNOWN[cls] for cls in type(optimizer).__mro__ if cls in KNOWN), UNKNOWN)
-    if row.made_at_once:
-        counts = {name: torch.zeros((), dtype=torch.float32) for name in row.counts}
-        probe.state[weights] = {**counts, **{name: torch.zeros_like(weights) for name in row.states}}
-    return probe
-
-
 def kind_of(optimizer: Optimizer) -> Kind:
     """ "elementwise": may be stepped on flat buckets; "per tensor": on some whole tensors at a time; "whole": neither."""
     return "elementwise" if type(optimizer) in _registered else known(optimizer).kind
-
-
-def entries_put_back(optimizer: Optimizer, group: Any) -> Callable[[], None]:
-    """Return what makes the entries of `group` but its parameters, and the numbers among the attributes of `optimizer`, what
-    they are now, in place."""
-    entries = {key: value for key, value in group.items() if key != "params"}
-    numbers = {key: value for key, value in vars(optimizer).items() if _is_number(value)}
-    held = put_back([*entries.values(), *numbers.values()])
-
-    def back() -> None:
-        for key in group.keys() - entries.keys() - {"params"}:
-            del group[key]
-        group.update(entries)
-        vars(optimizer).update(numbers)
-        if held is not None:
-            held()
-
-    return back
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-
-
-@contextmanager
-def untouched(optimizer: Optimizer, group: Mapping[str, object]) -> Iterator[None]:
-    """Put back afterwards what trial steps of something like `optimizer` write to `group` and to the optimizer itself."""
-    back = entries_put_back(optimizer, group)
-    try:
-        yield
-    finally:
-        back()
-
-
-def put_back(value: Any) -> Callable[[], None] | None:
-    """Return what makes `value`, and all that it holds, what they are now, in place; None where nothing can be written.
-
-    Tensors, lists, dicts, sets, deques, random generators, and attributes of other objects. Parameters, modules, optimizers
-    and functions are not looked into: they are no entry's own.
-    """
-    backs: list[Callable[[], Any]] = []
-    _collect(value, backs, set())
-    return functools.partial(_call_all, backs) if backs else None
-
-
-_NOT_OWN = (nn.Parameter, nn.Module, Optimizer, ModuleType, type, torch.dtype, torch.device)
-
-
-def _collect(value: Any, backs: list[Callable[[], Any]], seen: set[int]) -> None:
-    if isinstance(value, _NOT_OWN) or id(value) in seen:
-        return
-    seen.add(id(value))
-    held: Iterable[Any] = ()
-    if isinstance(value, torch.Tensor):
-        backs.append(functools.partial(value.detach().copy_, value.detach().clone()))
-    elif isinstance(value, torch.Generator):
-        backs.append(functools.partial(value.set_state, value.get_state()))
-    elif isinstance(value, (dict, set)):
-        backs += [value.clear, functools.partial(value.update, copy.copy(value))]
-        held = value.values() if isinstance(value, dict) else ()
-    elif isinstance(value, (list, deque)):
-        backs += [value.clear, functools.partial(value.extend, copy.copy(value))]
-        held = value
-    elif isinstance(value, tuple):
-        held = value
-    elif hasattr(value, "__dict__") and not hasattr(value, "__get__"):  # no function
-        held = (vars(value),)
-    for each in held:
-        _collect(each, backs, seen)
-
-
-def _call_all(functions: Iterable[Callable[[], Any]]) -> None:
-    for each in functions:
-        each()

@@ -1,7 +1,4 @@
-"""Parameters by name, and optimizers that must follow when a plugin moves or replaces them.
-
-Loading an optimizer's state without rounding it.
-"""
+"""Parameters by name, and optimizers rebound to other parameters of the same names."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from torch.optim import Optimizer
 
 from booster.model.dtensors import is_dtensor
 from booster.model.modules import PlacedModule, bare
-from booster.model.optimizer_kinds import is_plain
 
 
 def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -24,25 +20,25 @@ def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def together(models: Sequence[nn.Module]) -> nn.Module:
-    """Return a module in which the parameters of `models`, bare of what plugins wrapped around them, have their names.
+    """Return a module that holds `models` without what plugins wrapped around them.
 
-    One model is that itself; names of several begin with their place in the list.
+    Of one model it is the model itself; of several the names of parameters begin with the model's place in the list.
     """
     return bare(models[0]) if len(models) == 1 else nn.ModuleList(map(bare, models))
 
 
 def prefixes(models: Sequence[nn.Module]) -> list[str]:
-    """Return what the names of `together(models)` begin with, by model."""
+    """Return what names of `together(models)` begin with, one for each model."""
     return [""] if len(models) == 1 else [f"{place}." for place in range(len(models))]
 
 
 def placed_parameters(placed: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter that this rank has of a placed model, by the name that it has in the whole model."""
+    """Every parameter of a placed model on this rank, by its name in the user's model."""
     return placed.own_parameters() if isinstance(placed, PlacedModule) else named_parameters(bare(placed))
 
 
 def no_optimizer(given: Any) -> str:
-    """Describe a wrapper around an optimizer that was given for one, and say what to do; "" for anything else."""
+    """Describe a wrapper around an optimizer that was given in its place, and what to pass; "" for anything else."""
     name = type(given).__name__
     held = (getattr(given, key, None) for key in ("optim", "optimizer"))
     inner = next((value for value in held if isinstance(value, Optimizer)), None)
@@ -62,9 +58,12 @@ def no_optimizer(given: Any) -> str:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which parameters of a whole model's optimizer a rank kept: positions in each group, and the sizes the groups had.
+    """Which parameters of a whole model's optimizer a rank kept.
 
-    elsewhere: the names of the model's parameters that it did not keep, in a group or in none yet.
+    Attributes:
+        positions: in each group, the places of those that it kept.
+        sizes: of the groups before.
+        elsewhere: names of the parameters that it did not keep, whether in a group or in none yet.
     """
 
     positions: list[list[int]]
@@ -72,7 +71,7 @@ class Selection:
     elsewhere: frozenset[str]
 
     def of(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The part of a torch state dict that is this rank's, if it is one of the whole model; else `state_dict`."""
+        """Return this rank's part of a torch state dict of the whole model; any other state dict as it is."""
         groups = state_dict.get("param_groups") or []
         if [len(group["params"]) for group in groups] != self.sizes:
             return state_dict
@@ -138,10 +137,10 @@ Done = dict[torch.Tensor, torch.Tensor]
 
 
 def set_tensors(module: nn.Module, value_of: Callable[[str, torch.Tensor], torch.Tensor], done: Done) -> None:
-    """Give each own floating tensor of `module`, by its name there, the value and dtype that `value_of` returns for it.
+    """Give each floating tensor of `module` itself the value and dtype that `value_of`, asked by its name there, returns.
 
-    Parameters stay the objects that they are, but for DTensors, in whose place others stand then. done: what stands for each
-    tensor that was seen; the same one for all modules of a model, so that tied tensors stay tied.
+    Parameters stay the same objects, except DTensors, which are replaced. done: replacements by tensor; one dict for all
+    modules of a model, so that tied tensors stay tied.
     """
     for name, param in module._parameters.items():
         if param is None or not param.is_floating_point():
@@ -160,48 +159,3 @@ def set_tensors(module: nn.Module, value_of: Callable[[str, torch.Tensor], torch
             if buffer not in done:
                 done[buffer] = value_of(name, buffer)
             module._buffers[name] = done[buffer]
-
-
-def load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Run `optimizer.load_state_dict`, then give single numbers, such as NAdam's product of momenta, their dtype back.
-
-    Torch casts every floating state to the dtype of its parameter. A number that stands beside a half parameter is no
-    part of it, and half precision would change it. Linear in the number of parameters, which torch's is not by itself.
-    """
-    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
-        groups = [{**group, "params": _Keys(group["params"])} for group in state_dict["param_groups"]]
-        state_dict = {**state_dict, "param_groups": groups}
-    optimizer.load_state_dict(state_dict)
-    if not is_plain(state_dict):
-        return
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    saved = [(param, state_dict["state"].get(key, {})) for param, key in zip(params, keys, strict=True)]
-    # Of a parameter without dimensions every state is a single number: what they are is known from the others.
-    numbers = {
-        name
-        for param, own in saved
-        if param.dim()
-        for name, value in own.items()
-        if name != "step" and _is_number(value)
-    }
-    for param, own in saved:
-        loaded = optimizer.state.get(param, {})
-        for name in numbers & own.keys() & loaded.keys():
-            if _is_number(loaded[name]) and _is_number(own[name]) and loaded[name].dtype != own[name].dtype:
-                loaded[name] = own[name].to(loaded[name].device)
-
-
-class _Keys(list[Any]):
-    """The keys of a group's parameters. Torch looks for each tensor's parameter among them."""
-
-    _known: frozenset[Any] | None = None
-
-    def __contains__(self, key: object) -> bool:
-        if self._known is None:  # when first asked: a hook may have changed them before
-            self._known = frozenset(self)
-        return key in self._known
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 0

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from booster.common.torch_internals import loads_with_hooks
-from booster.model.params import load_states
+from booster.model.optimizer_states import load_states
 from booster.update.context import UpdateContext
 
 

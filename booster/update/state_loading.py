@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from booster.loss_scaler import LossScaler
 from booster.model.dtensors import is_dtensor
-from booster.model.state_kinds import differences
+from booster.model.optimizer_states import differences
 from booster.ranks import agreement
 from booster.shards.divided import Divided
 from booster.tensors.trees import HALF_DTYPES

@@ -24,8 +24,7 @@ from booster.common.text import listed
 from booster.interface.model import Choice, Histories, ModelWrapper, Pinned, choice_of, histories_of, pins_of
 from booster.masters.keeps import LoadedWeights
 from booster.model.dtensors import local_part
-from booster.model.modules import bare, parents
-from booster.model.tied import names_of
+from booster.model.modules import bare, names_of, parents
 from booster.tensors.trees import HALF_DTYPES
 
 _logger = logging.getLogger(__name__)

@@ -37,8 +37,7 @@ from booster.mixed_precision.low_precision.self_check import Forward, complaint
 from booster.mixed_precision.low_precision.timed import CONVERT, ChosenLayers, Convert, Timer, seconds, timed
 from booster.mixed_precision.low_precision.weights import RoundedWeights
 from booster.mixed_precision.policy import DtypePolicy
-from booster.model.modules import bare
-from booster.model.tied import places_of
+from booster.model.modules import bare, places_of
 from booster.ranks.communicate import exchange
 
 _logger = logging.getLogger(__name__)

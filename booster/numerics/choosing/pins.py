@@ -16,8 +16,7 @@ from booster.common import arguments
 from booster.common.devices import resolve_device
 from booster.common.random_states import seeded
 from booster.mixed_precision import MixedPrecision, make
-from booster.model.modules import bare
-from booster.model.tied import places_of
+from booster.model.modules import bare, places_of
 from booster.numerics.choosing.subject import GradientError, LayerError, Subject, Task, gradient_error
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

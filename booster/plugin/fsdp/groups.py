@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from booster.common import arguments
-from booster.model.blocks import NEVER_CALLED, repeated_blocks
-from booster.model.modules import matcher
-from booster.model.tied import places_of
+from booster.model.modules import NEVER_CALLED, matcher, places_of, repeated_blocks
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.model.fast_path import fast_path_off
-from booster.model.modules import PlacedModule
+from booster.model.modules import PlacedModule, fast_path_off
 from booster.plugin.pipeline.plan import PipelinePlan
 from booster.plugin.pipeline.rehearsal import rehearse
 from booster.plugin.pipeline.route import Route

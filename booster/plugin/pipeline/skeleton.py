@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from booster.common.torch_internals import FakeTensor
+from booster.model.meta import copy_on_meta
 from booster.plugin.pipeline.hollow import HollowMode, hollow
 from booster.plugin.pipeline.split import Split, holders, owners
 from booster.tensors.weak import InPlaceOfForward, OfAModule
@@ -34,7 +33,12 @@ class Skeleton:
         """device: where the model will run; None where its parameters are. prepare: edits the copy, which has parameters
         on the meta device then, as the model will be edited; returns it."""
         self.mode = HollowMode()
-        self.module = _structure(model, device)
+
+        def buffer(own: torch.Tensor) -> torch.Tensor:
+            there = own.device if own.is_meta or device is None else device
+            return own.detach().to(there, copy=True)
+
+        self.module = copy_on_meta(model, "cutting it into pipeline stages", buffer=buffer)
         where = {name: device or param.device for name, param in model.named_parameters(remove_duplicate=False)}
         if prepare is not None:
             self.module = prepare(self.module)
@@ -113,26 +117,6 @@ def replace_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None
     """Put a tensor that is no parameter in the place of the parameter `name` of `module`."""
     module._parameters.pop(name)
     setattr(module, name, value)  # not by way of __dict__: recurrent modules keep a list of their weights
-
-
-def _structure(model: nn.Module, device: torch.device | None) -> nn.Module:
-    memo: dict[int, Any] = {}
-    for param in model.parameters():
-        memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-    for buffer in model.buffers():
-        there = buffer.device if buffer.is_meta or device is None else device
-        memo[id(buffer)] = buffer.detach().to(there, copy=True)
-    for module in model.modules():
-        for value in module.__dict__.values():
-            if isinstance(value, (dist.ProcessGroup, torch.Generator)):
-                memo[id(value)] = value  # does not copy, and need not
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} cannot be copied, which cutting it into pipeline stages needs: {error}. Keep what does "
-            "not copy out of the model's attributes"
-        ) from error
 
 
 def _attribute(module: nn.Module, name: str) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from booster.model.tied import places_of
+from booster.model.modules import places_of
 from booster.plugin.forward_order import names_in_forward, side_of
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)

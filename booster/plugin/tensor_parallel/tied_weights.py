@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from booster.model.tied import places_of
+from booster.model.modules import places_of
 from booster.plugin.tensor_parallel.boundary import LocalStyle
 
 Slots = list[tuple[str, nn.Module, str]]  # name of the parameter, its module, its name in there
