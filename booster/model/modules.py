@@ -17,8 +17,8 @@ class LinearStandIn(nn.Linear):
     """Base of the proxies for an `nn.Linear` that multiply in another way; plugins shard them as they shard an `nn.Linear`.
 
     Attributes:
-        arrived: returns the weight that is passed to it in e4m3, m x n under one scale, if a plugin gathered it so and it did not
-            change since; otherwise None. Plugins set it; copies have none.
+        arrived: returns the weight that is passed to it in e4m3, m x n under one scale, if a plugin gathered it so and it is
+            unchanged since; otherwise None. Plugins set it; copies have none.
         is_wide: whether it multiplies as the `nn.Linear` itself, because that was measured to be faster.
     """
 
