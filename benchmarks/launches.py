@@ -18,7 +18,7 @@ from unittest import mock
 from benchmarks.gpu import TinySection
 from benchmarks.waits import as_on_a_gpu
 from booster.common.devices import HostCopy
-from booster.common.torch_internals import TorchDispatchMode
+from booster.common.torch_internals.tensor_internals import TorchDispatchMode
 
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "resize_", "set_"}
 _FREE |= {"_record_function_enter_new", "_record_function_exit"}

@@ -21,7 +21,7 @@ from booster.checkpoint.run import RunCheckpoints
 from booster.common import arguments
 from booster.common.devices import resolve_device
 from booster.common.hang_watchdog import PATIENCE, watch
-from booster.common.torch_internals import remove_guards
+from booster.common.torch_internals.optimizer_internals import remove_guards
 from booster.data import DataLoaderWrapper
 from booster.facade import checks, collectives
 from booster.facade.accumulation import Accumulation, Accumulations, Unsynchronised

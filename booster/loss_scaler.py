@@ -18,7 +18,7 @@ import torch
 
 from booster.common import arguments
 from booster.common.devices import HostCopy
-from booster.common.torch_internals import update_scale_
+from booster.common.torch_internals.optimizer_internals import update_scale_
 
 SMALLEST_SCALE = 2.0**-126  # gradients are multiplied by its inverse, which float32 must hold
 

@@ -17,7 +17,7 @@ from benchmarks.scaling.bytes import NOISE, socket_bytes
 from benchmarks.scaling.decoder import Model
 from benchmarks.timing import clock, interleave, ratio
 from benchmarks.waits import HostReads, as_on_a_gpu
-from booster.common.torch_internals import TorchDispatchMode
+from booster.common.torch_internals.tensor_internals import TorchDispatchMode
 from booster.interface.optimizer import OptimizerWrapper
 
 Say = Callable[[str], None]

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from booster.capture.layout import options_of
-from booster.common.torch_internals import note_step, version
+from booster.common.torch_internals.optimizer_internals import note_step
+from booster.common.torch_internals.tensor_internals import version
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import Advance
 

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from booster.capture.rewind import Rewind
-from booster.common.torch_internals import TorchDispatchMode, storage_key
+from booster.common.torch_internals.tensor_internals import TorchDispatchMode, storage_key
 from booster.tensors.trees import tensors
 
 _HERE = os.path.dirname(__file__)

@@ -11,7 +11,7 @@ import torch
 
 from booster.capture.reads import Reads, origin_of
 from booster.capture.rewind import Rewind, schedules_of
-from booster.common.torch_internals import compiler_is_loaded
+from booster.common.torch_internals.autograd_internals import compiler_is_loaded
 from booster.interface.optimizer import OptimizerWrapper
 from booster.update.application import decides_on_device, honours_grad_scale
 from booster.update.choice import Stepping, on_device, update_on_device

@@ -18,7 +18,7 @@ from booster.checkpoint.serving import Source, sources_of
 from booster.checkpoint.tensor_file import write_tensors
 from booster.checkpoint.weights import replaced
 from booster.common.text import listed
-from booster.common.torch_internals import gather_whole
+from booster.common.torch_internals.tensor_internals import gather_whole
 from booster.interface.model import ModelWrapper
 from booster.model.dtensors import is_dtensor
 from booster.model.modules import bare, names_of

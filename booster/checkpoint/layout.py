@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from booster.common.torch_internals import gather_whole
+from booster.common.torch_internals.tensor_internals import gather_whole
 from booster.model.dtensors import is_dtensor, local_part
 from booster.shards.divided import Divided
 

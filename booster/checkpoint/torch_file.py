@@ -23,7 +23,7 @@ from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 from booster.checkpoint.header import SAFETENSORS_DTYPES, num_bytes, sizes
 from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.tensor_file import bytes_of
-from booster.common.torch_internals import REBUILDERS
+from booster.common.torch_internals.tensor_internals import REBUILDERS
 from booster.common.untrusted_files import ROOM, open_regular
 
 _ORDERED_DICT = "collections OrderedDict"

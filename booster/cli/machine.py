@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from booster.cli.values import wrapped
 from booster.common.installed import find_apex, version_of
 from booster.common.text import columns
-from booster.common.torch_internals import scaled_matmul
+from booster.common.torch_internals.tensor_internals import scaled_matmul
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from booster.common.frames import first_user_frame, is_users, line_of, where_raised
 from booster.common.store_barrier import StoreBarrier
-from booster.common.torch_internals import agent_serves_store, default_store, gathered_name
+from booster.common.torch_internals.fsdp_internals import gathered_name
+from booster.common.torch_internals.tensor_internals import agent_serves_store, default_store
 from booster.common.untrusted_files import printable
 
 PATIENCE = 30.0  # seconds

@@ -20,7 +20,7 @@ _CALLS = 100  # of the user's model in training; who calls the wrong one calls i
 # Of boosted models, not of criteria, whose own models are not synchronised.
 _COMPUTES = {("booster.interface.model", name) for name in ("_run", "run_method", "_stream")}
 _OF_TORCH_CHECKPOINT = ("torch.distributed.checkpoint.state_dict",)
-_BETWEEN = ("booster.interface.optimizer", "booster.common.misuse", "torch.optim.", "torch.utils._contextlib")
+_BETWEEN = ("booster.interface.optimizer", "booster.common.misuse", "torch.optim.", "torch.utils.")
 
 
 class OwnStep:

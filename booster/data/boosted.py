@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from booster.common import arguments
-from booster.common.torch_internals import has_workers
+from booster.common.torch_internals.tensor_internals import has_workers
 from booster.data.draws import Counts, generators_of, set_states, states_of, try_states
 from booster.data.iteration import DRAWS, ORDER, OWN_STATE, Iteration, Progress, position_of, skips
 from booster.data.samplers import Announced, distributed_sampler, drawn_of, is_stateful

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from booster.common.random_states import of_python, of_torch, random_state, set_random_state
-from booster.common.torch_internals import has_workers
+from booster.common.torch_internals.tensor_internals import has_workers
 from booster.data.samplers import is_stateful, samplers_of
 
 _MANY = 64  # of more entries in a container none is looked at: it holds samples

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from booster.common import arguments
-from booster.common.torch_internals import end_workers
+from booster.common.torch_internals.tensor_internals import end_workers
 from booster.data.draws import Counts, Draws, generators_of, undrawn
 from booster.data.samplers import Announced, drawn_of, is_stateful, stride
 

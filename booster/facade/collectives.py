@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from booster.common import arguments
-from booster.common.torch_internals import pytree
+from booster.common.torch_internals.tensor_internals import pytree
 from booster.data import DataLoaderWrapper, Share
 from booster.ranks.communicate import communication_device
 

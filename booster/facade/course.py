@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.common import arguments
-from booster.common.torch_internals import graph_task
+from booster.common.torch_internals.autograd_internals import graph_task
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.mixed_precision import MixedPrecision
 from booster.mixed_precision.schedule import Phase, due

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from booster.common import arguments
-from booster.common.torch_internals import default_store
+from booster.common.torch_internals.tensor_internals import default_store
 from booster.data.iteration import Iteration
 from booster.ranks.coordinator import is_main
 from booster.ranks.trial import LeftByOthers, Trial

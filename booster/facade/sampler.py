@@ -11,7 +11,7 @@ import torch
 from booster.checkpoint.adapters import check_merges, merged
 from booster.checkpoint.serving import Source, ends_that_differ
 from booster.common import arguments
-from booster.common.torch_internals import gather_whole
+from booster.common.torch_internals.tensor_internals import gather_whole
 from booster.interface.model import ModelWrapper
 from booster.mixed_precision.policy import dtypes_read
 from booster.model.dtensors import is_dtensor, local_part

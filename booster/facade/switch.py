@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from booster.checkpoint.agree import exchange
 from booster.common.random_states import random_state, set_random_state
-from booster.common.torch_internals import is_compiled
+from booster.common.torch_internals.autograd_internals import is_compiled
 from booster.facade.as_built import AsBuilt, stand_around
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of

@@ -17,7 +17,7 @@ from booster.common import arguments
 from booster.common.frames import raised_in, where_raised
 from booster.common.misuse import RawCalls
 from booster.common.text import dtype_name, listed
-from booster.common.torch_internals import graph_task
+from booster.common.torch_internals.autograd_internals import graph_task
 from booster.interface.tape import Tape
 from booster.interface.transparent import TransparentModule
 from booster.model.dtensors import is_dtensor, is_part

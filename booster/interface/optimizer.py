@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from booster.common import arguments
 from booster.common.misuse import OwnStep, is_called_by_torch_checkpoint
-from booster.common.torch_internals import remove_guards, told_found_inf
+from booster.common.torch_internals.optimizer_internals import remove_guards, told_found_inf
 from booster.interface.signature import takes
 from booster.ranks import agreement
 from booster.update.backward import run_backward

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from booster.common.torch_internals import storage_key, version
+from booster.common.torch_internals.tensor_internals import storage_key, version
 from booster.tensors.trees import map_tensors, tensors
 
 _MANY = 64  # calls after which those that lead nowhere are looked for

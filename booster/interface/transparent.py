@@ -11,7 +11,7 @@ from torch import nn
 
 from booster.common import arguments
 from booster.common.frames import called_by, called_from
-from booster.common.torch_internals import SWAPS_TENSORS
+from booster.common.torch_internals.tensor_internals import SWAPS_TENSORS
 from booster.model.dtensors import is_part
 from booster.model.modules import bare, is_placed, unwrap_placed, wait_for_weights
 from booster.shards.hidden import clear_hidden_gradients

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from booster.common.torch_internals import step_hooks
+from booster.common.torch_internals.optimizer_internals import step_hooks
 from booster.kernels.rule import Rule
 from booster.kernels.steps import KernelSteps
 from booster.kernels.stretches import Stretches

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from booster.common.devices import HostCopy
-from booster.common.torch_internals import note_step, step_hooks
+from booster.common.torch_internals.optimizer_internals import note_step, step_hooks
 from booster.kernels.covered import Covered, CoveredMasters
 from booster.kernels.launch_cache import current
 from booster.kernels.norms import KernelNorms, LookByKernels

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from booster.common.torch_internals import is_fake_kind
+from booster.common.torch_internals.tensor_internals import is_fake_kind
 from booster.number_formats import E2M1, E4M3, E5M2, INT8, NumberFormat, Scaled, Scaling, noise_of, scale_to
 from booster.number_formats.rotation import SIGNS, rotated
 

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from booster.common.torch_internals import compile_graph
+from booster.common.torch_internals.autograd_internals import compile_graph
 from booster.masters.bucket import Bucket
 from booster.masters.formats import WEIGHTS, Format, Split24
 from booster.masters.formats_compiled import fuses, join, pack, rows, split, unpack

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.common.text import listed
-from booster.common.torch_internals import of_same_version
+from booster.common.torch_internals.tensor_internals import of_same_version
 from booster.masters.bucket import Bucket
 from booster.masters.formats import Format, Split24, Stochastic
 from booster.masters.formats_compiled import compiled_format

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.optim import Optimizer
 
-from booster.common.torch_internals import unhooked
+from booster.common.torch_internals.optimizer_internals import unhooked
 from booster.masters.packed import Packed, Way
 from booster.masters.rounding import Dither
 from booster.masters.stand_in import State

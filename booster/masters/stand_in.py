@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from booster.common.torch_internals import is_counted_step, unwrapped
+from booster.common.torch_internals.optimizer_internals import is_counted_step, unwrapped
 from booster.model.optimizer_states import untouched
 
 Entries = dict[str, Any]

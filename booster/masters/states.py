@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from booster.common.torch_internals import plain_functions, version
+from booster.common.torch_internals.autograd_internals import plain_functions
+from booster.common.torch_internals.tensor_internals import version
 from booster.masters.bucket import Bucket, is_elementwise
 from booster.masters.packing import unpacked
 from booster.masters.stand_in import State

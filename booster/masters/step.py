@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from booster.common.torch_internals import note_step, step_hooks, unhooked
+from booster.common.torch_internals.optimizer_internals import note_step, step_hooks, unhooked
 from booster.masters.bucket import Bucket
 from booster.masters.lent import Lent
 from booster.masters.masters import Masters

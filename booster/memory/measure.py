@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.common.torch_internals import dense_parts
+from booster.common.torch_internals.tensor_internals import dense_parts
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.masters.packed import Packed
 from booster.tensors.trees import tensors

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.common import torch_internals
 from booster.common.frames import where_raised
+from booster.common.torch_internals import tensor_internals
 from booster.memory.released import Arrivals, Released, Sizes, Whole
 from booster.memory.sharding import Sharding
 from booster.memory.tracker import StorageTracker
@@ -64,8 +64,8 @@ def run_passes(
     placed = copy_on_meta(model, "an estimate")
     policy = precision.policy_for(model)
     placed = cast_parameters(precision.convert(placed), policy)
-    errors = (torch_internals.DataDependentOutputException, torch_internals.DynamicOutputShapeException)
-    with torch_internals.FakeTensorMode(allow_non_fake_inputs=True):
+    errors = (tensor_internals.DataDependentOutputException, tensor_internals.DynamicOutputShapeException)
+    with tensor_internals.FakeTensorMode(allow_non_fake_inputs=True):
         _give_fakes(placed, device)
         cut = MicroBatch.of(trees.map_tensors(lambda tensor: _fake(tensor, device), batch))
         own_criterion = criterion
@@ -156,6 +156,7 @@ def _give_fakes(model: nn.Module, device: torch.device) -> None:
 
 def _bytes(tensors: Any) -> int:
     storages = {
-        id(s): s for s in (part.untyped_storage() for tensor in tensors for part in torch_internals.dense_parts(tensor))
+        id(s): s
+        for s in (part.untyped_storage() for tensor in tensors for part in tensor_internals.dense_parts(tensor))
     }
     return sum(storage.nbytes() for storage in storages.values())

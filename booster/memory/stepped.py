@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
-from booster.common.torch_internals import unhooked
+from booster.common.torch_internals.optimizer_internals import unhooked
 from booster.masters.offload import moves
 from booster.masters.options import MasterOptions
 from booster.masters.packed import GROUP

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from booster.common.torch_internals import TorchDispatchMode, dense_parts
+from booster.common.torch_internals.tensor_internals import TorchDispatchMode, dense_parts
 from booster.tensors import trees
 
 

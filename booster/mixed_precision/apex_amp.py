@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.common import arguments
-from booster.common.torch_internals import default_device_mode, function_modes, num_function_modes
+from booster.common.torch_internals.autograd_internals import default_device_mode, function_modes, num_function_modes
 from booster.interface.optimizer import OptimizerWrapper, gradients_of
 from booster.interface.transparent import refuse_torchscript
 from booster.mixed_precision.apex.o1 import Registered, float_function, half_function, promote_function

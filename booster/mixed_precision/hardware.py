@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from booster.common.torch_internals import int_mm
+from booster.common.torch_internals.tensor_internals import int_mm
 from booster.tensors.cast_regions import surrounding
 
 Answer = TypeVar("Answer")

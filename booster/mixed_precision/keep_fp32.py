@@ -17,7 +17,7 @@ from torch import nn
 from booster.common import arguments
 from booster.common.shares import exact
 from booster.common.text import listed
-from booster.common.torch_internals import BatchNorm
+from booster.common.torch_internals.tensor_internals import BatchNorm
 from booster.model.modules import matcher, parents, places_of, repeated_blocks
 from booster.tensors.cast_regions import NewTensors, cast_floats, disabled
 from booster.tensors.trees import HALF_DTYPES

@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from booster.common import arguments
-from booster.common.torch_internals import TorchDispatchMode
+from booster.common.torch_internals.tensor_internals import TorchDispatchMode
 from booster.mixed_precision.fp32 import FP32
 from booster.mixed_precision.hardware import CUDA, missing, switched
 from booster.number_formats import TF32, round_to

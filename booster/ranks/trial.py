@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from booster.common.torch_internals import TorchDispatchMode, process_group_of
+from booster.common.torch_internals.tensor_internals import TorchDispatchMode, process_group_of
 
 _WAITS = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
 

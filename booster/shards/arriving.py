@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from booster.common.torch_internals import is_compiled, storage_key
+from booster.common.torch_internals.autograd_internals import is_compiled
+from booster.common.torch_internals.tensor_internals import storage_key
 
 
 class Arriving:

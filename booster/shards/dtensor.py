@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.optim import Optimizer
 
 from booster.common.text import listed
-from booster.common.torch_internals import gather_whole, own_part, own_parts, placed_unlike
+from booster.common.torch_internals.tensor_internals import gather_whole, own_part, own_parts, placed_unlike
 from booster.model.dtensors import around
 from booster.model.optimizer_kinds import check_attributes, kind_of, known, unknown
 from booster.ranks.agreement import all_names

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.common.torch_internals import (
+from booster.common.torch_internals.fsdp_internals import (
     dtype_in_gather,
     free_when_resharded,
     gathered,
     joined_shards,
     padded_length,
-    storage_key,
-    version,
 )
+from booster.common.torch_internals.tensor_internals import storage_key, version
 from booster.model.dtensors import local_part
 from booster.number_formats import E4M3, Scaled, Scaling, decode_tensorwise, encode_tensorwise
 from booster.number_formats.scaling import scale_of, share_of

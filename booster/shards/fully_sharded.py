@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from booster.common.torch_internals import (
+from booster.common.torch_internals.autograd_internals import without_function_modes
+from booster.common.torch_internals.fsdp_internals import (
     all_gathered,
     drop_unreduced,
     end_iteration,
@@ -28,9 +29,8 @@ from booster.common.torch_internals import (
     hold_back,
     is_gathered,
     own_piece,
-    without_function_modes,
-    writes,
 )
+from booster.common.torch_internals.tensor_internals import writes
 from booster.model.dtensors import local_part
 from booster.shards.base import UNSYNCHRONISED
 from booster.shards.dtensor import DTensorShards

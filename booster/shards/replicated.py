@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.common.torch_internals import graph_task, version
+from booster.common.torch_internals.autograd_internals import graph_task
+from booster.common.torch_internals.tensor_internals import version
 from booster.model.modules import bare
 from booster.shards.base import ALONE, FROZEN, RELAID, UNSYNCHRONISED, Shards
 from booster.shards.likeness import Likeness, trained

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.common.torch_internals import version
+from booster.common.torch_internals.tensor_internals import version
 from booster.model.optimizer_kinds import Kind, check_attributes, kind_of, unknown
 from booster.ranks.communicate import exchange
 from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards, State, StateOfParts

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from booster.common.torch_internals import engine_backward, function_modes, num_function_modes
+from booster.common.torch_internals.autograd_internals import engine_backward, function_modes, num_function_modes
 from booster.tensors.trees import HALF_DTYPES, map_tensors
 
 Function = Callable[..., Any]

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.common.torch_internals import multiply_and_check_, sparse_values
+from booster.common.torch_internals.optimizer_internals import multiply_and_check_
+from booster.common.torch_internals.tensor_internals import sparse_values
 from booster.model.dtensors import dtensor_types, is_dtensor
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from booster.common.torch_internals import base_of, graph_task, is_fake_kind, without_subclasses, written_arguments
+from booster.common.torch_internals.autograd_internals import graph_task, without_subclasses
+from booster.common.torch_internals.tensor_internals import base_of, is_fake_kind, written_arguments
 from booster.tensors.cast_regions import halved
 from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import SGD, Optimizer
 
-from booster.common.torch_internals import set_fused_flags, step_hooks
+from booster.common.torch_internals.optimizer_internals import set_fused_flags, step_hooks
 from booster.model.optimizer_kinds import KNOWN, known
 from booster.tensors.flat import is_dense, lies_like
 from booster.tensors.grads import gradient_values, own_memory, scale_values

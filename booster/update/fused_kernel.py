@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from booster.common.torch_internals import has_kernel, set_fused_flags, unhooked
+from booster.common.torch_internals.optimizer_internals import set_fused_flags, unhooked
+from booster.common.torch_internals.tensor_internals import has_kernel
 from booster.tensors.flat import is_dense
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.application import KERNELS, honours_grad_scale

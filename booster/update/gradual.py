@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.common.torch_internals import exchange_step_hooks, note_step, step_hooks, unhooked
+from booster.common.torch_internals.optimizer_internals import exchange_step_hooks, note_step, step_hooks, unhooked
 from booster.model.optimizer_kinds import KNOWN
 from booster.model.optimizer_states import entries_put_back
 from booster.shards import Shards

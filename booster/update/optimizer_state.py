@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.common.torch_internals import loads_with_hooks
+from booster.common.torch_internals.optimizer_internals import loads_with_hooks
 from booster.model.optimizer_states import load_states
 from booster.update.context import UpdateContext
 

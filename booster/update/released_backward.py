@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from booster.common.torch_internals import graph_task, without_function_modes
+from booster.common.torch_internals.autograd_internals import graph_task, without_function_modes
 from booster.update.in_backward_pass import InBackwardPass
 
 REENTRANT = (

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from booster.common.torch_internals import own_part, version
+from booster.common.torch_internals.tensor_internals import own_part, version
 from booster.model.dtensors import is_dtensor
 
 FIRST, EVERY = 2, 100  # the first steps, and one in so many, are compared

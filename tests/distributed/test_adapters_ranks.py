@@ -6,7 +6,7 @@ from lora import TOLERANCES, adapted, base, boosted, differs, loaded, quantised_
 from safetensors.torch import save_file
 
 from booster import describe
-from booster.common.torch_internals import shards_integers
+from booster.common.torch_internals.fsdp_internals import shards_integers
 from booster.mixed_precision import FP16ApexMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster import Booster
-from booster.common import torch_internals
+from booster.common.torch_internals.fsdp_internals import fsdp_groups
 from booster.mixed_precision import (
     BF16NaiveMixedPrecision,
     DtypePolicy,
@@ -187,7 +187,7 @@ def offloaded(rank, world_size):
     # On CPU offloading changes nothing else that could be seen.
     return [
         type(group.offload_policy).__name__
-        for group in torch_internals.fsdp_groups(module for module in model.modules() if isinstance(module, FSDPModule))
+        for group in fsdp_groups(module for module in model.modules() if isinstance(module, FSDPModule))
     ]
 
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster import Booster
-from booster.common.torch_internals import fsdp_groups, gather_of
+from booster.common.torch_internals.fsdp_internals import fsdp_groups, gather_of
 from booster.mixed_precision import FP8MixedPrecision
 from booster.mixed_precision.low_precision import linear, operands
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from trainers import llama
 
 from booster import Booster
-from booster.common.torch_internals import shards_integers
+from booster.common.torch_internals.fsdp_internals import shards_integers
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

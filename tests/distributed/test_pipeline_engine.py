@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import booster
 from booster import Booster
-from booster.common.torch_internals import computes_weights_apart
+from booster.common.torch_internals.pipeline_internals import computes_weights_apart
 from booster.mixed_precision import BF16MixedPrecision
 from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.model.dtensors import local_part

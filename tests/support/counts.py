@@ -10,7 +10,7 @@ from torch import nn
 
 import booster
 from booster import Booster
-from booster.common.torch_internals import TorchDispatchMode
+from booster.common.torch_internals.tensor_internals import TorchDispatchMode
 
 FEW, MANY = 40, 160
 MOST = 1.15 * MANY / FEW  # times as many calls

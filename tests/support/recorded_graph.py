@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from booster.capture.reads import _waits, written
-from booster.common.torch_internals import TorchDispatchMode, storage_key
+from booster.common.torch_internals.tensor_internals import TorchDispatchMode, storage_key
 from booster.numerics.diagnosis.replay import Memory
 from booster.tensors.trees import map_tensors, tensors
 

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from booster import Booster
-from booster.common.torch_internals import FakeTensorMode
+from booster.common.torch_internals.tensor_internals import FakeTensorMode
 from booster.update import fused_kernel as fused
 
 LOGGER = "booster.update"

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
-from booster.common.torch_internals import num_function_modes
+from booster.common.torch_internals.autograd_internals import num_function_modes
 from booster.mixed_precision import (
     BF16MixedPrecision,
     BF16NaiveMixedPrecision,

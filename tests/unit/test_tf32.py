@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
-from booster.common.torch_internals import FakeTensorMode
+from booster.common.torch_internals.tensor_internals import FakeTensorMode
 from booster.mixed_precision import FP32, TF32MixedPrecision
 from booster.mixed_precision.hardware import CUDA, ONEDNN, missing_on_cpu, rounds_to_bfloat16, switched
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.common.torch_internals import add_state_dict_hook
+from booster.common.torch_internals.tensor_internals import add_state_dict_hook
 from booster.interface.model import ForwardPrecision, ModelWrapper
 from booster.tensors.cast_regions import cast_floats
 from booster.tensors.trees import is_container

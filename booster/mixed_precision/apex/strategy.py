@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.common.torch_internals import BatchNorm
+from booster.common.torch_internals.tensor_internals import BatchNorm
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.loss_scaler import LossScaler
 from booster.masters.masters import Masters

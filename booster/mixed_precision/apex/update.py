@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from booster.common.torch_internals import sparse_values, version
+from booster.common.torch_internals.tensor_internals import sparse_values, version
 from booster.masters.keeps import KeptMasters
 from booster.masters.masters import Masters
 from booster.masters.update import MasterApplication

@@ -9,13 +9,13 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional as F
 
-from booster.common.torch_internals import (
+from booster.common.torch_internals.autograd_internals import (
     has_saved_tensors_hooks,
     interpreters_around,
     saved_tensors_hooks_around,
     uninterceptable,
-    version,
 )
+from booster.common.torch_internals.tensor_internals import version
 from booster.mixed_precision import hardware
 from booster.mixed_precision.half_products.half_sums import SUMS, is_half, rounded, without_autocast
 from booster.mixed_precision.half_products.saved_operands import SavedOperand, SaveOperandsInHalf

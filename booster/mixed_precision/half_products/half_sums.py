@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from booster.common.torch_internals import dual_level, interpreters_around
+from booster.common.torch_internals.autograd_internals import dual_level, interpreters_around
 from booster.model.dtensors import is_dtensor
 from booster.tensors.trees import HALF_DTYPES
 

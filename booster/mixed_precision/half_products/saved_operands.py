@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from booster.common.torch_internals import storage_key, version
+from booster.common.torch_internals.tensor_internals import storage_key, version
 from booster.model.dtensors import is_dtensor
 
 

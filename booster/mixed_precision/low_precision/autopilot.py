@@ -14,7 +14,7 @@ from torch import nn
 
 from booster.common import arguments
 from booster.common.shares import exact
-from booster.common.torch_internals import is_compiled
+from booster.common.torch_internals.autograd_internals import is_compiled
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, product
 from booster.mixed_precision.low_precision.recipes import ROLES, Product, Recipe, Role, Wide

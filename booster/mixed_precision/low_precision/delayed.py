@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from booster.common import arguments
-from booster.common.torch_internals import compiler_is_loaded
+from booster.common.torch_internals.autograd_internals import compiler_is_loaded
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import DelayedScale
 from booster.number_formats import E4M3, E5M2

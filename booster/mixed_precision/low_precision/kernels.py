@@ -13,7 +13,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from booster.common.torch_internals import int_mm
+from booster.common.torch_internals.tensor_internals import int_mm
 from booster.mixed_precision.hardware import alone, missing, sums_int8_exactly
 from booster.mixed_precision.low_precision.operands import rounded
 from booster.mixed_precision.low_precision.recipes import Product, Recipe, Wide

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from booster.common.torch_internals import is_fake_kind, outside_of_graphs
+from booster.common.torch_internals.autograd_internals import outside_of_graphs
+from booster.common.torch_internals.tensor_internals import is_fake_kind
 from booster.mixed_precision.hardware import gives_float32_sums, multiplies_into_sums
 from booster.mixed_precision.low_precision.kernels import multiply
 from booster.mixed_precision.low_precision.operands import both, rounded, turned

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.common import arguments
-from booster.common.torch_internals import compiled_like
+from booster.common.torch_internals.autograd_internals import compiled_like
 from booster.masters.options import MasterOptions
 from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.half_products.product_choice import HalfProducts

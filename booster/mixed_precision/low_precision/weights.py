@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.common.torch_internals import is_fake_kind, storage_key, version
+from booster.common.torch_internals.tensor_internals import is_fake_kind, storage_key, version
 from booster.mixed_precision.low_precision import operands
 from booster.mixed_precision.low_precision.recipes import Operand, Product, Recipe
 from booster.number_formats import Scaled

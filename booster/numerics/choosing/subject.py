@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from booster.common import arguments
 from booster.common.devices import clock
-from booster.common.torch_internals import dense_parts
+from booster.common.torch_internals.tensor_internals import dense_parts
 from booster.interface.optimizer import update_of
 from booster.memory import Measured, measure
 from booster.memory.measure import kept_tensors

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from booster.common.store_barrier import StoreBarrier
-from booster.common.torch_internals import default_store
+from booster.common.torch_internals.tensor_internals import default_store
 from booster.ranks.communicate import exchange
 
 PATIENCE = timedelta(seconds=60)  # of a rank that failed, for the others to come

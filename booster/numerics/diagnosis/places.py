@@ -19,14 +19,14 @@ from torch import nn
 
 from booster.common.frames import is_users
 from booster.common.text import dtype_name
-from booster.common.torch_internals import (
+from booster.common.torch_internals.autograd_internals import (
     engine_starts,
     graph_task,
     module_call,
     newest_node_number,
     running_node,
-    storage_key,
 )
+from booster.common.torch_internals.tensor_internals import storage_key
 from booster.tensors.micro_batch import at_stage
 
 

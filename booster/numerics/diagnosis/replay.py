@@ -15,7 +15,8 @@ from torch import nn
 
 from booster.common import arguments
 from booster.common.random_states import random_state, set_random_state
-from booster.common.torch_internals import compiler_is_loaded, storage_key
+from booster.common.torch_internals.autograd_internals import compiler_is_loaded
+from booster.common.torch_internals.tensor_internals import storage_key
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.model.dtensors import is_dtensor

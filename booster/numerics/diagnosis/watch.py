@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from booster.common.text import dtype_name
-from booster.common.torch_internals import TorchDispatchMode, is_fake_kind, storage_key, without_function_modes
+from booster.common.torch_internals.autograd_internals import without_function_modes
+from booster.common.torch_internals.tensor_internals import TorchDispatchMode, is_fake_kind, storage_key
 from booster.numerics.diagnosis.places import MemoryNames, Numbers, Place, Places, bad_rows, numbers_of
 from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from booster.common.devices import HostCopy
-from booster.common.torch_internals import graph_task
+from booster.common.torch_internals.autograd_internals import graph_task
 from booster.interface.model import ModelWrapper
 from booster.model.dtensors import is_dtensor
 from booster.model.modules import matcher

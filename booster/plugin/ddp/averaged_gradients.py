@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.common.torch_internals import bucket_assignment
+from booster.common.torch_internals.fsdp_internals import bucket_assignment
 from booster.plugin.ddp.gradient_reducer import GradientReducer
 from booster.tensors.flat import is_dense, shaped_like
 

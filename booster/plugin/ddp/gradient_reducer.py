@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.common.torch_internals import graph_task, when_backward_ends, without_function_modes
+from booster.common.torch_internals.autograd_internals import graph_task, when_backward_ends, without_function_modes
 
 # Buckets that are being reduced at one time: a work holds what it sends until it is waited for, so without a bound all whole
 # gradients are there when backward ends. Two follow each other without a gap; the third is being filled meanwhile.

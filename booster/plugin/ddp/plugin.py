@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from booster.common import arguments
-from booster.common.torch_internals import leave_gradients_alone, left_to_others
+from booster.common.torch_internals.fsdp_internals import leave_gradients_alone, left_to_others
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.model.meta import arrive
 from booster.model.modules import bare, unwrap_placed

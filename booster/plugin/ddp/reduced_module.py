@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from booster.common.torch_internals import graph_task
+from booster.common.torch_internals.autograd_internals import graph_task
 from booster.model.modules import PlacedModule, bare
 from booster.plugin.ddp.averaged_gradients import AverageReducer
 from booster.plugin.ddp.gradient_reducer import GradientReducer

@@ -21,18 +21,15 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from booster.common.inference import outside_inference
 from booster.common.text import listed
-from booster.common.torch_internals import (
+from booster.common.torch_internals.autograd_internals import has_gradient_hooks
+from booster.common.torch_internals.fsdp_internals import (
     fsdp_groups,
     fsdp_params,
     fsdp_states,
     gather_of,
-    has_gradient_hooks,
     is_in_forward,
-    is_view,
-    let_go,
-    of_class,
+    outside_inference,
     run_hooks_outside_modes,
     see_all_outputs,
     set_dtypes,
@@ -40,6 +37,8 @@ from booster.common.torch_internals import (
     settle_dtypes,
     shards_integers,
 )
+from booster.common.torch_internals.fsdp_lifetimes import let_go
+from booster.common.torch_internals.tensor_internals import is_view, of_class
 from booster.mixed_precision.policy import (
     DtypePolicy,
     gathered_modules,

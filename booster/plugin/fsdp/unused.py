@@ -12,15 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from booster.common.text import listed
-from booster.common.torch_internals import (
+from booster.common.torch_internals.autograd_internals import graph_task, when_backward_ends, without_function_modes
+from booster.common.torch_internals.fsdp_internals import (
     fsdp_groups,
-    graph_task,
     leave_out,
     reduces,
     registered_group,
     unreduced,
-    when_backward_ends,
-    without_function_modes,
     zero_unreduced,
 )
 from booster.plugin.fsdp.written import WrittenParameters

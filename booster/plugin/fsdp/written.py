@@ -12,16 +12,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from booster.common.text import listed
-from booster.common.torch_internals import (
+from booster.common.torch_internals.fsdp_internals import (
     fsdp_groups,
     gather_here_again,
     gather_of,
     gathered,
     name_of,
-    storage_key,
     takes_its_gathering,
     versions_of_wholes,
 )
+from booster.common.torch_internals.tensor_internals import storage_key
 from booster.model.dtensors import is_dtensor, local_part
 from booster.shards.fully_sharded import adopt, compared
 

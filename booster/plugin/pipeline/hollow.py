@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from booster.common.torch_internals import FakeTensor, FakeTensorMode, version, without_subclasses
+from booster.common.torch_internals.autograd_internals import without_subclasses
+from booster.common.torch_internals.tensor_internals import FakeTensor, FakeTensorMode, version
 
 Answers = dict[Any, Any]
 _MOST = 4096

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from booster.common.torch_internals import DataDependentOutputException, DynamicOutputShapeException
+from booster.common.torch_internals.tensor_internals import DataDependentOutputException, DynamicOutputShapeException
 from booster.model.modules import fast_path_off
 from booster.plugin.pipeline.provenance import NOWHERE, Origins, foreign_use
 from booster.plugin.pipeline.route import Boundary, Echo, Route, TensorSpec, substitute

@@ -17,15 +17,14 @@ from torch.distributed.pipelining import (
 from torch.overrides import TorchFunctionMode
 
 from booster.common import arguments
-from booster.common.torch_internals import (
-    PipelineStage,
-    computes_weights_apart,
+from booster.common.torch_internals.autograd_internals import (
     engine_backward,
-    is_view,
     num_function_modes,
     with_function_modes,
     without_function_modes,
 )
+from booster.common.torch_internals.pipeline_internals import PipelineStage, computes_weights_apart
+from booster.common.torch_internals.tensor_internals import is_view
 from booster.plugin.pipeline.route import Route, TensorSpec
 from booster.plugin.pipeline.stage import Stage
 from booster.tensors.micro_batch import at_stage

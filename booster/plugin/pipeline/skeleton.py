@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.common.torch_internals import FakeTensor
+from booster.common.torch_internals.tensor_internals import FakeTensor
 from booster.model.meta import copy_on_meta
 from booster.plugin.pipeline.hollow import HollowMode, hollow
 from booster.plugin.pipeline.split import Split, holders, owners

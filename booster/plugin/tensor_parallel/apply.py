@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from booster.common.torch_internals import StridedShard
+from booster.common.torch_internals.tensor_internals import StridedShard
 from booster.mixed_precision.policy import DtypePolicy
 from booster.plugin.tensor_parallel.boundary import LocalStyle
 from booster.plugin.tensor_parallel.plan import TPPlan, resolve_plan

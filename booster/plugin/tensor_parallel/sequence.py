@@ -7,7 +7,7 @@ import re
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from booster.common.torch_internals import RunningNorm
+from booster.common.torch_internals.tensor_internals import RunningNorm
 from booster.plugin.tensor_parallel.attention import HeadParallel
 from booster.plugin.tensor_parallel.styles import Colwise, Region, Rowwise
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from booster.common import arguments
-from booster.common.torch_internals import StridedShard
+from booster.common.torch_internals.tensor_internals import StridedShard
 from booster.plugin.tensor_parallel import boundary
 from booster.plugin.tensor_parallel.boundary import LocalStyle, PartForward, own_dtensors, part_with_gradient, swapped
 from booster.plugin.tensor_parallel.shared_input import SharedInput

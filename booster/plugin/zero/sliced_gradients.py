@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from booster.common.torch_internals import graph_task, when_backward_ends, without_function_modes
+from booster.common.torch_internals.autograd_internals import graph_task, when_backward_ends, without_function_modes
 from booster.plugin.ddp.fp8_communication import ExchangedSum, FP8Sum
 from booster.plugin.ddp.gradient_reducer import GradientReducer
 from booster.plugin.ddp.reduced_module import LaidOut

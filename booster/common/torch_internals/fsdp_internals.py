@@ -1,0 +1,403 @@
+"""The records that `fully_shard` keeps of modules, groups and parameters, and hooks of DistributedDataParallel."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster.common.torch_internals.autograd_internals import without_function_modes
+from booster.common.torch_internals.tensor_internals import of_same_version, pytree
+
+
+def bucket_assignment(tensors: list[torch.Tensor], limit: int, indices: Sequence[int] = ()) -> list[list[int]]:
+    """Return the buckets, of at most `limit` bytes and one dtype and device, that `DistributedDataParallel` makes of `tensors`.
+
+    indices: the numbers that stand for them, where buckets are to come as they fill; else by the first tensor in each.
+    """
+    buckets, _ = dist._compute_bucket_assignment_by_size(tensors, [limit], [False] * len(tensors), list(indices))
+    return [list(bucket) for bucket in buckets]
+
+
+def leave_gradients_alone(module: Any) -> None:
+    """Take from the parameters of a `DistributedDataParallel` its hooks, so that it averages no gradient any more."""
+    module._remove_autograd_hooks()
+
+
+@contextmanager
+def left_to_others(module: Any, names: Sequence[str]) -> Iterator[None]:
+    """Inside, `DistributedDataParallel(module)` sends none of the parameters and buffers of these names, then or later."""
+    if names:
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+    try:
+        yield
+    finally:
+        if names:
+            del module._ddp_params_and_buffers_to_ignore
+
+
+@contextmanager
+def _outside_inference() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():  # leaving inference mode turns gradients on
+        yield
+
+
+def outside_inference() -> AbstractContextManager[None]:
+    """Return a context that leaves `torch.inference_mode`, without gradients; one that does nothing outside of it."""
+    return _outside_inference() if torch.is_inference_mode_enabled() else nullcontext()
+
+
+_HELD_BACK = "unsharded_accumulated_grad"
+
+
+def fsdp_states(modules: Iterable[Any]) -> Iterator[Any]:
+    """Yield torch's state of each module that `fully_shard` was applied to."""
+    for module in modules:
+        yield module._get_fsdp_state()
+
+
+def gathered_name(group: Any) -> str | None:
+    """Return the name of the module whose parameters are gathered together in `group`; None where it is none, or not known."""
+    return getattr(group, "_module_fqn", None) if type(group).__name__ == "FSDPParamGroup" else None
+
+
+def fsdp_groups(modules: Iterable[Any]) -> list[Any]:
+    """Return the groups of parameters that are gathered together, of modules that `fully_shard` was applied to."""
+    found: list[Any] = []
+    for module in modules:
+        found += groups_of(module._get_fsdp_state())
+    return found
+
+
+def groups_of(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # in torch 2.11 it has one, or none
+
+
+def fsdp_params(modules: Iterable[Any]) -> list[Any]:
+    """Return torch's record of every parameter of such modules."""
+    found: list[Any] = []
+    for group in fsdp_groups(modules):
+        found += group.fsdp_params
+    return found
+
+
+def is_in_forward(state: Any) -> bool:
+    """Return whether a state of `fsdp_states` is in its forward pass, or was left there by an exception."""
+    return state._training_state.name == "FORWARD"
+
+
+def has_run(state: Any) -> bool:
+    """Return whether a state of `fsdp_states` was set up, which torch does in the first forward pass."""
+    return hasattr(state._comm_ctx, "all_gather_stream")  # which has no value before, in any torch
+
+
+def end_iteration(module: Any) -> None:
+    """Bring a module that `fully_shard` was applied to, and all in it, to what they are between passes, after one that raised.
+
+    The module is the outermost such. Gradients that were on their way are lost.
+    """
+    if hasattr(module, "reset_iter_state"):
+        module.reset_iter_state()
+    else:
+        _end_iteration_of_2_11(module._get_fsdp_state())
+
+
+def _end_iteration_of_2_11(root: Any) -> None:
+    """Do what `reset_iter_state` of later torch does: wait for what is on its way, and forget where the passes were."""
+    shared, passes = root._comm_ctx, root._state_ctx
+    idle = type(root._training_state).IDLE
+    wait = root._device_handle.current_stream().wait_event
+    for kept in (shared.all_gather_state, shared.reduce_scatter_state):
+        if kept is not None and kept.event is not None:
+            wait(kept.event)
+    shared.all_gather_state = shared.reduce_scatter_state = None
+    for state in passes.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = idle
+        group = state._fsdp_param_group
+        if group is not None:
+            group.finalize_backward()  # waits for reductions, copies to the host and a gather that nobody took
+            if group._reshard_after_forward_event is not None:
+                wait(group._reshard_after_forward_event)
+                group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._training_state = idle
+            group._to_sharded()
+    shared.post_forward_order.clear()
+    passes.iter_forward_root = None
+    passes.post_backward_final_callback_queued = False
+
+
+def run_hooks_outside_modes(module: nn.Module, watch: Any) -> None:
+    """Let the hooks around the forward of `module`, to which `fully_shard` was just applied, run in no torch function mode.
+
+    They gather and free; a mode that sees what a user's forward calls need not see each of the some hundred functions that a
+    group takes for that. Nor do they run in `torch.inference_mode`: what is gathered into stays, for training too.
+    watch: has `look()`, called before what was gathered is freed, whenever `always`, or where the whole parameters of its
+    `params` were written in place since they had `versions`.
+    """
+    (state,) = fsdp_states([module])
+    tables: list[tuple[Any, Any]] = [(module._forward_pre_hooks, None), (module._forward_hooks, watch)]
+    for hooks, watched in tables:
+        for key, hook in hooks.items():
+            inner = hook  # of several modules it is wrapped
+            while hasattr(inner, "__wrapped__") and not hasattr(inner, "__self__"):
+                inner = inner.__wrapped__
+            if getattr(inner, "__self__", None) is state:
+                hooks[key] = _outside_modes(hook, watched)
+
+
+_VERSION_OF_WHOLE = attrgetter("_unsharded_param._version")
+
+
+def versions_of_wholes(params: Sequence[Any]) -> list[int]:
+    """Return how often the whole parameters of records of `fsdp_params` were written in place; gathering does not count."""
+    return list(map(_VERSION_OF_WHOLE, params))
+
+
+def _outside_modes(hook: Callable[..., Any], watch: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with without_function_modes(), outside_inference():
+            # As `versions_of_wholes`, but that every forward pass of every group comes here.
+            if watch is not None and (watch.always or list(map(_VERSION_OF_WHOLE, watch.params)) != watch.versions):
+                watch.look()
+            return hook(*args, **kwargs)
+
+    return torch.compiler.disable(run)  # as the hook itself is
+
+
+def shards_integers() -> bool:
+    """Return whether `fully_shard` takes parameters of integers, which it refuses, or casts to half, before torch 2.13."""
+    return torch.__version__ >= "2.13"
+
+
+def see_all_outputs(module: nn.Module, walk: Callable[[Any], Iterable[torch.Tensor]]) -> None:
+    """Let `fully_shard`, just applied to `module`, gather for backward where its outputs lie in whatever `walk` looks into.
+
+    Torch 2.11 looks into no dataclass and no subclass of tuple and list, and computes backward with parameters that were freed.
+    """
+    (state,) = fsdp_states([module])
+    if not hasattr(sys.modules[type(state).__module__], "collect_grad_tensors"):
+        module.register_forward_hook(torch.compiler.disable(_OtherOutputs(state, walk)))
+
+
+class _OtherOutputs:
+    def __init__(self, state: Any, walk: Callable[[Any], Iterable[torch.Tensor]]) -> None:
+        self._state = state
+        self._walk = walk
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._state._training_state.name == "IDLE":  # not where activations are computed again
+            seen = {id(leaf) for leaf in pytree.tree_leaves(output)}
+            self._state._register_pre_backward_hook([tensor for tensor in self._walk(output) if id(tensor) not in seen])
+
+
+def settle_dtypes(groups: Iterable[Any]) -> str | None:
+    """Make groups of parameters decide their dtypes now, which torch does in the first forward pass.
+
+    Returns the name of a part of theirs with a hook of `register_hook`, which autograd never calls, if there is one.
+    """
+    hooked = None
+    for group in groups:
+        if getattr(group, "_orig_dtype", True) is None:
+            group._init_mp_dtypes()
+        with torch._C.DisableTorchFunction():  # to look at hooks is none of the functions of a model
+            for param in group.fsdp_params:
+                if param.sharded_param._backward_hooks:
+                    hooked = param._param_fqn
+    return hooked
+
+
+def set_dtypes(module: Any, policy: Any) -> None:
+    """Make a module that `fully_shard` was applied to gather and reduce by another `MixedPrecisionPolicy` from now on.
+
+    Its parameters are sharded at present.
+    """
+    module._get_fsdp_state()._mp_policy = policy
+    for group in fsdp_groups([module]):
+        group.mp_policy = policy
+        for param in group.fsdp_params:
+            param.mp_policy = policy
+            param.all_gather_outputs = []  # of the dtype of before
+            if hasattr(param, "_unsharded_param"):
+                del param._unsharded_param
+        group._init_mp_dtypes()
+
+
+def gathered(param: Any) -> Any | None:
+    """Return the whole parameter of a record of `fsdp_params`; None before it was ever gathered."""
+    return getattr(param, "_unsharded_param", None)
+
+
+def all_gathered(params: Iterable[Any]) -> list[Any]:
+    """Return `gathered` of each of `params`."""
+    found = []
+    for param in params:
+        found.append(getattr(param, "_unsharded_param", None))
+    return found
+
+
+def drop_unreduced(params: Sequence[Any]) -> None:
+    """Drop what records of `fsdp_params` hold back, and the gradients of their whole parameters."""
+    apart = bool(params) and _keeps_apart(params[0])
+    for param in params:
+        if apart:
+            param.unsharded_accumulated_grad = None
+        whole = getattr(param, "_unsharded_param", None)
+        if whole is not None:
+            whole.grad = None
+
+
+def held_back(param: Any) -> torch.Tensor | None:
+    """Return the unreduced gradient that torch keeps in a record of `fsdp_params`, beside that of the gathered parameter.
+
+    torch 2.15 and above keep none there: what backward passes leave without synchronisation is the gathered one's `.grad`.
+    """
+    return param.unsharded_accumulated_grad if _keeps_apart(param) else None
+
+
+def hold_back(param: Any, grad: torch.Tensor | None) -> None:
+    """Keep `grad` as what `held_back` returns; None drops it."""
+    if _keeps_apart(param):
+        param.unsharded_accumulated_grad = grad
+
+
+def _keeps_apart(param: Any) -> bool:
+    return not isinstance(getattr(type(param), _HELD_BACK, None), property)
+
+
+def registered_group(tensor: torch.Tensor) -> Any | None:
+    """Return the group of `fsdp_groups` that is reduced by the node that `tensor` comes from; None for others."""
+    return getattr(tensor.grad_fn, "param_group", None)
+
+
+def reduces(group: Any) -> bool:
+    """Return whether a group of `fsdp_groups` reduces gradients at present, as outside of passes without synchronisation."""
+    return bool(group.reduce_grads)
+
+
+def unreduced(group: Any) -> tuple[list[bool | None], bool]:
+    """Return of each record of a group of `fsdp_groups` whether it has a gradient that is to be reduced, None for one that is
+    frozen or was never gathered; and whether gradients of the group are kept in the records, in the dtype of the reduction.
+
+    Those of this pass are kept there too, if those of earlier passes are: a reduction is of one dtype.
+    """
+    params = group.fsdp_params
+    apart = False
+    if params and not isinstance(getattr(type(params[0]), _HELD_BACK, None), property):  # see `held_back`
+        for param in params:
+            apart = apart or param.unsharded_accumulated_grad is not None
+    found: list[bool | None] = []
+    for param in params:
+        whole = getattr(param, "_unsharded_param", None)
+        if whole is None:
+            found.append(None)
+            continue
+        if not whole.numel():
+            whole.grad = None  # there is nothing in it, and torch's reduction takes no empty ones
+        if apart and param.unsharded_accumulated_grad is not None:
+            param.accumulate_unsharded_grad_if_needed()
+        elif apart:
+            param.to_accumulated_grad_if_needed()
+        has = whole.grad is not None or (apart and param.unsharded_accumulated_grad is not None)
+        found.append(has if has or (whole.requires_grad and whole.numel() > 0) else None)
+    return found, apart
+
+
+def zero_unreduced(param: Any, apart: bool) -> None:
+    """Give a record of `fsdp_params`, which was gathered, a gradient of zeros; apart: as `unreduced` says of its group."""
+    whole = param._unsharded_param
+    if apart:
+        param.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=param.reduce_dtype)
+    else:
+        whole.grad = torch.zeros_like(whole)
+
+
+def leave_out(group: Any) -> None:
+    """Have torch leave out a group of `fsdp_groups` that was never gathered when a backward pass without synchronisation ends:
+    it would look for gradients of parameters that are not there."""
+    if not any(hasattr(param, "_unsharded_param") for param in group.fsdp_params):
+        group._training_state = type(group._training_state).POST_BACKWARD
+
+
+def is_gathered(group: Any) -> bool:
+    """Return whether the modules of a group of `fsdp_groups` have whole parameters at present."""
+    return bool(group.is_unsharded)
+
+
+def set_gather(module: Any, gather: Any) -> None:
+    """Make the group of a module that `fully_shard` was applied to all-gather by `gather`."""
+    module.set_custom_all_gather(gather)
+
+
+def gather_of(group: Any) -> Any:
+    """Return what a group of `fsdp_groups` all-gathers by."""
+    return group._all_gather_comm
+
+
+def padded_length(param: Any) -> int:
+    """Return how many numbers of a record of `fsdp_params` each rank brings to an all-gather."""
+    return int(param.padded_sharded_param_size.numel())
+
+
+def dtype_in_gather(param: Any) -> torch.dtype:
+    """Return the dtype in which a record of `fsdp_params` is gathered; after the first forward pass has begun."""
+    dtype: torch.dtype = param.param_dtype or param.orig_dtype
+    return dtype
+
+
+def takes_its_gathering(param: Any) -> bool:
+    """Return whether a record of `fsdp_params` is gathered into what becomes the whole parameter, by no class of its own."""
+    return not hasattr(param._sharded_local_tensor, "fsdp_post_all_gather")
+
+
+def name_of(param: Any) -> str:
+    """Return the name of a record of `fsdp_params` in the outermost module; after the first forward pass has begun."""
+    return str(param._param_fqn)
+
+
+def gather_here_again(param: Any) -> None:
+    """Have the whole parameter of a record of `fsdp_params` stand in the memory that is gathered into again, with its numbers,
+    if somebody put another tensor there by `.data = ...`."""
+    (memory,), whole = param.all_gather_outputs, param._unsharded_param
+    local = getattr(whole, "_local_tensor", whole).detach()
+    if local.data_ptr() != memory.data_ptr():
+        own = memory.as_strided(param._orig_size, param._contiguous_orig_stride, 0)
+        with of_same_version([own]):
+            own.copy_(local)
+        if local is getattr(whole, "_local_tensor", None):
+            whole._local_tensor = own
+        else:
+            whole.data = own
+
+
+def own_piece(param: Any, whole: torch.Tensor) -> torch.Tensor:
+    """Return of `whole`, a plain tensor of the shape that is gathered, what this rank's shard of a record is gathered from."""
+    dim, length = param.fsdp_placement.dim, whole.shape[param.fsdp_placement.dim]
+    size = -(-length // param.mesh_info.shard_mesh_size)  # the last ranks may have less, or nothing
+    start = min(param.mesh_info.shard_mesh_rank * size, length)
+    return whole.narrow(dim, start, min(size, length - start))
+
+
+def joined_shards(param: Any, parts: torch.Tensor) -> torch.Tensor:
+    """Return the whole that a record of `fsdp_params` is gathered to, of `parts`: (ranks, numbers of a filled up shard)."""
+    dim, shapes = param.fsdp_placement.dim, param.padded_sharded_param_size
+    pieces = parts.view(len(parts), *shapes)
+    whole = pieces.flatten(0, 1) if dim == 0 else torch.cat(pieces.unbind(), dim)
+    return whole.narrow(dim, 0, param._orig_size[dim]).contiguous()
+
+
+def free_when_resharded(param: Any, tensor: torch.Tensor) -> None:
+    """Have the memory of `tensor` freed when what a record of `fsdp_params` has gathered is; its storage is empty then.
+
+    It is put where torch keeps what extensions of all-gathers have made, which such a record has none of.
+    """
+    param._unsharded_inner_tensors = [tensor]

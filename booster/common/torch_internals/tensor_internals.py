@@ -1,0 +1,235 @@
+"""Tensors and kernels, DTensors, fake tensors, process groups and workers of loaders, by torch's private names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as RunningNorm
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+    )
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+__all__ = [
+    "SWAPS_TENSORS",
+    "BatchNorm",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "RunningNorm",
+    "StridedShard",
+    "TorchDispatchMode",
+    "pytree",
+]
+
+# What would make `import booster` slow is imported when it is first asked for.
+_LATE = {
+    **dict.fromkeys(
+        ("DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode"),
+        "torch._subclasses.fake_tensor",
+    ),
+    "StridedShard": "torch.distributed.tensor.placement_types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATE[name]), "_StridedShard" if name == "StridedShard" else name)
+
+
+SWAPS_TENSORS = "torch.nn.utils._named_member_accessor"  # the module that sets tensors for torch.func.functional_call
+
+
+def of_class(kind: type[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, detached, as one of `kind` that is no view, where `as_subclass` returns a view."""
+    return torch.Tensor._make_subclass(kind, tensor)
+
+
+base_of: Any = torch.Tensor._base.__get__  # type: ignore[union-attr]  # what `tensor._base` calls: of a view, the tensor that it looks at
+
+
+def written_arguments(func: Any) -> tuple[int | str, ...]:
+    """Return which arguments an operator of `torch.ops` writes to, by position or name; none of another function."""
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        func = getattr(func, func.overloads()[0])
+    if not isinstance(func, torch._ops.OpOverload):
+        return ()
+    found: list[int | str] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += [place, argument.name]
+    return tuple(found)
+
+
+def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a sparse tensor that need not be coalesced; a view."""
+    return tensor._values()
+
+
+def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors with memory that `tensor` is made of: itself, or indices and values of a sparse one."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is a view in the eyes of autograd."""
+    return tensor._is_view()
+
+
+def default_store() -> dist.Store:
+    """Return the store by which the ranks of the default process group met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def agent_serves_store() -> bool:
+    """Say whether the launcher, such as `booster run` or torchrun, serves the store of the ranks, and not rank 0."""
+    return sys.modules[dist.rendezvous.__module__]._torchelastic_use_agent_store()
+
+
+def gather_whole(tensor: Any) -> torch.Tensor:
+    """Return the whole of the DTensor `tensor`, on every rank: a collective.
+
+    torch 2.11 takes each strided placement for an order of plain shards, and refuses to gather those that are none, as those
+    of fused projections are that tensor parallelism divides part by part. Here they are told apart.
+    """
+    if torch.__version__.startswith("2.11."):
+        spec = tensor._spec
+        if spec._maybe_convert_StridedShard_to_shard_order(spec.placements, spec.mesh) is None:
+            tensor = type(tensor).from_local(
+                tensor.to_local(),
+                spec.mesh,
+                spec.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            )
+            tensor._spec.use_strided_shard_as_shard_order = False
+            tensor._spec.shard_order = spec.compute_default_shard_order(spec.placements)
+    whole: torch.Tensor = tensor.full_tensor()
+    return whole
+
+
+# Of a tensor, how often it was written in place; writes through `.data` do not count. Asked without a Python call.
+version = attrgetter("_version")
+
+
+def writes(tensors: Sequence[Any]) -> int:
+    """Return how often DTensors `tensors` and what this rank holds of them were written in place, in sum."""
+    return sum(map(version, tensors)) + sum(map(version, map(_LOCAL, tensors)))
+
+
+def of_same_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Return a context inside which `tensors` are written the very bits that they hold, so that graphs may go on with them."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def is_fake_kind(kind: type) -> bool:
+    """Return whether `kind` is torch's FakeTensor, which has shapes and no numbers. Imports nothing."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and issubclass(kind, module.FakeTensor)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tells the memory of `tensor` from that of all others, as long as it lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def has_kernel(operator: str, dispatch_key: str) -> bool:
+    """Return whether `operator` ("aten::...") has a kernel of its own for "CPU" or "CUDA"."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, dispatch_key)
+
+
+# Module and name of what `torch.save` has its tensors and parameters rebuilt by.
+REBUILDERS = tuple(f"torch._utils _rebuild_{what}" for what in ("tensor", "tensor_v2", "tensor_v3", "parameter"))
+
+_LOCAL = attrgetter("_local_tensor")  # asked without a Python call
+
+_PLAIN = frozenset((torch.Tensor,))
+
+
+def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the product of two int8 matrices, in int32."""
+    return torch._int_mm(a, b)
+
+
+def scaled_matmul(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the product of two fp8 matrices, in `dtype`; on the CPU too, where the public `F.scaled_mm` does not run."""
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)
+
+
+def add_state_dict_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Call `hook(module, state_dict, prefix, local_metadata)` after `module.state_dict()`, once however often this is asked."""
+    if all(entry is not hook for entry in module._state_dict_hooks.values()):
+        module._register_state_dict_hook(hook)
+
+
+def own_part(tensor: Any) -> torch.Tensor:
+    """Return what this rank holds of a DTensor, itself; not differentiable. `to_local` makes a view, by way of autograd."""
+    local: torch.Tensor = tensor._local_tensor
+    if type(local) is not torch.Tensor:  # on its way; to_local waits for it
+        with torch.no_grad():
+            local = tensor.detach().to_local()
+    return local
+
+
+def own_parts(tensors: Iterable[Any]) -> list[torch.Tensor]:
+    """Return `own_part` of each of `tensors`."""
+    found = list(map(_LOCAL, tensors))
+    if not _PLAIN.issuperset(map(type, found)):
+        found = list(map(own_part, tensors))
+    return found
+
+
+def placed_unlike(tensors: Iterable[Any]) -> list[Any]:
+    """Return those of DTensors `tensors` whose gradient, which is a DTensor of the same mesh, is divided otherwise."""
+    found = []
+    for tensor in tensors:
+        if tensor.grad._spec is not tensor._spec and tensor.grad.placements != tensor.placements:
+            found.append(tensor)
+    return found
+
+
+def process_group_of(arg: Any) -> dist.ProcessGroup | None:
+    """Return the process group that the argument `arg` of a collective is, as torch's dispatcher has it; None: it is none."""
+    if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+        return dist.ProcessGroup.unbox(arg)
+    if isinstance(arg, str) and arg in dist.distributed_c10d._world.pg_names.values():
+        return dist.distributed_c10d._resolve_process_group(arg)  # type: ignore[arg-type]
+    return None
+
+
+def has_workers(loader: Any) -> bool:
+    """Return whether the workers of a loader with `persistent_workers=True` run."""
+    return getattr(loader, "_iterator", None) is not None
+
+
+def end_workers(loader: Any) -> None:
+    """Have the next iteration of a DataLoader begin with new workers, as its first one did."""
+    if has_workers(loader):
+        loader._iterator = None
