@@ -112,8 +112,10 @@ class Shards:
         return param
 
     def param_of(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the parameter whose gradient users change to change that of `part`, where writing to it leaves no trace in the
-        version of the other; else `part`."""
+        """Return the parameter of `part` where a write to its gradient changes that of `part` and not its version.
+
+        Return `part` otherwise.
+        """
         return part
 
     def num_replicas(self, part: torch.Tensor) -> int | None:

@@ -69,7 +69,7 @@ class ZeroShards(Shards):
     frozen parameter stands for itself.
 
     reduced: whether gradients are kept as slices in the buckets; otherwise the parameters' `.grad` are whole on all ranks.
-    overlaps: `publish` starts all-gathers and does not wait; they are in the layouts' `arriving`, where readers wait.
+    overlaps: `publish` starts all-gathers and does not wait; readers wait in the layouts' `arriving`.
     replicas: of the modules whose parameters these are. reducers: what averages their gradients instead of
     `DistributedDataParallel`. ranks: those that hold the parameters alike; None where they need not.
     Raises ValueError for an optimizer that cannot step parts.
