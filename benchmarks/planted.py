@@ -3,7 +3,7 @@
     python -m benchmarks.planted --seeds 3 4 5 --out benchmarks/figures/planted.json
     python -m benchmarks.planted --table benchmarks/figures/planted.json
 
-The first adds to the file the runs that it has not yet; the second prints the tables of docs/quality.md, of
+The first adds to the file the runs that it has not yet; the second prints the tables of benchmarks/results/quality.md, of
 benchmarks/figures/planted_finish.json that of the runs which chose where the finish begins.
 
 Each flaw is a number that is huge and multiplied with zero, as channels of large models carry them: in a wide dtype it
@@ -275,7 +275,7 @@ def runs(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/quality.md: means of last losses, (smallest, largest), and what the autopilot did.
+    """The table of benchmarks/results/quality.md: means of last losses, (smallest, largest), and what the autopilot did.
 
     A star is behind what was run before the last day that anything was.
     """
@@ -313,7 +313,7 @@ def above(rows: list[dict[str, Any]], wide: list[dict[str, Any]]) -> list[float]
 
 
 def finished(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/quality.md of runs by autopilots that end wide, beside bfloat16."""
+    """The table of benchmarks/results/quality.md of runs by autopilots that end wide, beside bfloat16."""
     last = max(row["date"] for row in rows)
     lines = [
         "| run | bf16 | autopilot, ending wide | in the spread (below) | above bf16, same seeds (95 %) | wide, mean | named |",
@@ -345,7 +345,7 @@ def _margin(values: list[float]) -> str:
 
 
 def chosen(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/quality.md of the runs that chose where the finish begins."""
+    """The table of benchmarks/results/quality.md of the runs that chose where the finish begins."""
     lines = ["| forward wide from, all from | above bf16, same seeds (standard error) | wide, mean |", "|---|---|---|"]
     wide = [row for row in rows if row["way"] == "bf16"]
     for begins in sorted({tuple(row["wide_from"]) for row in rows if row["way"] == FINISH}, reverse=True):

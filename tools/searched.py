@@ -12,26 +12,26 @@ from lunr import lunr
 
 INDEX = Path(__file__).resolve().parents[1] / "site/search/search_index.json"
 FIRST = {
-    "advise": "guides/advise.html",
+    "advise": "guides/choose.html",
     "accelerate": "migration/accelerate.html",
     "cheat sheet": "cheat_sheet.html",
     "deepspeed": "migration/deepspeed.html",
-    "export": "guides/functions.html",
+    "export": "guides/compile.html",
     "fp8": "low_precision.html",
     "FSDP": "guides/fsdp.html",
     "glossary": "glossary.html",
-    "gradient accumulation": "guides/accumulation.html",
+    "gradient accumulation": "guides/loop.html",
     "gradient checkpointing": "faq.html",
-    "gradient clipping": "guides/clipping.html",
+    "gradient clipping": "guides/loop.html",
     "GradScaler": "faq.html",
     "install": "start.html",
     "LoRA": "guides/adapters.html",
     "mps": "faq.html",
-    "NaN": "guides/debug_nan.html",
+    "NaN": "numerics.html",
     "OOM": "faq.html",
     "out of memory": "faq.html",
     "quantization": "faq.html",
-    "reinforcement": "guides/float16_rl.html",
+    "reinforcement": "guides/serving.html",
     "resume": "checkpoints.html",
     "slow": "faq.html",
     "SLURM": "launch.html",
@@ -39,7 +39,7 @@ FIRST = {
     "torch.amp": "migration/torch_amp.html",
     "Trainer": "guides/trainer.html",
     "Windows": "faq.html",
-    "ZeRO": "guides/zero.html",
+    "ZeRO": "guides/fsdp.html",
 }
 
 

@@ -24,7 +24,7 @@ PLANS = (
     ("FSDP", "ppp", "gathers the weights of\none block while it computes"),
     ("TP, PP", "ppp", "a part of every layer, or\nsome of the layers;\nactivations travel"),
 )
-# The run of docs/concepts/loss_scale.md: whether the step was applied, and the logarithm of the scale that it had.
+# The run of docs/concepts/step.md: whether the step was applied, and the logarithm of the scale that it had.
 STEPS = ((False, 22), (False, 21), (False, 20), (True, 19), (True, 19), (True, 19))
 FOLDER = (
     (0, "checkpoints/", "", "grey"),

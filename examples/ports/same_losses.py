@@ -6,7 +6,7 @@ The edits are what `diff -e original ported` prints: line numbers of the origina
 the original while it runs, so that it finds the same modules. What follows the edits is handed to both. Each runs in a process
 of its own with one thread. The exit code is 1 where a number differs.
 
-What docs/guides/foreign_scripts.md shows was run so, beside a clone of this repository:
+What docs/migration/index.md shows was run so, beside a clone of this repository:
 
     cd nanoGPT && python ../booster/examples/ports/same_losses.py --items 100 train.py ../booster/examples/ports/nanogpt.ed \\
         --device=cpu --dtype=float32 --compile=False --dataset=shakespeare_char --gradient_accumulation_steps=4 \\

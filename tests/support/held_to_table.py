@@ -11,7 +11,7 @@ if __name__ == "__main__":
 
 from scenarios import FOLDER, collected
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "held_to.md"
+PAGE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "held_to.md"
 BEGIN, END = "<!-- scenarios -->\n", "<!-- end of scenarios -->\n"
 
 

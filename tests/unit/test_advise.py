@@ -397,7 +397,7 @@ def test_the_command_draws_a_table(script, capsys):
     for line in (
         "x fp32: its time over that of a float32 step",
         "grad err, cosine: of loss and gradients",
-        "docs/guides/advise.md",
+        "docs/guides/choose.md",
     ):
         assert line in " ".join(said.split())
     assert "rehearsed:" not in said, "nothing was"

@@ -412,7 +412,7 @@ def test_second_looks_are_counted(tmp_path, capsys):
 def test_the_tables_of_the_page_are_those_of_the_runs(table, runs):
     root = Path(__file__).parents[2]
     run = json.loads((root / f"benchmarks/figures/{runs}.json").read_text())
-    assert table(run) in (root / "docs" / "quality.md").read_text()
+    assert table(run) in (root / "benchmarks" / "results" / "quality.md").read_text()
 
 
 def test_compiled_layers_are_refused_by_name():

@@ -1,4 +1,4 @@
-"""Bytes that a low-precision layer reads and writes: those of the formula in docs/design/gpu.md, on either road."""
+"""Bytes that a low-precision layer reads and writes: those of the formula in docs/design/kernels.md, on either road."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ class Moved(TorchDispatchMode):
 # Of a layer in bfloat16, tensorwise, for each number of its input, its weight and the gradient of its output. Products
 # read them twice as a byte each and write them once as two: 4. Compiled, one pass reads an operand for its largest number,
 # one writes it by rows and one turned: 2 + (2 + 1) + (2 + 1). One operation after the other: float32 6, magnitudes 8, the
-# largest 4, the quotient 8, the cast 5, and the turned copy 2. See docs/design/gpu.md.
+# largest 4, the quotient 8, the cast 5, and the turned copy 2. See docs/design/kernels.md.
 MOVED = {"compiled": 4 + 8, "one by one": 4 + 33}
 
 

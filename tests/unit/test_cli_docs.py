@@ -18,7 +18,7 @@ PAGES = {
     "checkpoint convert": "checkpoints",
     "report": "numerics",
     "compare": "numerics",
-    "advise": "guides/advise",
+    "advise": "guides/choose",
 }
 
 

@@ -88,7 +88,7 @@ def test_a_port_changes_at_most_15_lines_and_the_page_names_it_or_shows_it(path:
     edits = path.read_text()
     assert 0 < changed(edits) <= 15
     assert "from booster import Booster\n" in edits
-    page = (ROOT / "docs" / "guides" / "foreign_scripts.md").read_text()
+    page = (ROOT / "docs" / "migration" / "index.md").read_text()
     assert path.stem != "nanogpt" or f"```python\n{shown(edits)}```" in page
     assert f"[{path.name}](../../examples/ports/{path.name}) | {changed(edits)} |" in page
 

@@ -39,7 +39,7 @@ NEEDS = {
 def test_every_example_has_a_test_and_a_row_in_the_table():
     examples = {path.stem for path in FOLDER.glob("*.py")}
     assert examples == set(NEEDS)
-    page = (ROOT / "docs" / "integrations.md").read_text()
+    page = (ROOT / "docs" / "examples.md").read_text()
     assert examples <= set(re.findall(r"examples/integrations/(\w+)\.py", page))
 
 

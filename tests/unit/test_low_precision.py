@@ -128,7 +128,7 @@ def test_what_a_layer_returns_is_right_on_average(name):
 
 
 # Of output, gradient of the first weight, gradient of the input of Linear(64, 128), GELU, Linear(128, 64) in bfloat16, each
-# relative to the same without rounding. The table of docs/quality.md; torchao 0.18 has .051 .084 .075, .050 .064 .056,
+# relative to the same without rounding. The table of benchmarks/results/quality.md; torchao 0.18 has .051 .084 .075, .050 .064 .056,
 # .050 .053 .056 for the three of fp8 and .015 .016 .015 for int8.
 ERRORS = {
     "fp8": (0.052, 0.087, 0.085),
@@ -175,7 +175,7 @@ def test_gradients_that_are_rounded_stochastically_are_right_on_average_and_the_
     assert error(average(layer), plain["x"]) < error(average(nearest, 2), plain["x"])
 
 
-# Of a weight gradient, and of the mean of 16 that differ in nothing but the noise: docs/quality.md.
+# Of a weight gradient, and of the mean of 16 that differ in nothing but the noise: benchmarks/results/quality.md.
 @pytest.mark.parametrize(("stochastic", "one", "mean"), [(True, 0.166, 0.101), (False, 0.135, 0.135)])
 @pytest.mark.parametrize("hadamard", [True, False])
 def test_the_mean_of_many_gradients_is_nearer_where_rounding_is_stochastic(stochastic, hadamard, one, mean):

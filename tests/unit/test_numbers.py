@@ -90,7 +90,7 @@ def test_bytes_of_a_parameter_are_those_of_the_picture_and_of_the_pages() -> Non
 
 
 def test_a_page_shows_what_its_program_prints(capsys) -> None:
-    text = page("concepts/loss_scale")
+    text = page("concepts/step")
     exec(compile(as_script(text), "loss_scale.md", "exec"), {})  # noqa: S102
     printed = capsys.readouterr().out.splitlines()
     shown = text.split("```text\n")[1].split("```")[0].splitlines()
@@ -171,7 +171,7 @@ def test_the_table_of_formats_is_torch_s(dtype: torch.dtype) -> None:
 def test_idle_time_of_pipelines_is_that_of_their_formulas() -> None:
     ranks, batches, stages = 4, 8, 2
     plain, interleaved = ((ranks - 1) / (v * batches + ranks - 1) for v in (1, stages))
-    words = page("concepts/pipelines")
+    words = page("concepts/seam")
     assert re.findall(r"idle (\d+) percent", words) == [f"{100 * each:.0f}" for each in (plain, plain, interleaved)]
 
 
@@ -194,9 +194,9 @@ def power(value: str) -> str:
 
 def test_defaults_in_sentences_are_those_of_the_code() -> None:
     for name, words in {
-        "guides/steps": f"Booster(max_consecutive_skips={default(Booster, 'max_consecutive_skips')})",
+        "guides/loop": f"Booster(max_consecutive_skips={default(Booster, 'max_consecutive_skips')})",
         "launch": f"`seed={default(launch_from_torch, 'seed')}` on all ranks",
-        "guides/advise": "Budget"
+        "guides/choose": "Budget"
         + re.sub(r": '[\w| ]+' = ", "=", str(inspect.signature(Budget))).replace("(*, ", "(").replace(".0,", ","),
         "low_precision": f"DelayedScaling(amax_history_len={default(DelayedScaling, 'amax_history_len')}, margin=0)",
     }.items():
@@ -215,15 +215,17 @@ def test_defaults_in_sentences_are_those_of_the_code() -> None:
 @pytest.mark.parametrize(
     ("name", "raw"),
     [
-        ("measured/speed", "2026-11-21-cpu"),
-        ("measured/checkpoints", "2026-11-28-checkpoints-cpu"),
+        ("measured/speed#Speed", "2026-11-21-cpu"),
+        ("measured/speed#Saving and loading", "2026-11-28-checkpoints-cpu"),
         ("checkpoints", "2026-11-22-checkpoints-cpu"),
         ("guides/half_weights", "2026-11-22-states-cpu"),
     ],
 )
 def test_what_a_page_measured_is_in_the_raw_tables(name: str, raw: str) -> None:
+    name, _, section = name.partition("#")
     words = page(name)
-    if name.startswith("measured/"):
+    if section:
+        words = words.split(f"\n## {section}\n")[1].split("\n## ")[0]
         numbers = {
             each for row in re.findall(r"^\|.*\d.*\|$", words, re.M) for each in re.findall(r"\b\d[\d.]*\b", row)
         }
@@ -255,7 +257,7 @@ def test_messages_of_troubleshooting_are_in_the_code() -> None:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 parts.append(node.value)
     source = re.sub(r"\s+", " ", " \n ".join(parts))
-    told = re.findall(r"^- \*\*(.+)\*\*", page("guides/troubleshooting"), re.MULTILINE)
+    told = re.findall(r"^- \*\*(.+)\*\*", page("faq"), re.MULTILINE)
     assert len(told) >= 20
     missing = []
     for entry in told:
@@ -289,14 +291,14 @@ def test_the_picture_of_numbers_between_one_and_two_counts_them() -> None:
     (reach,) = re.findall(r"How far formats reach.*?\]", page("concepts/formats"))
     for dtype in (torch.float16, torch.float8_e5m2, torch.float8_e4m3fn):
         assert f" {torch.finfo(dtype).max:.0f}" in reach
-    assert "bfloat16's next number is 1.0078" in page("concepts/masters")
+    assert "bfloat16's next number is 1.0078" in page("concepts/step")
     assert f"{1 + torch.finfo(torch.bfloat16).eps:.4f}" == "1.0078"
-    assert "bfloat16 keeps 8 bits of a number, float16 keeps 11" in page("guides/float16_rl")
+    assert "bfloat16 keeps 8 bits of a number, float16 keeps 11" in page("guides/serving")
     assert [1 - torch.log2(torch.tensor(torch.finfo(d).eps)).int().item() for d in (kinds[2], kinds[1])] == [8, 11]
 
 
 def test_comments_of_a_page_say_what_its_lines_print(capsys) -> None:
-    (block,) = re.findall(r"^```python\n(import torch\n\ngradient.*?)^```", page("concepts/loss_scale"), re.M | re.S)
+    (block,) = re.findall(r"^```python\n(import torch\n\ngradient.*?)^```", page("concepts/step"), re.M | re.S)
     exec(compile(block, "loss_scale.md", "exec"), {})  # noqa: S102
     zero, number = (float(each) for each in re.findall(r"tensor\((.*?)[,)]", capsys.readouterr().out))
     assert [float(each) for each in re.findall(r"# ([\d.e-]+):", block)] == [zero, pytest.approx(number, rel=1e-4)]
@@ -320,7 +322,7 @@ def test_bytes_that_states_take_and_that_the_bus_carries_are_those_of_the_code()
 
 def test_what_zero_holds_on_a_rank_is_what_is_estimated() -> None:
     """Rows of bytes of each kind, whole or as N-th parts, on two ranks and on four."""
-    table = re.findall(r"^\| (`\"\w+\"`[^|]*)\|(.*)\|$", page("guides/zero"), re.MULTILINE)
+    table = re.findall(r"^\| (`\"\w+\"`[^|]*)\|(.*)\|$", page("guides/fsdp").split("## FSDP")[0], re.MULTILINE)
     assert len(table) == 3
     net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))  # whose scratch is small beside it
     job = (net, torch.optim.AdamW(net.parameters()), (torch.ones(4, 2048), torch.ones(4, 2048)), nn.MSELoss())
@@ -339,7 +341,7 @@ def test_what_zero_holds_on_a_rank_is_what_is_estimated() -> None:
 
 def test_what_is_sent_in_fp8_and_what_runs_may_differ_by_are_those_of_the_code() -> None:
     sent = 1 + 1 / 128  # a byte, and a one-byte scale for 128 numbers
-    words = page("guides/fp8_ranks")
+    words = page("low_precision")
     assert f"| {2 * sent:.2f} (n-1)/n |" in words
     assert f"| {sent:.2f} (n-1)/n, instead of 2 |" in words
     told = re.sub(r"\s+", " ", page("numerics"))

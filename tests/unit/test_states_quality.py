@@ -1,4 +1,4 @@
-"""The tables of docs/quality.md on packed states come from the record of their runs."""
+"""The tables of benchmarks/results/quality.md on packed states come from the record of their runs."""
 
 import sys
 from pathlib import Path
@@ -28,7 +28,7 @@ def row(mode, seed, accuracy, **others):
 
 @pytest.mark.parametrize("model", LENGTHS)
 def test_the_page_shows_what_the_record_holds(model):
-    assert table(RECORD, model, LENGTHS[model]) in (ROOT / "docs" / "quality.md").read_text()
+    assert table(RECORD, model, LENGTHS[model]) in (ROOT / "benchmarks" / "results" / "quality.md").read_text()
 
 
 @pytest.mark.parametrize("model", LENGTHS)

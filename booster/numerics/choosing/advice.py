@@ -224,7 +224,7 @@ _WIDENED = (
     "in float32: this CPU has no units for such products of halves, and half_products='auto' takes those of float32"
 )
 _REHEARSED = "rehearsed: this device lacks the format; its errors are real, its time and memory say nothing"
-_PAGE = "more: docs/guides/advise.md"
+_PAGE = "more: docs/guides/choose.md"
 
 
 def _cells(row: Row) -> tuple[str, ...]:
