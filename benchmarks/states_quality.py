@@ -1,7 +1,7 @@
 """Quality of split24 masters and 8-bit states beside float32 ones, for every optimizer and model of benchmarks/quality.py.
 
     python -m benchmarks.states_quality --record FILE [--models cnn,gpt,vit,mlp] [--optimizers adamw,sgd,...] [--seeds 5]
-    python -m benchmarks.states_quality --record FILE --table   # runs nothing, prints the tables of benchmarks/results/quality.md
+    python -m benchmarks.states_quality --record FILE --table  # runs nothing, prints those of benchmarks/results/quality.md
 
 A run is one line of JSON of the record; a second call makes only what is missing, so it may be stopped at any time. Models are
 outermost, then seeds, so that what was stopped has whole tables of some models, and every optimizer equally often.

@@ -128,7 +128,7 @@ def test_what_a_layer_returns_is_right_on_average(name):
 
 
 # Of output, gradient of the first weight, gradient of the input of Linear(64, 128), GELU, Linear(128, 64) in bfloat16, each
-# relative to the same without rounding. The table of benchmarks/results/quality.md; torchao 0.18 has .051 .084 .075, .050 .064 .056,
+# relative to the same without rounding. The table of results/quality.md; torchao 0.18 has .051 .084 .075, .050 .064 .056,
 # .050 .053 .056 for the three of fp8 and .015 .016 .015 for int8.
 ERRORS = {
     "fp8": (0.052, 0.087, 0.085),
