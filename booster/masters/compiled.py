@@ -10,6 +10,7 @@ what is passed in. Buckets of one size then share a graph.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -40,7 +41,7 @@ from booster.masters.stand_in import (
 from booster.masters.step import MasterStep, inverse
 from booster.model.optimizer_kinds import kind_of, unknown
 from booster.update.application import StepScalars
-from booster.update.compiled_step import OWN_CACHE
+from booster.update.compiled_step import COMPILER_OPTIONS, OWN_CACHE
 
 
 class Kernel:
@@ -141,7 +142,7 @@ def scalars_first(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable
     """
     from torch.fx.passes.split_module import split_module
 
-    inductor = compile_graph()
+    inductor = functools.partial(compile_graph(), options=COMPILER_OPTIONS)
     scalars = _scalars(graph)
     if not scalars:
         return inductor(graph, inputs)

@@ -21,7 +21,7 @@ from booster.tensors.grads import gradient_values, tensor_norms
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.application import Application, StepScalars, begins, honours_grad_scale
 from booster.update.choice import Stepping, choose_update
-from booster.update.compiled_step import OWN_CACHE
+from booster.update.compiled_step import COMPILER_OPTIONS, OWN_CACHE
 from booster.update.context import UpdateContext
 from booster.update.gradients import Gradients
 from booster.update.gradual import GradualStep
@@ -239,7 +239,7 @@ def choose_master_update(context: UpdateContext, *, masters: Masters, **options:
 
 def compiled_half_norms(context: UpdateContext) -> HostNorms:
     """Return norms of which those of half gradients are read by one compiled function."""
-    compiled: Any = torch.compile(half_norms, dynamic=False, **OWN_CACHE)
+    compiled: Any = torch.compile(half_norms, dynamic=False, options=COMPILER_OPTIONS, **OWN_CACHE)
 
     def norms(values: list[torch.Tensor], norm_type: float, dtype: torch.dtype | None = None) -> torch.Tensor:
         devices = {value.device for value in values}

@@ -22,6 +22,10 @@ _logger = logging.getLogger(__name__)
 OWN_CACHE: dict[str, Any] = (
     {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 )
+# Inductor's cache on disk does not ask for the width of a CPU's vectors: code made for AVX512 and found again on a CPU with
+# AVX2, as by nodes that share a folder, leaves out half of the elements. An option that says the width is part of its key.
+_VECTOR_BITS = {"AVX2": 256, "AVX512": 512}.get(torch.backends.cpu.get_cpu_capability())
+COMPILER_OPTIONS: dict[str, Any] = {"cpp.simdlen": _VECTOR_BITS} if _VECTOR_BITS else {}
 
 
 class CompiledApplication(Application):
@@ -36,7 +40,9 @@ class CompiledApplication(Application):
 
     def __init__(self, context: UpdateContext) -> None:
         super().__init__(context)
-        self._compiled_step: Any = torch.compile(self._scaled_step, dynamic=False, **OWN_CACHE)
+        self._compiled_step: Any = torch.compile(
+            self._scaled_step, dynamic=False, options=COMPILER_OPTIONS, **OWN_CACHE
+        )
         self._stepped: list[torch.Tensor] = []
         self._strides: dict[torch.Tensor, tuple[int, ...]] = {}  # for which steps were compiled
         self._seen: Any = None  # that was looked at; torch replaces it when it loads one
@@ -99,7 +105,7 @@ class CompiledApplication(Application):
 
 def compiled_norms(context: UpdateContext) -> HostNorms:
     """Return norms that are read by one compiled function."""
-    return HostNorms(context, torch.compile(tensor_norms, dynamic=False, **OWN_CACHE))
+    return HostNorms(context, torch.compile(tensor_norms, dynamic=False, options=COMPILER_OPTIONS, **OWN_CACHE))
 
 
 def can_compile(optimizer: Optimizer) -> bool:

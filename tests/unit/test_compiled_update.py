@@ -2,6 +2,9 @@
 
 import copy
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -154,3 +157,44 @@ def test_an_optimizer_that_is_fused_already_has_nothing_to_compile(caplog: pytes
     with caplog.at_level(logging.WARNING, "booster"):
         assert not can_compile(torch.optim.AdamW(nn.Linear(2, 1).parameters(), fused=True))
     assert "fused=True" in caplog.text
+
+
+SHARED_CACHE = """
+import torch
+from torch import nn
+from booster import Booster
+
+def trained(fused, precision):
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8)
+    booster = Booster("cpu", precision, fused_optimizer=fused)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for x in torch.randn(3, 4, 16):
+        booster.backward(model(x).float().square().mean(), optimizer)
+        optimizer.clip_grad_by_norm(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return nn.utils.parameters_to_vector(model.parameters()).float()
+
+for precision, allowed in (("fp32", 1e-6), ("bf16_naive", 2.0**-7)):
+    compiled, eager = trained("compile", precision), trained(True, precision)
+    print(precision, bool((compiled - eager).abs().max() <= allowed * eager.abs().max()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs a CPU with vectors of two widths"
+)
+def test_code_that_was_compiled_for_wider_vectors_is_not_run_on_a_cpu_with_narrower_ones(compiler, tmp_path):
+    """Nodes of a cluster may share the compiler's folder: torch's key of a cached graph says nothing of the CPU."""
+    for capability in ("avx512", "avx2"):
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "ATEN_CPU_CAPABILITY": capability}
+        done = subprocess.run(
+            [sys.executable, "-c", SHARED_CACHE], env=env, capture_output=True, text=True, timeout=300
+        )
+        assert done.stdout.split() == ["fp32", "True", "bf16_naive", "True"], (
+            capability,
+            done.stdout,
+            done.stderr[-2000:],
+        )
