@@ -226,7 +226,7 @@ def start(
 ) -> None:
     """Make the process group, as everything here does in the end: the device, the seeds, and its close at the end.
 
-    timeout: in seconds, None is torch's. Side effect: a thread that says who is missing where ranks wait, `roll_call`.
+    timeout: in seconds, None is torch's. Side effect: a thread that names missing ranks, `hang_watchdog`.
     """
     if timeout is not None:
         arguments.number("timeout", timeout, above=0.0, most=1e9, also="None")

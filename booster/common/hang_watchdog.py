@@ -1,17 +1,16 @@
-"""Who is missing where ranks wait for each other: ranks tell it through the store of the process group, by no collective."""
+"""The hang watchdog: a thread that names the ranks that are missing where this rank waits, through the store of the group."""
 
 from __future__ import annotations
 
 import atexit
 import logging
-import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, NoneType
 from typing import Any
 
 import torch
@@ -24,15 +23,15 @@ from booster.common.torch_internals.tensor_internals import agent_serves_store, 
 from booster.common.untrusted_files import printable
 
 PATIENCE = 30.0  # seconds
-_PROMPT = 4.0  # seconds that a call has stood still before the others are asked where they are
-_INTERVAL = 1.0  # seconds between looks
-_ANSWERS = 3  # looks that the others have to answer
+_PROMPT = 4.0  # seconds that a call has not moved before the others are asked where they are
+_INTERVAL = 1.0  # seconds between polls
+_ANSWERS = 3  # polls that the others have to answer
 _FAREWELL = timedelta(seconds=5)  # that the others have to see that the rank which serves the store ends
 _LONGEST = 10_000  # characters of a place, an error or a call
 
 _PACKAGE, _TORCH = (f"{Path(file).parent}/" for file in (Path(__file__).parent, torch.__file__))
-# What the library calls where waiting is what was asked for, or is for data, and what started the script, whose frames lie
-# below all of its own: files or folders of the package, and of a file the functions, or all.
+# Files or folders of the package, and which functions of a file (none: all). In the first ones waiting is what was asked for,
+# or is for data; the second ones started the script, so their frames are outside of all of its own.
 _WAITS_ON_PURPOSE: Mapping[str, tuple[str, ...]] = {
     "ranks/coordinator.py": (),
     "launch.py": ("close_group",),
@@ -45,219 +44,201 @@ _FORWARD = ("forward", "_run")  # of a boosted model
 _logger = logging.getLogger(__name__)
 
 
-def watch(patience: float | None) -> None:
-    """Have this process watched, if it is one of several ranks; a watch that there is already takes over `patience`."""
+def watch(timeout: float | None) -> None:
+    """Have a watchdog on this process, if it is one of several ranks; one that runs already takes over `timeout`."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     store = default_store()
     for thread in threading.enumerate():
         if isinstance(thread, HangWatchdog) and thread.watches(store):
-            thread.patience = patience
+            thread.timeout = timeout
             return
-    call = HangWatchdog(store, dist.get_rank(), dist.get_world_size(), patience)
-    atexit.register(call.stop)  # a thread that meets the end of the interpreter inside the store may abort the process
-    call.start()
+    watchdog = HangWatchdog(store, dist.get_rank(), dist.get_world_size(), timeout)
+    atexit.register(watchdog.stop)  # a thread inside the store at the interpreter's end may abort the process
+    watchdog.start()
 
 
 class HangWatchdog(threading.Thread):
     """Looks where the main thread is, and asks the other ranks where they are when it waits for them in one call.
 
-    The call is the library's, such as `save`, or a collective of torch's own. Once it has stood still for `_PROMPT` seconds,
-    ranks are named that live on after an exception, or stand still in the script's own code; after `patience` seconds all that
+    The call is the library's, such as `save`, or a collective of torch's own. Once it has not moved for `_PROMPT` seconds,
+    ranks are named that live on after an exception, or do not move in the script's own code; after `timeout` seconds all that
     are not in the same call, or wait in it in another collective (None: never). Each is a WARNING, once for a wait, which goes
     on: what ends it is the process group's timeout.
 
-    Nothing is noted in a step: what is read is the stack, once a second. As often the store is asked whether any rank asks:
-    then all meet there, and those that wait conclude from what is said. Ranks that begin to wait at the same time are in the
-    same meeting, so that a look costs O(W) requests of W ranks in all.
+    Nothing is recorded in a step: what is read is the stack, once a second. As often the store is asked whether any rank asks:
+    then all post their report in one round of a `StoreBarrier`, and those that wait conclude from the reports. Ranks that begin
+    to wait at the same time are in the same round, so that a poll costs O(W) requests of W ranks in all.
 
     Torch warns of a request that a store does not answer with a page of its stack. So the rank whose process serves the store
-    says at its end that it goes, and the others look no more, though they may live on for long; it waits for them, which
-    takes a look, and `_FAREWELL` at most.
+    says at its end that it goes, and the others poll no more, though they may live on for long; it waits for them, which takes
+    a poll, and `_FAREWELL` at most.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, patience: float | None) -> None:
-        super().__init__(name="booster-roll-call", daemon=True)
-        self.patience = patience
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float | None) -> None:
+        super().__init__(name="booster-hang-watchdog", daemon=True)
+        self.timeout = timeout
         self._watched: dist.Store | None = store
         # A client of its own: a wait of another thread would hold it.
         own: dist.Store = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(timedelta(seconds=5))
-        self._meetings = StoreBarrier(own, "booster/roll_call", rank, size)
+        self._barrier = StoreBarrier(own, "booster/hang_watchdog", rank, size)
         self._stopped = threading.Event()
         self._main = threading.main_thread().ident
-        self._stand: tuple[Any, ...] = ()
-        self._since = time.monotonic()
-        # Of the last meeting that this rank has seen: a group that met in this store before may have asked. Here, and not in
-        # the thread, since all ranks of this group come to it before one of them can be in the next.
-        self._number = self._meetings.begin()
-        self._looks = 0  # since this rank spoke in it
-        self._has_spoken = False
-        self._asks = False  # it waited as it spoke, and has not concluded yet
-        self._told: set[int] = set()  # the ranks that this wait has named
+        self._stack: tuple[Any, ...] = ()
+        self._since = time.monotonic()  # when the stack was last seen to move
+        # The latest round that this rank has seen: a group that was in this store before may have asked. Joined here, and not
+        # in the thread, since all ranks of this group come here before one of them can be in the next group.
+        self._round = self._barrier.join()
+        self._polls = 0  # since this rank posted in it
+        self._has_posted = False
+        self._asks = False  # it waited as it posted, and has not concluded yet
+        self._named: set[int] = set()  # the ranks that were named for this wait
 
     def watches(self, store: dist.Store) -> bool:
-        """Say whether this is the watch of the process group that met by `store`."""
+        """Return whether this is the watchdog of the process group of `store`."""
         return self._watched is store and not self._stopped.is_set()
 
-    def _is_watched_still(self) -> bool:
+    def _group_is_there(self) -> bool:
         try:
             return dist.is_initialized() and default_store() is self._watched
         except ValueError:  # the group has gone just now
             return False
 
     def stop(self) -> None:
-        """End the watch; returns when its thread has ended."""
+        """End the watchdog; returns when its thread has ended."""
         self._stopped.set()
         if self.is_alive():
-            self.join(10.0)  # a store whose host is gone without a word answers nobody
+            self.join(10.0)  # a store that is gone without a word never answers
 
     def run(self) -> None:
         try:
             while not self._stopped.wait(min(_INTERVAL, self._prompt / 4)):
-                if not self._is_watched_still() or not self.look():
+                if not self._group_is_there() or not self.poll():
                     break
-            self._leave()
+            self._barrier.leave()
+            if self._barrier.rank == 0 and _is_tcp(self._watched) and not agent_serves_store():
+                self._barrier.close(_FAREWELL)
         except (RuntimeError, ValueError) as error:  # the store has gone without a word, or holds what no rank wrote
-            _logger.debug("the roll call ends: %s", error)
+            _logger.debug("the hang watchdog ends: %s", error)
         self._stopped.set()
         self._watched = None
-        del self._meetings
+        del self._barrier
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Look where the main thread is, answer who asks, and ask or conclude where it waits; False: the store will close."""
-        word = self._word()
-        waits = word["call"] is not None and word["still"] >= self._prompt
+        report = self._report()
+        waits = report["call"] is not None and report["still"] >= self._prompt
         self._asks = self._asks and waits
-        self._looks += 1
-        last, will_close = self._meetings.called()
+        self._polls += 1
+        last, will_close = self._barrier.latest()
         if will_close:
             return False
-        can_hear = waits and self._has_spoken and last <= self._number + 1  # what was said before has left the store
-        heard = self._meetings.heard(self._number) if can_hear else {}
-        is_over = not self._has_spoken or len(heard) == self._meetings.size or self._looks > _ANSWERS
+        can_read = waits and self._has_posted and last <= self._round + 1  # older rounds are deleted
+        posted = self._barrier.posted(self._round) if can_read else {}
+        is_over = not self._has_posted or len(posted) == self._barrier.size or self._polls > _ANSWERS
         if self._asks and is_over:
-            self._asks = False  # and again at the next look
-            others = {rank: _answer(other) for rank, other in heard.items() if rank != self._meetings.rank}
-            self._conclude(word, {rank: other for rank, other in others.items() if other is not None})
-        elif waits and is_over and last == self._number:
-            last = self._meetings.call(last)
-        if last > self._number:
-            self._meetings.say(last, word)
-            self._number, self._looks, self._has_spoken, self._asks = last, 0, True, waits
+            self._asks = False  # and again at the next poll
+            others = {rank: _checked(other) for rank, other in posted.items() if rank != self._barrier.rank}
+            self._conclude(report, {rank: other for rank, other in others.items() if other is not None})
+        elif waits and is_over and last == self._round:
+            last = self._barrier.start(last)
+        if last > self._round:
+            self._barrier.post(last, report)
+            self._round, self._polls, self._has_posted, self._asks = last, 0, True, waits
         return True
-
-    def _leave(self) -> None:
-        self._meetings.leave()
-        if self._meetings.rank == 0 and _is_tcp(self._watched) and not agent_serves_store():
-            self._meetings.close(_FAREWELL)
 
     @property
     def _prompt(self) -> float:
-        return _PROMPT if self.patience is None else min(_PROMPT, self.patience)
+        return _PROMPT if self.timeout is None else min(_PROMPT, self.timeout)
 
-    def _word(self) -> dict[str, Any]:
-        """Return where this rank is, in words that the others can tell."""
-        every = _frames(sys._current_frames().get(self._main or 0))
-        frames = [frame for frame in every if not _is_of(_STARTERS, frame.f_code)]  # the innermost first
-        stand = tuple((id(frame), frame.f_lasti) for frame in frames)
-        if stand != self._stand:
-            self._stand, self._since = stand, time.monotonic()
-            self._told.clear()
-        error = _error(self._main)
+    def _report(self) -> dict[str, Any]:
+        """Return where this rank is, of the form of `_FORM`."""
+        frames, frame = [], sys._current_frames().get(self._main or 0)  # the innermost first
+        while frame is not None:
+            if not _is_of(_STARTERS, frame.f_code):
+                frames.append(frame)
+            frame = frame.f_back
+        stack = tuple((id(frame), frame.f_lasti) for frame in frames)
+        if stack != self._stack:
+            self._stack, self._since = stack, time.monotonic()
+            self._named.clear()
+        user = first_user_frame(frames[0]) or frames[-1] if frames else None  # else the outermost, as of `python -c`
         return {
             "call": _call(frames),
             "still": time.monotonic() - self._since,
-            "where": _where(frames),
+            "where": "its end" if user is None else line_of(user.f_code, user.f_lineno),
             "collective": _collective(frames),
             "is_outside": not any(frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)) for frame in frames),
-            "error": error,
+            "error": _error(self._main),
         }
 
-    def _conclude(self, word: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]) -> None:
-        apart = {rank: other for rank, other in others.items() if other["call"] != word["call"]}
-        if self.patience is not None and word["still"] >= self.patience:
-            silent = set(range(self._meetings.size)) - {self._meetings.rank} - set(others)
-            apart |= {
-                rank: other
-                for rank, other in others.items()
-                if None not in (other["collective"], word["collective"])
-                and other["collective"] != word["collective"]
-                and other["still"] >= self._prompt
-            }
-        else:
-            silent = set()
-            apart = {
-                rank: other
-                for rank, other in apart.items()
-                if other["error"] or (other["is_outside"] and other["still"] >= self._prompt)
-            }
-        absent = {rank: other for rank, other in apart.items() if rank not in self._told}
-        silent -= self._told
+    def _conclude(self, report: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]) -> None:
+        """Warn of the ranks that are not where this one waits, and were not named yet."""
+        waited_long = self.timeout is not None and report["still"] >= self.timeout
+        absent = {}
+        for rank, other in others.items():
+            stands = other["still"] >= self._prompt
+            if other["call"] != report["call"]:
+                missing = waited_long or other["error"] or (other["is_outside"] and stands)
+            else:
+                collectives = {other["collective"], report["collective"]}
+                missing = waited_long and len(collectives) == 2 and None not in collectives and stands
+            if missing and rank not in self._named:
+                absent[rank] = other
+        silent = set(range(self._barrier.size)) - {self._barrier.rank, *others} - self._named if waited_long else set()
         if absent or silent:
-            self._told |= {*absent, *silent}
-            self._tell(word, absent, sorted(silent))
+            self._named |= {*absent, *silent}
+            self._warn(report, absent, sorted(silent))
 
-    def _tell(
-        self, word: Mapping[str, Any], absent: Mapping[int, Mapping[str, Any]], silent: Sequence[int] = ()
+    def _warn(
+        self, report: Mapping[str, Any], absent: Mapping[int, Mapping[str, Any]], silent: Sequence[int] = ()
     ) -> None:
-        told, inside = [], any(other["call"] == word["call"] for other in absent.values())
+        lines, inside = [], any(other["call"] == report["call"] for other in absent.values())
         for rank, other in sorted(absent.items()):
-            other_way = f", in the same call, in {other['collective']}" if other["call"] == word["call"] else ""
+            same_call = f", in the same call, in {other['collective']}" if other["call"] == report["call"] else ""
             raised = f"raised {other['error']}, and " if other["error"] else ""
-            told.append(f"rank {rank} {raised}is at {other['where']}{other_way}")
-        told += [f"rank {rank} does not answer: it has ended, or is held up outside of Python" for rank in silent]
+            lines.append(f"rank {rank} {raised}is at {other['where']}{same_call}")
+        lines += [f"rank {rank} does not answer: it has ended, or is held up outside of Python" for rank in silent]
         _logger.warning(
             "rank %d has waited %.0f s in %s (%s%s) for ranks %s, which have not called %s: %s. It goes on waiting, until "
             "the timeout of the process group; all ranks must make this call%s",
-            self._meetings.rank,
-            word["still"],
-            word["call"],
-            word["where"],
-            f", in {word['collective']}" if word["collective"] else "",
+            self._barrier.rank,
+            report["still"],
+            report["call"],
+            report["where"],
+            f", in {report['collective']}" if report["collective"] else "",
             sorted({*absent, *silent}),
             "this collective" if inside else "it",
-            "; ".join(told),
+            "; ".join(lines),
             ", and come to the same collectives in it" if inside else "",
         )
 
 
 def _is_tcp(store: dist.Store | None) -> bool:
-    """Say whether one process serves `store` to the others, which lose it when that one ends."""
+    """Return whether one process serves `store` to the others, which lose it when that one ends."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return isinstance(store, dist.TCPStore)
 
 
-def _answer(told: Any) -> dict[str, Any] | None:
-    """What another rank told, as a terminal may show it; None for what no rank tells. Who reaches the store can write there."""
-    if not isinstance(told, dict) or not all(name in told and fits(told[name]) for name, fits in _FORM.items()):
-        return None
-    return {name: printable(told[name]) if isinstance(told[name], str) else told[name] for name in _FORM}
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= _LONGEST
-
-
-def _is_text_or_none(value: Any) -> bool:
-    return value is None or _is_text(value)
-
-
-_FORM: dict[str, Callable[[Any], bool]] = {  # of what `HangWatchdog._word` tells
-    "call": _is_text_or_none,
-    "still": lambda value: isinstance(value, (int, float)) and math.isfinite(value),
-    "where": _is_text,
-    "collective": _is_text_or_none,
-    "is_outside": lambda value: isinstance(value, bool),
-    "error": _is_text_or_none,
+_FORM: dict[str, tuple[type, ...]] = {
+    "call": (str, NoneType),
+    "still": (int, float),
+    "where": (str,),
+    "collective": (str, NoneType),
+    "is_outside": (bool,),
+    "error": (str, NoneType),
 }
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _checked(report: Any) -> dict[str, Any] | None:
+    """Return the report of another rank, safe to print; None for what no rank posts, since others can write to the store."""
+    if not isinstance(report, dict) or not all(isinstance(report.get(key, ()), kinds) for key, kinds in _FORM.items()):
+        return None
+    if any(isinstance(report[key], str) and len(report[key]) > _LONGEST for key in _FORM):
+        return None
+    return {key: printable(report[key]) if isinstance(report[key], str) else report[key] for key in _FORM}
 
 
 def _call(frames: Sequence[FrameType]) -> str | None:
@@ -267,12 +248,12 @@ def _call(frames: Sequence[FrameType]) -> str | None:
         if _is_of(_WAITS_ON_PURPOSE, code):
             return None
         if code.co_filename.startswith(_PACKAGE):
-            return f"{_shown(code)}()"
-    if codes and codes[-1].co_filename.startswith(f"{_TORCH}distributed/"):
-        own = [
-            code for code in codes if code.co_filename.startswith(f"{_TORCH}distributed/") and code.co_name != "wrapper"
-        ]
-        return f"torch.distributed's {(own or codes)[0].co_name}()"
+            name = "the model's forward" if code.co_name in _FORWARD else code.co_name
+            return f"{name}()"
+    distributed = [code for code in codes if code.co_filename.startswith(f"{_TORCH}distributed/")]
+    if distributed and codes[-1] is distributed[-1]:
+        named = [code for code in distributed if code.co_name != "wrapper"]
+        return f"torch.distributed's {(named or codes)[0].co_name}()"
     return None
 
 
@@ -281,18 +262,6 @@ def _is_of(places: Mapping[str, tuple[str, ...]], code: CodeType) -> bool:
         code.co_filename.startswith(_PACKAGE + file) and (not functions or code.co_name in functions)
         for file, functions in places.items()
     )
-
-
-def _shown(code: CodeType) -> str:
-    return "the model's forward" if code.co_name in _FORWARD else code.co_name
-
-
-def _where(frames: Sequence[FrameType]) -> str:
-    """Return file, line and function of the innermost frame that is the script's own, or somebody's it calls."""
-    if not frames:
-        return "its end"
-    frame = first_user_frame(frames[0]) or frames[-1]  # the outermost, as of `python -c`
-    return line_of(frame.f_code, frame.f_lineno)
 
 
 def _collective(frames: Sequence[FrameType]) -> str | None:
@@ -311,7 +280,7 @@ def _collective(frames: Sequence[FrameType]) -> str | None:
 
 
 def _error(thread: int | None) -> str | None:
-    """Return what exception the script handles now in `thread`, or an interactive session showed last, and where it rose."""
+    """Return what exception the script handles now in `thread`, or an interactive session showed last, and its line."""
     error: Any = sys._current_exceptions().get(thread or 0)
     if isinstance(error, tuple):  # before Python 3.12
         error = error[1]
@@ -320,6 +289,5 @@ def _error(thread: int | None) -> str | None:
         error = getattr(sys, "last_value", None)
     if error is None:
         return None
-    place = where_raised(error)
-    text = str(error).partition("\n")[0][:300]
+    place, text = where_raised(error), str(error).partition("\n")[0][:300]
     return f"{type(error).__name__}: {text}{f' at {place}' if place else ''}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import booster
-from booster.common import hang_watchdog as roll_call
+from booster.common import hang_watchdog
 
 
 class Lines(logging.Handler):
@@ -139,8 +139,8 @@ def busy(folder, name):
 
 def on_rank(rank, world_size, folder, *names):
     """What is logged in each case, by its name."""
-    before = roll_call._PROMPT, roll_call._INTERVAL, roll_call._ANSWERS
-    roll_call._PROMPT, roll_call._INTERVAL, roll_call._ANSWERS = 0.4, 0.1, 600
+    before = hang_watchdog._PROMPT, hang_watchdog._INTERVAL, hang_watchdog._ANSWERS
+    hang_watchdog._PROMPT, hang_watchdog._INTERVAL, hang_watchdog._ANSWERS = 0.4, 0.1, 600
     b = booster.Booster("cpu", "fp32", booster.plugin.TorchDDPPlugin(), patience=0.6)
     model = nn.Linear(4, 4)
     model, optimizer, *_ = b.boost(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -159,8 +159,8 @@ def on_rank(rank, world_size, folder, *names):
             told[name] = lines.lines
         optimizer.step()
     finally:
-        roll_call._PROMPT, roll_call._INTERVAL, roll_call._ANSWERS = before
-        roll_call.watch(None)
+        hang_watchdog._PROMPT, hang_watchdog._INTERVAL, hang_watchdog._ANSWERS = before
+        hang_watchdog.watch(None)
     return told
 
 
@@ -191,7 +191,7 @@ def test_an_exception_that_the_standard_library_handles_is_not_told_and_one_of_t
         raise ValueError("the reason")
 
     def note(future):
-        told.append(roll_call._error(threading.get_ident()))
+        told.append(hang_watchdog._error(threading.get_ident()))
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(fail).add_done_callback(note)  # called where the pool handles what `fail` raises

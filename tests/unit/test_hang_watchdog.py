@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import booster
 from booster import DistCoordinator, find_batch_size
-from booster.common import hang_watchdog as roll_call
+from booster.common import hang_watchdog
 from booster.common.hang_watchdog import HangWatchdog
 
 launch = import_module("booster.launch")
@@ -58,8 +58,8 @@ def ranks_of(stores, words, told):
     stores = stores if isinstance(stores, list) else [stores] * size
     calls = [HangWatchdog(store, rank, size, 30.0) for rank, store in enumerate(stores)]
     for rank, call in enumerate(calls):
-        call._word = lambda rank=rank: words[rank]
-        call._tell = lambda word, absent, silent=(), rank=rank: told.append((rank, sorted(absent), list(silent)))
+        call._report = lambda rank=rank: words[rank]
+        call._warn = lambda word, absent, silent=(), rank=rank: told.append((rank, sorted(absent), list(silent)))
     return calls
 
 
@@ -68,11 +68,11 @@ def interleaved(words, others, rounds=8):
     for moment in range(4, 3 * rounds):
         told = []
         inner = dist.HashStore()
-        first = Between(inner, moment, lambda: [calls[rank].look() for rank in others])  # noqa: B023
+        first = Between(inner, moment, lambda: [calls[rank].poll() for rank in others])  # noqa: B023
         calls = ranks_of([first] + [inner] * (len(words) - 1), words, told)
         for _ in range(rounds):
             for call in calls:
-                call.look()
+                call.poll()
         assert first.requests >= moment
         yield moment, sorted(told)
 
@@ -92,7 +92,7 @@ def test_ranks_that_wait_in_the_same_call_look_at_the_price_of_a_few_requests_ea
         calls = ranks_of(stores, [WAITING] * (size - 1) + [BUSY], told)
         for _ in range(20):
             for call in calls[: size - missing]:
-                call.look()
+                call.poll()
         assert len(told) == size - 1  # once each
         return sum(store.requests for store in stores) / size / 20
 
@@ -105,8 +105,8 @@ def test_one_that_is_elsewhere_is_named_once_and_one_that_never_looks_is_silent(
     told = []
     first, second, _ = ranks_of(dist.HashStore(), [WAITING, BUSY, BUSY], told)
     for _ in range(20):
-        first.look()
-        second.look()
+        first.poll()
+        second.poll()
     assert told == [(0, [1], [2])]
 
 
@@ -115,11 +115,11 @@ def in_place_of_an_answer(written, told=None):
     store, found = dist.HashStore(), []
     first, second = ranks_of(store, [WAITING, BUSY], found)
     if told is not None:
-        first._tell = told.__get__(first)
-    first.look()
-    store.append(first._meetings._key(first._number), written)
+        first._warn = told.__get__(first)
+    first.poll()
+    store.append(first._barrier._key(first._round), written)
     for _ in range(8):
-        first.look()
+        first.poll()
     return found
 
 
@@ -152,7 +152,7 @@ def test_an_answer_that_no_rank_gives_counts_as_none(written):
 
 def test_what_others_wrote_into_the_store_is_warned_of_in_one_line_that_a_terminal_may_show(caplog):
     harm = {"where": "\x1b]0;pwned\x07\nERROR: a line of nobody", "error": "\x1b[2J", "is_outside": True}
-    in_place_of_an_answer(said({**BUSY, **harm}), told=HangWatchdog._tell)
+    in_place_of_an_answer(said({**BUSY, **harm}), told=HangWatchdog._warn)
     record = caplog.records[0]
     assert record.getMessage().isprintable()
     assert "\\x1b[2J" in record.getMessage()
@@ -165,14 +165,14 @@ def test_long_waits_and_many_of_them_leave_no_answers_behind_in_the_store():
     for number in range(60):
         words[0] = words[1] = BUSY if number % 6 == 5 else WAITING
         for call in calls:
-            call.look()
+            call.poll()
         sizes.append(store.num_keys())
     assert max(sizes[30:]) <= max(sizes[:30]) <= 3 * 3 + 1
 
 
 def test_the_places_that_are_named_are_there():
     package = Path(booster.__file__).parent
-    for places in (roll_call._STARTERS, roll_call._WAITS_ON_PURPOSE):
+    for places in (hang_watchdog._STARTERS, hang_watchdog._WAITS_ON_PURPOSE):
         for file, functions in places.items():
             assert (package / file).exists()
             names = {name for name, _ in inspect.getmembers(launch, inspect.isfunction)} if functions else set()
@@ -186,7 +186,7 @@ def test_a_rank_of_a_notebook_waits_in_what_its_cell_calls_and_a_wait_on_purpose
     monkeypatch.setattr(launch, "close_group", lambda: None)
 
     def look(size=None):
-        seen.append(call._word()["call"])
+        seen.append(call._report()["call"])
 
     def cell():
         find_batch_size(look, 1)

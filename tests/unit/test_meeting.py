@@ -33,7 +33,7 @@ def test_a_rank_that_nobody_joins_raises_and_names_who_is_missing(failed, monkey
     monkeypatch.setattr(meeting, "PATIENCE", timedelta(seconds=0.05))
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.05))
-    StoreBarrier(store, "a series", 2, 3).say(1, False)
+    StoreBarrier(store, "a series", 2, 3).post(1, False)
     with pytest.raises(RanksApart, match=r"on rank 0 of the group, and ranks \[1\] did not come to its end"):
         Meeting(StoreBarrier(store, "a series", 0, 3)).any(failed)
 
@@ -52,38 +52,38 @@ def test_words_said_at_the_same_time_are_all_heard_in_every_store(tmp_path):
         meetings = [StoreBarrier(dist.PrefixStore("a group", store.clone()), "a series", rank, 4) for rank in range(4)]
         with ThreadPoolExecutor(4) as threads:
             for number in range(1, 6):
-                list(threads.map(lambda each: each.say(number, f"line {each.rank}\n"), meetings))  # noqa: B023
+                list(threads.map(lambda each: each.post(number, f"line {each.rank}\n"), meetings))  # noqa: B023
         for number in range(1, 6):
-            assert meetings[0].heard(number) == {rank: f"line {rank}\n" for rank in range(4)}
+            assert meetings[0].posted(number) == {rank: f"line {rank}\n" for rank in range(4)}
 
 
 def test_those_who_call_at_once_are_in_one_meeting():
     store = dist.HashStore()
     meetings = [StoreBarrier(store, "a series", rank, 3) for rank in range(3)]
-    assert [each.begin() for each in meetings] == [0, 0, 0]
-    assert [each.call(0) for each in meetings] == [1, 1, 1]
-    assert [each.call(1) for each in meetings] == [2, 2, 2]
-    assert meetings[0].called() == (2, False)
+    assert [each.join() for each in meetings] == [0, 0, 0]
+    assert [each.start(0) for each in meetings] == [1, 1, 1]
+    assert [each.start(1) for each in meetings] == [2, 2, 2]
+    assert meetings[0].latest() == (2, False)
 
 
 def test_who_closes_the_store_is_seen_by_its_group_and_not_by_the_next_one_that_meets_there():
     store = dist.HashStore()
     first, second = ([StoreBarrier(store, "a series", rank, 3) for rank in range(3)] for _ in range(2))
-    assert [each.begin() for each in first] == [0, 0, 0]
+    assert [each.join() for each in first] == [0, 0, 0]
     with ThreadPoolExecutor(1) as thread:
         first[0].leave()
         closing = thread.submit(first[0].close, timedelta(seconds=60))
         for each in first[1:]:
-            while not each.called()[1]:
+            while not each.latest()[1]:
                 pass
             assert not closing.done()
             each.leave()
         closing.result(60)
-    assert [each.begin() for each in second] == [0, 0, 0]
-    assert [each.called() for each in second] == [(0, False)] * 3
+    assert [each.join() for each in second] == [0, 0, 0]
+    assert [each.latest() for each in second] == [(0, False)] * 3
     second[0].leave()
     second[0].close(timedelta(seconds=0.05))  # of the others none has left
-    assert [each.called() for each in [*first, *second]] == [(0, False)] * 3 + [(0, True)] * 3
+    assert [each.latest() for each in [*first, *second]] == [(0, False)] * 3 + [(0, True)] * 3
 
 
 class Counting:

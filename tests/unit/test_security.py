@@ -134,8 +134,8 @@ CLAIMS = {
     "what ranks of the library tell each other": {
         "is numbers and JSON": ["unit/test_imports.py no_pickle_travels_between_ranks"],
         "What a user of the ports": [
-            "unit/test_roll_call.py an_answer_that_no_rank_gives_counts_as_none",
-            "unit/test_roll_call.py what_others_wrote_into_the_store_is_warned_of_in_one_line_that_a_terminal_may_show",
+            "unit/test_hang_watchdog.py an_answer_that_no_rank_gives_counts_as_none",
+            "unit/test_hang_watchdog.py what_others_wrote_into_the_store_is_warned_of_in_one_line_that_a_terminal_may_show",
         ],
     },
     "the workflows": {

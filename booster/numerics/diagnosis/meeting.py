@@ -38,8 +38,8 @@ class Meeting:
         the timeout of the process group.
         """
         self._number += 1
-        self._meetings.say(self._number, failed)
-        told = self._meetings.gather(self._number, PATIENCE if failed else None)
+        self._meetings.post(self._number, failed)
+        told = self._meetings.wait(self._number, PATIENCE if failed else None)
         missing = [rank for rank in range(self._meetings.size) if rank not in told]
         if missing:
             raise RanksApart(
