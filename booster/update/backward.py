@@ -24,7 +24,7 @@ from booster.update.outcome import Copy, NonFiniteParams, SkippedReason, SkipRep
 from booster.update.parameters import Parameters
 from booster.update.released_backward import run_in_backward
 
-_RELEASE = attrgetter("release")
+_RELEASE = attrgetter("in_backward")
 
 
 class Participant(Protocol):
