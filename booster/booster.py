@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from booster.capture.captured import CapturedStep
     from booster.capture.graph import Recorder
     from booster.facade.everyday import ShownLoss
-    from booster.masters.packing import States
+    from booster.masters.state_quantizer import States
     from booster.memory import Estimate, Measured
     from booster.numerics import Diagnosis, Record
     from booster.numerics.diagnosis.replay import Replay

@@ -25,7 +25,7 @@ from booster.data.boosted import to_device
 from booster.interface.optimizer import OptimizerWrapper
 from booster.masters.masters import Masters
 from booster.masters.update import MasterApplication
-from booster.model.modules import LinearStandIn
+from booster.model.modules import LinearProxy
 from booster.tensors.trees import form, leaves, map_tensors, tensors, with_leaves
 from booster.update.application import honours_grad_scale
 from booster.update.outcome import StepHistory, StepResult
@@ -87,7 +87,7 @@ class CapturedStep:
         self._updates = [optimizer._update for optimizer in self._optimizers]
         modules = [module for root in self._roots for module in root.modules()]
         self._modules = [module for module in modules if "_parameters" in vars(module)]
-        self._stand_ins = [module for module in self._modules if isinstance(module, LinearStandIn)]
+        self._proxies = [module for module in self._modules if isinstance(module, LinearProxy)]
         self._cells = Cells(self._optimizers)
         applications = [update.decision.application for update in self._updates]
         self._draws = [
@@ -199,7 +199,7 @@ class CapturedStep:
         ]
         return (
             tuple(map(_TRAINING, self._modules)),
-            tuple(map(_WIDE, self._stand_ins)),  # which a load may change, where layers were measured
+            tuple(map(_WIDE, self._proxies)),  # which a load may change, where layers were measured
             tuple(map(_WANTED, params)),
             torch.is_grad_enabled(),
             self._passes.situation(self._optimizers),
@@ -423,7 +423,7 @@ class _Draws:
     """Random numbers that masters and states are rounded with: the host draws them, and brings them to where graphs read."""
 
     def __init__(self, masters: Masters, device: torch.device) -> None:
-        self._masters, self._dither, self._device = masters, masters.dither, device
+        self._masters, self._rng, self._device = masters, masters.rng, device
         self._lanes: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     @property
@@ -435,27 +435,27 @@ class _Draws:
     @property
     def count(self) -> int:
         """How many steps have drawn."""
-        return self._dither.count
+        return self._rng.count
 
     def next(self) -> None:
-        self._dither.next()
+        self._rng.next()
 
     @contextmanager
     def fixed(self) -> Iterator[None]:
         """Inside, what has been drawn in steps before is read from memory that does not move."""
-        asked = {(name, device if device.type != "cpu" else self._device) for name, device in self._dither.asked}
+        asked = {(name, device if device.type != "cpu" else self._device) for name, device in self._rng.asked}
         for name, device in asked - self._lanes.keys():
-            self._lanes[name, device] = self._dither.draw(name, device).to(device)
-        self._dither.fixed = self._lanes
+            self._lanes[name, device] = self._rng.draw(name, device).to(device)
+        self._rng.fixed = self._lanes
         try:
             yield
         finally:
-            self._dither.fixed = {}
+            self._rng.fixed = {}
 
     def bring(self) -> None:
         """Bring the numbers of this step there. Nobody waits."""
         for (name, device), lanes in self._lanes.items():
-            lanes.copy_(self._dither.draw(name, device), non_blocking=True)
+            lanes.copy_(self._rng.draw(name, device), non_blocking=True)
 
 
 def _placed(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from booster.common.random_states import random_state, set_random_state
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
-from booster.masters.packed import Packed
+from booster.masters.quantized_state import QuantizedState
 from booster.numerics.diagnosis.replay import Memory
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
@@ -86,7 +86,7 @@ class Rewind:
             return [*before, *before.values()] if isinstance(each, dict) else list(before)
         if isinstance(each, tuple):
             return list(each)
-        if isinstance(each, Packed):
+        if isinstance(each, QuantizedState):
             return list(each.tensors)
         of_ours = kind.__module__.startswith("booster.") and hasattr(each, "__dict__")
         if isinstance(each, _OF_TORCH) or (of_ours and not isinstance(each, type)):

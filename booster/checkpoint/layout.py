@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from booster.common.torch_internals.tensor_internals import gather_whole
-from booster.model.dtensors import is_dtensor, local_part
-from booster.shards.divided import Divided
+from booster.model.dtensors import is_dtensor, local_shard
+from booster.shards.flat_shard import FlatShard
 
-Held = torch.Tensor | Divided  # what a rank holds of a tensor
+Held = torch.Tensor | FlatShard  # what a rank holds of a tensor
 
 
 def storable(tensor: Held) -> Held:
@@ -51,7 +51,7 @@ def can_be_read_into(held: torch.Tensor, shape: tuple[int, ...], dtype: torch.dt
     """Whether the bytes of a tensor of `shape` and `dtype`, or this rank's part of them, lie in `held` as in a file."""
     if held.dtype != dtype or tuple(held.shape) != shape or (is_dtensor(held) and not _is_boxes(held)):
         return False
-    local = local_part(held)
+    local = local_shard(held)
     return (
         local.device.type == "cpu"
         and type(local) in (torch.Tensor, torch.nn.Parameter)
@@ -65,11 +65,11 @@ def can_be_read_into(held: torch.Tensor, shape: tuple[int, ...], dtype: torch.dt
 def note_written(tensors: Iterable[torch.Tensor]) -> None:
     """Tell autograd that the memory of `tensors` was written to, which a read from a file does past it."""
     written = list(tensors)
-    torch.autograd.graph.increment_version([*written, *(local_part(each) for each in written if is_dtensor(each))])
+    torch.autograd.graph.increment_version([*written, *(local_shard(each) for each in written if is_dtensor(each))])
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """Torch's planner for tensors under their whole names, some of them `Divided`."""
+    """Torch's planner for tensors under their whole names, some of them `FlatShard`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
@@ -83,11 +83,11 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """As torch's, which looks for parts in tensors alone."""
         held = self.state_dict[index.fqn]
-        return held.box_at(index.offset) if isinstance(held, Divided) else super().lookup_tensor(index)
+        return held.box_at(index.offset) if isinstance(held, FlatShard) else super().lookup_tensor(index)
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """Torch's planner for tensors under their whole names, some of them `Divided`."""
+    """Torch's planner for tensors under their whole names, some of them `FlatShard`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
@@ -95,7 +95,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """As torch's, which looks for parts in tensors alone."""
         held = self.state_dict[index.fqn]
-        return held.box_at(index.offset) if isinstance(held, Divided) else super().lookup_object(index)
+        return held.box_at(index.offset) if isinstance(held, FlatShard) else super().lookup_object(index)
 
 
 def _is_boxes(tensor: torch.Tensor) -> bool:
@@ -109,7 +109,7 @@ _TAG = "__booster__"  # the key of everything that JSON has no form for
 _ORDER = "order"  # of a reference to a tensor whose dimensions lie in memory otherwise than in a file
 
 
-def encode(value: Any, where: str, tensors: dict[str, torch.Tensor | Divided]) -> Any:
+def encode(value: Any, where: str, tensors: dict[str, torch.Tensor | FlatShard]) -> Any:
     """Return `value` as what `json.dumps` takes; its tensors go into `tensors`, under names that begin with `where`.
 
     Takes None, booleans, numbers, strings, lists, tuples, sets of them, mappings with any of these as keys, tensors, dtypes
@@ -119,10 +119,10 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor | Divided]) -
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
-    if isinstance(value, (torch.Tensor, Divided)):
+    if isinstance(value, (torch.Tensor, FlatShard)):
         refuse_made_of_tensors(where, value)
-        tensors[where] = value if isinstance(value, Divided) else value.detach()
-        order = None if isinstance(value, Divided) or is_dtensor(value) else _order_of(value)
+        tensors[where] = value if isinstance(value, FlatShard) else value.detach()
+        order = None if isinstance(value, FlatShard) or is_dtensor(value) else _order_of(value)
         return {_TAG: "tensor", "name": where, **({} if order is None else {_ORDER: order})}
     if isinstance(value, (torch.dtype, torch.device)):
         return {_TAG: type(value).__name__, "value": str(value).removeprefix("torch.")}
@@ -163,9 +163,9 @@ def has_order(value: Any) -> bool:
     return isinstance(value, dict) and _ORDER in value
 
 
-def _laid(held: torch.Tensor | Divided, order: Any) -> torch.Tensor | Divided:
+def _laid(held: torch.Tensor | FlatShard, order: Any) -> torch.Tensor | FlatShard:
     """Return `held` with its dimensions in memory in the order of `_order_of`, where this rank has all of it."""
-    if order is None or isinstance(held, Divided) or is_dtensor(held):
+    if order is None or isinstance(held, FlatShard) or is_dtensor(held):
         return held
     if not isinstance(order, list) or sorted(map(repr, order)) != sorted(map(repr, range(held.dim()))):
         raise ValueError(f"{str(order)[:80]} is no order of {held.dim()} dimensions")
@@ -174,7 +174,7 @@ def _laid(held: torch.Tensor | Divided, order: Any) -> torch.Tensor | Divided:
 
 def refuse_made_of_tensors(where: str, tensor: Held) -> None:
     """Raise TypeError for a tensor made of others inside, as those of torchao in few bits and sparse ones are."""
-    held = tensor.values if isinstance(tensor, Divided) else tensor
+    held = tensor.values if isinstance(tensor, FlatShard) else tensor
     local = held.to_local() if is_dtensor(held) else held  # type: ignore[attr-defined]
     if hasattr(type(local), "__tensor_flatten__"):
         raise TypeError(
@@ -189,7 +189,7 @@ def refuse_made_of_tensors(where: str, tensor: Held) -> None:
         )
 
 
-def decode(value: Any, tensors: Mapping[str, torch.Tensor | Divided]) -> Any:
+def decode(value: Any, tensors: Mapping[str, torch.Tensor | FlatShard]) -> Any:
     """Return what `encode` was given. Raises ValueError for what it did not write."""
     if isinstance(value, list):
         return [decode(entry, tensors) for entry in value]

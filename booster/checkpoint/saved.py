@@ -26,7 +26,7 @@ from booster.checkpoint.storage import ManifestReader, load_into
 from booster.checkpoint.tensor_file import dtype_of
 from booster.checkpoint.tree import read_tree
 from booster.interface.optimizer import OptimizerWrapper, updates_of
-from booster.shards.divided import Divided
+from booster.shards.flat_shard import FlatShard
 from booster.update.state_dict import STATE_KEY
 
 
@@ -183,7 +183,7 @@ class Saved:
         entry = self.entry(name)
         if name is None or entry is None or held is None or name in self._targets or self._rehearsed:
             return False
-        parts = [view for *_, view in held.boxes()] if isinstance(held, Divided) else [held]
+        parts = [view for *_, view in held.boxes()] if isinstance(held, FlatShard) else [held]
         shape = tuple(held.shape) if isinstance(held, torch.Tensor) else entry.shape
         fits = all(
             can_be_read_into(part, shape if part is held else tuple(part.shape), dtype_of(entry)) for part in parts
@@ -211,7 +211,7 @@ class Saved:
                 return
         if name is not None and entry is not None and name not in self._targets and entry.shape == tuple(param.shape):
             (update,) = updates_of([optimizer])
-            part = update.shards.part_to_read(param, dtype_of(entry))
+            part = update.shards.empty_shard(param, dtype_of(entry))
             if part is not None:
                 self._targets[name] = part
         self.want(name, param)
@@ -250,7 +250,7 @@ class Saved:
                 f"{error}. It was whole when it was read first, and another process changed it meanwhile: weights and "
                 "optimizer states of this job hold parts of it, and all else is as it was; load a checkpoint before you go on"
             ) from error
-        note_written(held.values if isinstance(held, Divided) else held for held in targets.values())
+        note_written(held.values if isinstance(held, FlatShard) else held for held in targets.values())
 
     def _read(self, targets: dict[str, Held], files: set[str] | None, group: dist.ProcessGroup | None) -> None:
         """Read `targets`, and compare `files`, or all where that is None, with their hashes."""
@@ -277,12 +277,12 @@ class Saved:
 def _state_here(optimizer: OptimizerWrapper, param: torch.Tensor, key: str) -> Held | None:
     """Return what this rank holds of a state of `param`, where a load makes what it is given the state, as it is; else None."""
     (update,) = updates_of([optimizer])
-    if not update.optimizer_state.adopts(param):
+    if not update.optimizer_state.loads_without_copy(param):
         return None
     held = update.optimizer_state.state.get(param, {}).get(key)
     if not isinstance(held, torch.Tensor):
         return None
-    part = update.shards.part_to_read(param, held.dtype)
+    part = update.shards.empty_shard(param, held.dtype)
     if part is None or not held.is_contiguous() or held.numel() != part.values.numel():
         return held if part is None else None
     return part.with_values(held.view(-1))

@@ -64,7 +64,7 @@ from booster.interface.model import ModelWrapper
 from booster.mixed_precision.policy import dtypes_read
 from booster.model.dtensors import is_dtensor
 from booster.model.modules import bare
-from booster.shards.divided import Divided
+from booster.shards.flat_shard import FlatShard
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _same(entries: Mapping[str, Written], read: Read, one: str, other: str) -> b
 
 
 def _host_copy(tensor: Held) -> Held:
-    if isinstance(tensor, Divided):
+    if isinstance(tensor, FlatShard):
         return tensor.with_values(_host_copy(tensor.values))  # type: ignore[arg-type]
     if tensor.device.type == "cpu":
         return tensor.clone()

@@ -154,7 +154,7 @@ class AsBuilt:
         return done
 
 
-def stand_around(model: nn.Module, around: dict[str, Any]) -> None:
+def wrap_forward(model: nn.Module, around: dict[str, Any]) -> None:
     """Put back what `lay_bare` took of plugins, around the forwards that modules have now."""
     inner = bare(model)
     for name, chain in around.items():

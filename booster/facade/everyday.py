@@ -22,8 +22,8 @@ import torch.distributed as dist
 from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import default_store
 from booster.data.iteration import Iteration
+from booster.ranks.abortable_pass import AbortablePass, LeftByOtherRank
 from booster.ranks.coordinator import is_main
-from booster.ranks.trial import LeftByOthers, Trial
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -195,11 +195,11 @@ def _together(trial: Callable[[int], Any]) -> Callable[[int], Any]:
     number = store.add("booster/trial/come", 1)
 
     def together(size: int) -> None:
-        own = Trial(store, f"booster/trial/{(number - 1) // dist.get_world_size()}")
+        own = AbortablePass(store, f"booster/trial/{(number - 1) // dist.get_world_size()}")
         try:
             with own:
                 trial(size)
-        except LeftByOthers:
+        except LeftByOtherRank:
             raise MemoryError("on another rank") from None
         except BaseException:
             own.leave()

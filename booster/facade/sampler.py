@@ -14,7 +14,7 @@ from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import gather_whole
 from booster.interface.model import ModelWrapper
 from booster.mixed_precision.policy import dtypes_read
-from booster.model.dtensors import is_dtensor, local_part
+from booster.model.dtensors import is_dtensor, local_shard
 from booster.model.modules import bare
 
 _logger = logging.getLogger(__name__)
@@ -85,5 +85,5 @@ def _whole(held: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 def _memory(held: torch.Tensor) -> int:
     """What tells one weight from another: where this rank's part lies, or the tensor itself where that is empty."""
-    local = local_part(held)
+    local = local_shard(held)
     return local.data_ptr() if local.numel() else id(held)

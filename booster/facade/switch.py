@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from booster.checkpoint.agree import exchange
 from booster.common.random_states import random_state, set_random_state
 from booster.common.torch_internals.autograd_internals import is_compiled
-from booster.facade.as_built import AsBuilt, stand_around
+from booster.facade.as_built import AsBuilt, wrap_forward
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.mixed_precision import MixedPrecision
@@ -259,7 +259,7 @@ class _Again:
         self.is_whole, self.stores_float32, self.group = plugin.is_whole, plugin.stores_float32, plugin.group
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
-        stand_around(module, self._around)
+        wrap_forward(module, self._around)
         before, self.policy = self.policy, policy
         return self._plugin.place_again(self._placed, before, policy, device)
 

@@ -145,12 +145,12 @@ class OptimizerWrapper(Optimizer):
                     gradients.clip_norm(float(self._clip_grad_norm), asked=False)
                 if update.shards.is_distributed:
                     update.shards.check_gradients()
-                    likeness = update.shards.likeness
-                    if likeness is not None and gradients.num_backwards:  # without a call, as in nearly every step
-                        likeness.num_steps += 1
-                        if likeness.num_steps == likeness.due:
-                            looked = likeness
-                            likeness.check(update.shards)
+                    replica_check = update.shards.replica_check
+                    if replica_check is not None and gradients.num_backwards:  # without a call, as in nearly every step
+                        replica_check.num_steps += 1
+                        if replica_check.num_steps == replica_check.due:
+                            looked = replica_check
+                            replica_check.check(update.shards)
                 for listener in gradients.listeners:
                     listener.before_step(update, history.num_steps + 1)
                 if self._forget_weights is not None:  # before the step needs memory of its own
@@ -377,7 +377,7 @@ class OptimizerWrapper(Optimizer):
             legal = "a dict with the key 'params' and options of the optimizer"
             raise TypeError(arguments.refusal("param_group", param_group, legal))
         params = param_group["params"]
-        params = self._update.shards.at_rest([params] if isinstance(params, torch.Tensor) else list(params))
+        params = self._update.shards.sharded_params([params] if isinstance(params, torch.Tensor) else list(params))
         self._update.gradients.check_known(params)
         self.optimizer.add_param_group({**param_group, "params": params})
         self._update.gradients.parameters.note_dtypes()
@@ -451,7 +451,7 @@ class OptimizerWrapper(Optimizer):
         return state
 
     def divided_state_dict(self) -> dict[str, Any]:
-        """`state_dict` without a collective: where ranks divide tensors flat, each has its shard, a `Divided`."""
+        """`state_dict` without a collective: where ranks divide tensors flat, each has its shard, a `FlatShard`."""
         self.settle()
         self.wait_for_weights()
         state, own = state_of(self._update, divided=True)

@@ -14,7 +14,7 @@ from booster.common.frames import called_by, called_from
 from booster.common.torch_internals.tensor_internals import SWAPS_TENSORS
 from booster.model.dtensors import is_part
 from booster.model.modules import bare, is_placed, unwrap_placed, wait_for_weights
-from booster.shards.hidden import clear_hidden_gradients
+from booster.shards.hidden import clear_unsharded_grads
 
 _logger = logging.getLogger(__name__)
 _KNOW_PARTS = ("torch.distributed.checkpoint", "booster.")
@@ -64,7 +64,7 @@ class TransparentModule(nn.Module):
         """As torch, through a plugin's wrapper, which may keep gradients of its own; also between forward and backward."""
         arguments.flag("set_to_none", set_to_none)
         self.module.zero_grad(*(() if set_to_none else (False,)))  # a class may have a zero_grad() without arguments
-        clear_hidden_gradients(bare(self.module), set_to_none)
+        clear_unsharded_grads(bare(self.module), set_to_none)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load into the user's model; arguments are those of its own load_state_dict."""

@@ -15,7 +15,7 @@ from booster.kernels.stretches import Stretches
 from booster.kernels.table import Table, Tables
 from booster.masters.bucket import Bucket
 from booster.masters.formats import Stochastic
-from booster.masters.rounding import Dither
+from booster.masters.rounding import RoundingRNG
 from booster.masters.step import MasterStep
 from booster.update.context import UpdateContext
 
@@ -70,7 +70,7 @@ class Covered:
         return ()
 
     @property
-    def dither(self) -> Dither | None:
+    def rng(self) -> RoundingRNG | None:
         """What gives random numbers to what is rounded by chance."""
         return None
 
@@ -112,8 +112,8 @@ class CoveredMasters(Covered):
         return tuple(self._buckets)
 
     @property
-    def dither(self) -> Dither | None:
-        return self._whole.masters.dither
+    def rng(self) -> RoundingRNG | None:
+        return self._whole.masters.rng
 
     def draw(self) -> dict[Bucket, torch.Tensor]:
         return {
@@ -126,10 +126,10 @@ class CoveredMasters(Covered):
         if not self._whole.masters.hosts:
             return
         state, groups = self._optimizer.state, self._optimizer.param_groups
-        journeys = self._whole.journeys(self._buckets)
+        prefetches = self._whole.prefetches(self._buckets)
         for bucket in sorted(self._buckets, key=_GROUP):
             if bucket.host is not None and bucket in table.buckets:
-                with journeys[bucket.host].here(bucket):
+                with prefetches[bucket.host].here(bucket):
                     own, names = state[bucket.handles[0]], self.steps.rule.states(groups[bucket.group])
-                    table.move(bucket, noise.get(bucket, bucket.rest), [own[name] for name in names])
+                    table.move(bucket, noise.get(bucket, bucket.residual), [own[name] for name in names])
                     yield bucket

@@ -29,7 +29,7 @@ from booster.update.choice import step_in_backward
 from booster.update.context import UpdateContext
 from booster.update.device import DeviceDecision, DeviceGradients, nonfinite
 from booster.update.gradients import Gradients
-from booster.update.optimizer_state import KeptState
+from booster.update.optimizer_state import OptimizerState
 from booster.update.outcome import Copy, LazyStepFields, StepFields, StepResult
 from booster.update.update import Update
 
@@ -208,7 +208,7 @@ class KernelDecision(DeviceDecision):
 
 
 def kernel_update(
-    context: UpdateContext, rule: Rule, application: Application, kept: KeptState, *, counts_zeros: bool = False
+    context: UpdateContext, rule: Rule, application: Application, kept: OptimizerState, *, counts_zeros: bool = False
 ) -> Update:
     """Make an update that steps by kernels as `rule` says, and by `application` what they do not know.
 

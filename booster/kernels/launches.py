@@ -231,7 +231,7 @@ def update(
     first_tile,
     scalars,
     out,
-    chances,
+    random_bits,
     RULE: tl.constexpr,
     FLAGS: tl.constexpr,
     LOAD: tl.constexpr,
@@ -262,7 +262,7 @@ def update(
     row = table + tl.load(tiles + 2 * program).to(tl.int64) * COLUMNS
     start = tl.load(tiles + 2 * program + 1).to(tl.int64) * TILE
     weights = tl.load(row)
-    rest = tl.load(row + 1)
+    residual = tl.load(row + 1)
     p0 = tl.load(row + 3)
     p1 = tl.load(row + 4)
     p2 = tl.load(row + 5)
@@ -275,7 +275,7 @@ def update(
     g = load_wide(tl.load(row + 2), offsets, mask, GRADIENT)
     if DIVIDE:
         g = tl.div_rn(g, tl.load(out + 4))
-    w = LOAD(weights, rest, offsets, mask, HALF)
+    w = LOAD(weights, residual, offsets, mask, HALF)
     s0 = OPEN0(p0, q0, offsets, mask)
     s1 = OPEN1(p1, q1, offsets, mask)
     s2 = OPEN2(p2, q2, offsets, mask)
@@ -288,7 +288,7 @@ def update(
     h6 = tl.load(h + 6)
     h7 = tl.load(h + 7)
     w, s0, s1, s2 = RULE(w, g, s0, s1, s2, h0, h1, h2, h3, h4, h5, h6, h7, FLAGS)
-    STORE(weights, rest, offsets, mask, w, chances, HALF)
-    CLOSE0(p0, q0, start, offsets, mask, s0, chances + 64, TILE)
-    CLOSE1(p1, q1, start, offsets, mask, s1, chances + 128, TILE)
-    CLOSE2(p2, q2, start, offsets, mask, s2, chances + 192, TILE)
+    STORE(weights, residual, offsets, mask, w, random_bits, HALF)
+    CLOSE0(p0, q0, start, offsets, mask, s0, random_bits + 64, TILE)
+    CLOSE1(p1, q1, start, offsets, mask, s1, random_bits + 128, TILE)
+    CLOSE2(p2, q2, start, offsets, mask, s2, random_bits + 192, TILE)

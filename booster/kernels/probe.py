@@ -19,7 +19,7 @@ from booster.masters.bucket import Bucket
 from booster.masters.formats import Format, Kahan, Nearest, Split24, Stochastic
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
-from booster.masters.packed import Packed
+from booster.masters.quantized_state import QuantizedState
 from booster.masters.update import choose_master_update
 from booster.update.choice import choose_update, on_device
 from booster.update.context import UpdateContext
@@ -194,7 +194,7 @@ class _Trial:
         handles = [(handle, bucket) for bucket in self._buckets for handle in bucket.handles]
         for owner, bucket in [*((param, None) for param in self._params), *handles]:
             for name, value in sorted(self._optimizer.state.get(owner, {}).items()):
-                for tensor in value.tensors if isinstance(value, Packed) else [value]:
+                for tensor in value.tensors if isinstance(value, QuantizedState) else [value]:
                     flat = bucket is not None and not bucket.whole and tensor.numel() == bucket.size
                     yield name, tensor, bucket if flat else None
 

@@ -1,4 +1,4 @@
-"""Forms of optimizer states on a device: float32, or packed as `booster/masters/packed.py` tells.
+"""Forms of optimizer states on a device: float32, or packed as `booster/masters/quantized_state.py` tells.
 
 open(codes, scales, offsets, mask) returns float32; close(codes, scales, first, offsets, mask, values, chances, TILE) writes
 `values` back. `first` is that of `offsets`, a multiple of `TILE` elements, which are stretches of a state that begin at
@@ -16,12 +16,12 @@ from booster.kernels.arithmetic import bits_of, load_half, number_of, plain_bits
 
 @dataclass(frozen=True)
 class StateForm:
-    """open, close: see the module. bytes_kept: for an element. by_chance: whether it draws random numbers."""
+    """open, close: see the module. bytes_kept: for an element. stochastic: whether it draws random numbers."""
 
     open: Any
     close: Any
     bytes_kept: float
-    by_chance: bool = True
+    stochastic: bool = True
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _open_full(codes, scales, offsets, mask):
 
 
 @triton.jit
-def _close_full(codes, scales, first, offsets, mask, values, chances, TILE: tl.constexpr):
+def _close_full(codes, scales, first, offsets, mask, values, random_bits, TILE: tl.constexpr):
     tl.store(codes.to(tl.pointer_type(tl.float32)) + offsets, values, mask)
 
 
@@ -40,8 +40,8 @@ def _open_bf16(codes, scales, offsets, mask):
 
 
 @triton.jit
-def _close_bf16(codes, scales, first, offsets, mask, values, chances, TILE: tl.constexpr):
-    store_half(codes, offsets, mask, (plain_bits(values) + tl.load(chances + (offsets & 63))) >> 16)
+def _close_bf16(codes, scales, first, offsets, mask, values, random_bits, TILE: tl.constexpr):
+    store_half(codes, offsets, mask, (plain_bits(values) + tl.load(random_bits + (offsets & 63))) >> 16)
 
 
 @triton.jit
@@ -65,13 +65,13 @@ def _open_unsigned(codes, scales, offsets, mask):
 
 
 @triton.jit
-def _factors(scales, first, sizes, mask, chances, LEVELS: tl.constexpr, TILE: tl.constexpr):
+def _factors(scales, first, sizes, mask, random_bits, LEVELS: tl.constexpr, TILE: tl.constexpr):
     """Write the scales of groups of 32; returns what each element of `sizes`, all positive, is multiplied by."""
     # Bits of positive numbers are in the order of the numbers, NaN last.
     largest = number_of(tl.max(tl.reshape(bits_of(sizes), [TILE // 32, 32]), 1))
     least = tl.where(largest < 1.262177448353619e-29, 1.262177448353619e-29, largest)
     groups = first // 32 + tl.arange(0, TILE // 32)
-    lanes = tl.load(chances + (groups & 1)) >> 1
+    lanes = tl.load(random_bits + (groups & 1)) >> 1
     bits = (plain_bits(tl.where(largest == 0.0, 0.0, least)) + tl.minimum(tl.maximum(lanes, 16), 32751)) >> 15
     there = tl.max(tl.reshape(mask.to(tl.int32), [TILE // 32, 32]), 1) != 0
     tl.store(scales.to(tl.pointer_type(tl.int16)) + groups, bits.to(tl.int16), there)
@@ -80,25 +80,25 @@ def _factors(scales, first, sizes, mask, chances, LEVELS: tl.constexpr, TILE: tl
 
 
 @triton.jit
-def _fraction(chances, offsets):
-    return ((tl.load(chances + (offsets & 63)) >> 4).to(tl.float32) + 0.5) * 0.000244140625
+def _fraction(random_bits, offsets):
+    return ((tl.load(random_bits + (offsets & 63)) >> 4).to(tl.float32) + 0.5) * 0.000244140625
 
 
 @triton.jit
-def _close_signed(codes, scales, first, offsets, mask, values, chances, TILE: tl.constexpr):
+def _close_signed(codes, scales, first, offsets, mask, values, random_bits, TILE: tl.constexpr):
     sizes = tl.where(mask, tl.abs(values), 0.0)
-    code = tl.sqrt_rn(sizes * _factors(scales, first, sizes, mask, chances, 16129.0, TILE)) + _fraction(
-        chances, offsets
+    code = tl.sqrt_rn(sizes * _factors(scales, first, sizes, mask, random_bits, 16129.0, TILE)) + _fraction(
+        random_bits, offsets
     )
     code = tl.where(bits_of(values) < 0, -(code.to(tl.int32)), code.to(tl.int32))
     tl.store(codes.to(tl.pointer_type(tl.int8)) + offsets, code.to(tl.int8), mask)
 
 
 @triton.jit
-def _close_unsigned(codes, scales, first, offsets, mask, values, chances, TILE: tl.constexpr):
+def _close_unsigned(codes, scales, first, offsets, mask, values, random_bits, TILE: tl.constexpr):
     sizes = tl.where(mask, tl.abs(values), 0.0)
-    share = sizes * _factors(scales, first, sizes, mask, chances, 4228250625.0, TILE)
-    code = tl.sqrt_rn(tl.sqrt_rn(share)) + _fraction(chances, offsets)
+    share = sizes * _factors(scales, first, sizes, mask, random_bits, 4228250625.0, TILE)
+    code = tl.sqrt_rn(tl.sqrt_rn(share)) + _fraction(random_bits, offsets)
     tl.store(codes.to(tl.pointer_type(tl.int8)) + offsets, tl.maximum(code.to(tl.int32), 1).to(tl.int8), mask)
 
 
@@ -108,15 +108,15 @@ def _open_nothing(codes, scales, offsets, mask):
 
 
 @triton.jit
-def _close_nothing(codes, scales, first, offsets, mask, values, chances, TILE: tl.constexpr):
+def _close_nothing(codes, scales, first, offsets, mask, values, random_bits, TILE: tl.constexpr):
     pass
 
 
-FULL = StateForm(_open_full, _close_full, 4, by_chance=False)
-ABSENT = StateForm(_open_nothing, _close_nothing, 0, by_chance=False)
-WAYS: dict[str, StateForm] = {
+FULL = StateForm(_open_full, _close_full, 4, stochastic=False)
+ABSENT = StateForm(_open_nothing, _close_nothing, 0, stochastic=False)
+ENCODINGS: dict[str, StateForm] = {
     "bf16": StateForm(_open_bf16, _close_bf16, 2),
     "signed": StateForm(_open_signed, _close_signed, 1 + 2 / 32),
     "unsigned": StateForm(_open_unsigned, _close_unsigned, 1 + 2 / 32),
 }
-"""By the way of a `Packed`."""
+"""By the way of a `QuantizedState`."""

@@ -22,8 +22,8 @@ from booster.kernels.stretches import DTYPES, Stretches, Unfit, numbers_of, same
 from booster.kernels.table import Kind, Table, Tables
 from booster.loss_scaler import DeviceScale, LossScaler, NoScale
 from booster.masters.formats import WEIGHTS
-from booster.masters.rounding import Dither
-from booster.tensors.flat import ALIGNMENT, lies_like
+from booster.masters.rounding import RoundingRNG
+from booster.tensors.flat import ALIGNMENT, has_same_layout
 from booster.update.application import laid_like
 from booster.update.device import device_of
 
@@ -123,7 +123,7 @@ class KernelSteps:
         self._laid = []
         if not (all(map(_CONTIGUOUS, params)) and all(map(_CONTIGUOUS, grads))):
             for place, (grad, param) in enumerate(zip(grads, params, strict=True)):
-                if not lies_like(grad, param):
+                if not has_same_layout(grad, param):
                     grads[place] = laid_like(grad, param)
                     self._laid.append(grads[place])
         return grads
@@ -255,8 +255,8 @@ class KernelSteps:
         is_part: of a step whose random numbers are those of its parts.
 
         Each device decides by itself, from the same numbers: a launch costs less than to wait for another device."""
-        if covered.dither is not None and not is_part:
-            covered.dither.next()
+        if covered.rng is not None and not is_part:
+            covered.rng.next()
         noise = covered.draw()  # memory that lives until the launches
         carried = self.factor_on("carried", carried, tables.device)
         pending = self.factor_on("pending", pending, tables.device)
@@ -271,14 +271,14 @@ class KernelSteps:
                     )
                 out = self._decide(table, scaler, sums, zeros, found_in, carried, pending, seed, bound)
                 found = out if found is None else found
-                chances = self._chances(table, covered.dither)
+                random_bits = self._chances(table, covered.rng)
                 for bucket, drawn in noise.items():
                     if bucket.host is None and bucket in table.buckets:
                         table.move(bucket, drawn)
-                self._update(table, table.here, out, chances, checks, divide)
+                self._update(table, table.here, out, random_bits, checks, divide)
                 for bucket in covered.visit(table, noise):
                     own = [kind for kind in table.kinds if kind.bucket is bucket]
-                    self._update(table, own, out, chances, checks, divide)
+                    self._update(table, own, out, random_bits, checks, divide)
         increment_version(self._params)
         self._laid = []
         assert found is not None
@@ -339,7 +339,7 @@ class KernelSteps:
         table: Table,
         kinds: Iterable[Kind],
         out: torch.Tensor,
-        chances: dict[tuple[str, ...], torch.Tensor],
+        random_bits: dict[tuple[str, ...], torch.Tensor],
         checks: bool,
         divide: bool,
     ) -> None:
@@ -347,7 +347,7 @@ class KernelSteps:
         single = out.view(torch.float32)
         for kind in kinds:
             if kind.tiles:
-                args = table.rows, table.tiles, kind.first, table.scalars, single, chances[kind.names]
+                args = table.rows, table.tiles, kind.first, table.scalars, single, random_bits[kind.names]
                 constants = self._constants(kind, checks=checks, divide=divide)
                 if self._copies.held is not None:
                     self._copies.hold(*args)
@@ -364,17 +364,17 @@ class KernelSteps:
             known = self._values["chances", device] = None, zeros
         return known[1]
 
-    def _chances(self, table: Table, dither: Dither | None) -> dict[tuple[str, ...], torch.Tensor]:
+    def _chances(self, table: Table, rng: RoundingRNG | None) -> dict[tuple[str, ...], torch.Tensor]:
         """Return 64 random numbers of this step for weights and for each state, by the names of the states of a kind."""
         found = dict.fromkeys((kind.names for kind in table.kinds), self._no_chances(table.device))
-        if dither is None:
+        if rng is None:
             return found
         # Drawn on the host, and copied at once; what a graph reads is brought to the device by somebody else.
-        place = table.device if dither.fixed else _CPU
+        place = table.device if rng.fixed else _CPU
         for kind in table.kinds:
-            if kind.by_chance:
-                drawn = [dither.lanes(name, place) for name in (WEIGHTS, *kind.names)]
+            if kind.stochastic:
+                drawn = [rng.lanes(name, place) for name in (WEIGHTS, *kind.names)]
                 drawn += [torch.zeros_like(drawn[0])] * (MOST_STATES - len(kind.names))
                 lanes = torch.cat(drawn)
-                found[kind.names] = lanes if dither.fixed else self._copies(lanes, table.device)
+                found[kind.names] = lanes if rng.fixed else self._copies(lanes, table.device)
         return found

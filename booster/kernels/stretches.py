@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from booster.kernels.arithmetic import BFLOAT16, FLOAT16, FLOAT32
 from booster.kernels.rule import Rule
+from booster.kernels.states import ENCODINGS, StateForm
 from booster.kernels.states import FULL as FULL_STATE
-from booster.kernels.states import WAYS, StateForm
 from booster.kernels.table import Stretch, beside, places_of
 from booster.kernels.weights import FORMS, FULL
 from booster.masters.bucket import Bucket
-from booster.masters.packed import Packed
+from booster.masters.quantized_state import QuantizedState
 from booster.shards import Shards
 from booster.tensors.flat import is_dense
 from booster.update.application import lay_states
@@ -91,10 +91,10 @@ class Stretches:
         """Add what lies in a bucket. Raises Unfit."""
         if type(bucket.format) not in FORMS:
             raise Unfit(f"weights in the form {type(bucket.format).__name__} have no kernel")
-        group, rest = self._optimizer.param_groups[bucket.group], bucket.rest
+        group, residual = self._optimizer.param_groups[bucket.group], bucket.residual
         names = self._rule.states(group)
-        if rest is not None:
-            self._tensors.append(rest)
+        if residual is not None:
+            self._tensors.append(residual)
         self._tensors += bucket.params
         of_bucket: Any = None
         for index, (piece, weights) in enumerate(zip(bucket.pieces, bucket.working(), strict=True)):
@@ -106,7 +106,7 @@ class Stretches:
                 of_bucket = own, clock, [self._kept(bucket, handle, own, name) for name in names]
             own, clock, kept = of_bucket
             offset = 0 if bucket.whole else piece.offset
-            place = weights.data_ptr(), beside(rest, piece.offset), *places_of(kept, offset), (bucket, kept)
+            place = weights.data_ptr(), beside(residual, piece.offset), *places_of(kept, offset), (bucket, kept)
             self._put(bucket.group, clock, piece.param, piece.start, piece.size, *place, piece.offset, offset)
 
     def _put(
@@ -117,7 +117,7 @@ class Stretches:
         start: int,
         size: int,
         weights: int,
-        rest: int,
+        residual: int,
         codes: tuple[int, ...],
         scales: tuple[int, ...],
         of: tuple[Bucket, list[Any]] | None,
@@ -125,7 +125,7 @@ class Stretches:
         states_offset: int = 0,
     ) -> None:
         form = FULL if of is None else FORMS[type(of[0].format)]
-        ways = (FULL_STATE,) * len(codes) if of is None else tuple(map(_way, of[1]))
+        encodings = (FULL_STATE,) * len(codes) if of is None else tuple(map(_way, of[1]))
         half = DTYPES[param.dtype]
         names = self._rule.states(self._optimizer.param_groups[group])
         copies = self._shards.num_replicas(param) or 1
@@ -134,12 +134,12 @@ class Stretches:
             start,
             size,
             weights,
-            rest,
+            residual,
             codes,
             scales,
             clock,
             form,
-            ways,
+            encodings,
             names,
             self._flags[group],
             half,
@@ -172,7 +172,7 @@ class Stretches:
 
     def _note(self, own: dict[str, Any], name: str, value: Any) -> None:
         self._entries.append((own, name, value))
-        self._tensors += value.tensors if isinstance(value, Packed) else [value]
+        self._tensors += value.tensors if isinstance(value, QuantizedState) else [value]
 
     def _state_of(self, own: dict[str, Any], name: str, param: torch.Tensor) -> torch.Tensor:
         value = own.get(name)
@@ -188,14 +188,14 @@ class Stretches:
         """Give a flat `bucket` the states that it lacks, zero, where they lie between steps."""
         missing = [] if bucket.whole else [name for name in names if own.get(name) is None]
         for name in missing:
-            way = None
-            if bucket.packing is not None:
+            encoding = None
+            if bucket.quantizer is not None:
                 like = torch.empty(bucket.size, dtype=torch.float32, device="meta")
-                way = bucket.packing.way_of(name, like, bucket)
-            if way is None:
+                encoding = bucket.quantizer.encoding_of(name, like, bucket)
+            if encoding is None:
                 own[name] = torch.zeros(bucket.size, dtype=torch.float32, device=bucket.device)
             else:
-                own[name] = Packed(way, bucket.size, bucket.device)
+                own[name] = QuantizedState(encoding, bucket.size, bucket.device)
         if missing and bucket.host is not None:
             bucket.host.keep_states(bucket, self._state)
 
@@ -203,7 +203,7 @@ class Stretches:
         if bucket.whole:
             return self._state_of(own, name, handle)
         value = own[name]
-        if not isinstance(value, Packed) and (value.dtype, value.shape) != (torch.float32, (bucket.size,)):
+        if not isinstance(value, QuantizedState) and (value.dtype, value.shape) != (torch.float32, (bucket.size,)):
             raise Unfit(f"the state {name!r} of a bucket is no float32 tensor of its size")
         self._note(own, name, value)
         return value
@@ -218,7 +218,7 @@ def flags_of(rule: Rule, group: dict[str, Any]) -> int:
 
 
 def _way(value: Any) -> StateForm:
-    return WAYS[value.way] if isinstance(value, Packed) else FULL_STATE
+    return ENCODINGS[value.encoding] if isinstance(value, QuantizedState) else FULL_STATE
 
 
 def same(these: Sequence[Any], others: Sequence[Any]) -> bool:

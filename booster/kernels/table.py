@@ -16,9 +16,9 @@ from booster.kernels.launches import BLOCK, COLUMNS, SCALARS, TILE, measure
 from booster.kernels.rule import MOST_STATES
 from booster.kernels.states import ABSENT, StateForm
 from booster.kernels.weights import WeightForm
-from booster.masters.packed import Packed
+from booster.masters.quantized_state import QuantizedState
 
-REST, GRADIENT, STATES = 1, 2, 3  # columns: of an address, of another, and the first of the addresses of states
+RESIDUAL, GRADIENT, STATES = 1, 2, 3  # columns: of an address, of another, and the first of the addresses of states
 _ADDRESS = torch.Tensor.data_ptr
 _SIZES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
 _NOISE = {FLOAT32: 0, BFLOAT16: 2, FLOAT16: 4}  # bytes of a random number for each element
@@ -28,7 +28,7 @@ _NOISE = {FLOAT32: 0, BFLOAT16: 2, FLOAT16: 4}  # bytes of a random number for e
 class Stretch:
     """Elements `start` to `start + size` of `param` in memory order, and what is stepped with them; addresses are numbers.
 
-    codes, scales: of its states, called `names` and kept in `ways`. clock: index of what counts its steps. copies: how
+    codes, scales: of its states, called `names` and kept in `encodings`. clock: index of what counts its steps. copies: how
     many ranks hold it. bucket: that it lies in, if any, at `offset`, and its states at `states_offset`.
     """
 
@@ -36,12 +36,12 @@ class Stretch:
     start: int
     size: int
     weights: int
-    rest: int
+    residual: int
     codes: tuple[int, ...]
     scales: tuple[int, ...]
     clock: int
     form: WeightForm
-    ways: tuple[StateForm, ...]
+    encodings: tuple[StateForm, ...]
     names: tuple[str, ...]
     flags: int
     half: int
@@ -60,13 +60,13 @@ class Stretch:
 class Kind:
     """Stretches that one launch updates: `tiles` of them from `first` on, with what is compiled into the kernel.
 
-    names: of their states. by_chance: whether anything is rounded so. bucket: whose stretches these are, where states travel.
+    names: of their states. stochastic: whether anything is rounded so. bucket: whose stretches these are, where states travel.
     """
 
     first: int
     tiles: int
     names: tuple[str, ...]
-    by_chance: bool
+    stochastic: bool
     constants: dict[str, Any]
     bucket: Any = None
 
@@ -98,7 +98,7 @@ class Table:
                     apart.get(id(each.bucket), -1),
                     each.flags,
                     id(each.form),
-                    tuple(map(id, each.ways)),
+                    tuple(map(id, each.encodings)),
                     each.names,
                     each.half,
                     dtype,
@@ -121,7 +121,7 @@ class Table:
                 each = stretches[place]
                 tiles += [(len(rows), index) for index in range(-(-each.size // TILE))]
                 rows.append(self._row(each, counted[each.clock], gradients[place], addresses[place]))
-            chance = each.form.by_chance or any(way.by_chance for way in each.ways)
+            chance = each.form.stochastic or any(encoding.stochastic for encoding in each.encodings)
             constants = _constants(each, gradients[place])
             travelling = each.bucket if each.travels else None
             self.kinds.append(Kind(first, len(tiles) - first, each.names, chance, constants, travelling))
@@ -140,7 +140,7 @@ class Table:
     def _row(self, each: Stretch, clock: int, dtype: int, address: int) -> list[int]:
         missing = (0,) * (MOST_STATES - len(each.codes))
         states = (*each.codes, *missing, *each.scales, *missing)
-        return [each.weights, each.rest, address, *states, each.size, clock, dtype, each.copies]
+        return [each.weights, each.residual, address, *states, each.size, clock, dtype, each.copies]
 
     @property
     def bytes_of_a_step(self) -> float:
@@ -156,11 +156,11 @@ class Table:
         self._rows[:, GRADIENT] = torch.tensor([addresses[place] for place in self.order], dtype=torch.int64)
         self.rows = self._there(self._rows)
 
-    def move(self, bucket: Any, rest: torch.Tensor | None, states: Sequence[Any] | None = None) -> None:
-        """In this step `rest` is kept beside the weights of `bucket`, and its states are `states`; None: as they were."""
-        tensors = [] if rest is None else [rest]
+    def move(self, bucket: Any, residual: torch.Tensor | None, states: Sequence[Any] | None = None) -> None:
+        """In this step `residual` is kept beside the weights of `bucket`, and its states are `states`; None: as they were."""
+        tensors = [] if residual is None else [residual]
         for value in states or ():
-            tensors += value.tensors if isinstance(value, Packed) else [value]
+            tensors += value.tensors if isinstance(value, QuantizedState) else [value]
         there = list(map(_ADDRESS, tensors))
         if self._placed.get(bucket) == there:
             return
@@ -168,7 +168,7 @@ class Table:
         self._rows = self._rows.clone()
         for row, each in zip(self._rows, self._stretches, strict=True):
             if each.bucket is bucket:
-                row[REST] = beside(rest, each.offset)
+                row[RESIDUAL] = beside(residual, each.offset)
                 if states is not None:
                     codes, scales = places_of(states, each.states_offset)
                     row[STATES : STATES + len(codes)] = torch.tensor(codes, dtype=torch.int64)
@@ -211,31 +211,31 @@ class Tables:
             table.follow_gradients([addresses[place] for place in places])
 
 
-def beside(rest: torch.Tensor | None, offset: int) -> int:
+def beside(residual: torch.Tensor | None, offset: int) -> int:
     """The address of what is kept of the element at `offset` of a bucket; 0 for nothing."""
-    return 0 if rest is None else rest.data_ptr() + offset * rest.element_size()
+    return 0 if residual is None else residual.data_ptr() + offset * residual.element_size()
 
 
 def places_of(states: Sequence[Any], offset: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The addresses of codes and of scales of the element at `offset`, a multiple of 32 where there are scales."""
     codes, scales = [], []
     for value in states:
-        tensor = value.codes if isinstance(value, Packed) else value
+        tensor = value.codes if isinstance(value, QuantizedState) else value
         codes.append(tensor.data_ptr() + offset * tensor.element_size())
-        there = isinstance(value, Packed) and value.scales is not None
+        there = isinstance(value, QuantizedState) and value.scales is not None
         scales.append(value.scales.data_ptr() + offset // 32 * 2 if there else 0)
     return tuple(codes), tuple(scales)
 
 
 def _constants(each: Stretch, dtype: int) -> dict[str, Any]:
-    ways = (*each.ways, *(ABSENT,) * (MOST_STATES - len(each.ways)))
+    encodings = (*each.encodings, *(ABSENT,) * (MOST_STATES - len(each.encodings)))
     constants = {"FLAGS": each.flags, "LOAD": each.form.load, "STORE": each.form.store, "HALF": each.half}
-    for index, way in enumerate(ways):
-        constants |= {f"OPEN{index}": way.open, f"CLOSE{index}": way.close}
+    for index, encoding in enumerate(encodings):
+        constants |= {f"OPEN{index}": encoding.open, f"CLOSE{index}": encoding.close}
     return {**constants, "GRADIENT": dtype}
 
 
 def _bytes(each: Stretch, dtype: int) -> float:
     beside = _NOISE[each.half] if each.form.noise else each.form.bytes_kept
-    kept = _SIZES[each.half] + beside + sum(way.bytes_kept for way in each.ways)
+    kept = _SIZES[each.half] + beside + sum(encoding.bytes_kept for encoding in each.encodings)
     return each.size * (2 * _SIZES[dtype] + 2 * kept)

@@ -2,7 +2,7 @@
 
 A form is a pair of functions of the bits; what they mean is told in `booster/masters/formats.py`. Weights that somebody else
 wrote since the last step are their own masters, found element by element. load(weights, rest, offsets, mask, HALF) returns
-float32; store(weights, rest, offsets, mask, values, chances, HALF) writes them, `chances` points to 64 random numbers
+float32; store(weights, rest, offsets, mask, values, chances, HALF) writes them, `random_bits` points to 64 random numbers
 below 2**16.
 """
 
@@ -40,20 +40,20 @@ from booster.masters.formats import (
 
 @dataclass(frozen=True)
 class WeightForm:
-    """load, store: see the module. bytes_kept: of the rest, for an element. by_chance: whether it draws random numbers.
-    noise: whether `rest` points to random numbers of its own for each element, made for this step by the format's `noise`.
+    """load, store: see the module. bytes_kept: of the rest, for an element. stochastic: whether it draws random numbers.
+    noise: whether `residual` points to random numbers of its own for each element, made for this step by the format's `noise`.
     """
 
     load: Any
     store: Any
     bytes_kept: int = 0
-    by_chance: bool = False
+    stochastic: bool = False
     noise: bool = False
 
 
 @triton.jit
-def _lane(chances, offsets):
-    return tl.load(chances + (offsets & 63))
+def _lane(random_bits, offsets):
+    return tl.load(random_bits + (offsets & 63))
 
 
 @triton.jit
@@ -69,31 +69,31 @@ def _not_a_zero(master, bits):
 
 
 @triton.jit
-def _load_full(weights, rest, offsets, mask, HALF: tl.constexpr):
+def _load_full(weights, residual, offsets, mask, HALF: tl.constexpr):
     return tl.load(weights.to(tl.pointer_type(tl.float32)) + offsets, mask, 0.0)
 
 
 @triton.jit
-def _store_full(weights, rest, offsets, mask, values, chances, HALF: tl.constexpr):
+def _store_full(weights, residual, offsets, mask, values, random_bits, HALF: tl.constexpr):
     tl.store(weights.to(tl.pointer_type(tl.float32)) + offsets, values, mask)
 
 
 @triton.jit
-def _load_separate(weights, rest, offsets, mask, HALF: tl.constexpr):
-    master = tl.load(rest.to(tl.pointer_type(tl.float32)) + offsets, mask, 0.0)
+def _load_separate(weights, residual, offsets, mask, HALF: tl.constexpr):
+    master = tl.load(residual.to(tl.pointer_type(tl.float32)) + offsets, mask, 0.0)
     return _own(master, load_half(weights, offsets, mask), HALF)
 
 
 @triton.jit
-def _store_separate(weights, rest, offsets, mask, values, chances, HALF: tl.constexpr):
-    tl.store(rest.to(tl.pointer_type(tl.float32)) + offsets, values, mask)
+def _store_separate(weights, residual, offsets, mask, values, random_bits, HALF: tl.constexpr):
+    tl.store(residual.to(tl.pointer_type(tl.float32)) + offsets, values, mask)
     store_half(weights, offsets, mask, half_bits(values, HALF))
 
 
 @triton.jit
-def _load_split(weights, rest, offsets, mask, HALF: tl.constexpr):
+def _load_split(weights, residual, offsets, mask, HALF: tl.constexpr):
     bits = load_half(weights, offsets, mask)
-    left = tl.load(rest.to(tl.pointer_type(tl.int16)) + offsets, mask, 0)
+    left = tl.load(residual.to(tl.pointer_type(tl.int16)) + offsets, mask, 0)
     if HALF == BF16:
         return _not_a_zero(((bits << 16) + left.to(tl.int32)).to(tl.float32, bitcast=True), bits)
     else:
@@ -102,7 +102,7 @@ def _load_split(weights, rest, offsets, mask, HALF: tl.constexpr):
 
 
 @triton.jit
-def _store_split(weights, rest, offsets, mask, values, chances, HALF: tl.constexpr):
+def _store_split(weights, residual, offsets, mask, values, random_bits, HALF: tl.constexpr):
     bits = half_bits(values, HALF)
     if HALF == BF16:
         left = plain_bits(values)
@@ -113,14 +113,14 @@ def _store_split(weights, rest, offsets, mask, values, chances, HALF: tl.constex
         halves = tl.where(tl.abs(distance) > 8191.99951171875, distance, 0.0)
         steps = tl.minimum(tl.maximum(whole(distance), -8191.0), 8191.0) + halves * 0.0001220703125
         left = steps.to(tl.int32)
-    tl.store(rest.to(tl.pointer_type(tl.int16)) + offsets, left.to(tl.int16), mask)
+    tl.store(residual.to(tl.pointer_type(tl.int16)) + offsets, left.to(tl.int16), mask)
     store_half(weights, offsets, mask, bits)
 
 
 @triton.jit
-def _load_split24(weights, rest, offsets, mask, HALF: tl.constexpr):
+def _load_split24(weights, residual, offsets, mask, HALF: tl.constexpr):
     bits = load_half(weights, offsets, mask)
-    left = tl.load(rest.to(tl.pointer_type(tl.int8)) + offsets, mask, 0)
+    left = tl.load(residual.to(tl.pointer_type(tl.int8)) + offsets, mask, 0)
     if HALF == BF16:
         return _not_a_zero(((bits << 16) + (left.to(tl.int32) << 8)).to(tl.float32, bitcast=True), bits)
     else:
@@ -129,8 +129,8 @@ def _load_split24(weights, rest, offsets, mask, HALF: tl.constexpr):
 
 
 @triton.jit
-def _store_split24(weights, rest, offsets, mask, values, chances, HALF: tl.constexpr):
-    lanes = _lane(chances, offsets)
+def _store_split24(weights, residual, offsets, mask, values, random_bits, HALF: tl.constexpr):
+    lanes = _lane(random_bits, offsets)
     if HALF == BF16:
         left = (plain_bits(values) + (lanes >> 8)) >> 8
         bits = ((left + 0x80) >> 8) & 0xFFFF
@@ -140,22 +140,22 @@ def _store_split24(weights, rest, offsets, mask, values, chances, HALF: tl.const
         distance = finite_or_zero(tl.div_rn(values - weight, ulp16(weight, 0.00390625)))
         chance = ((lanes >> 4).to(tl.float32) + 0.5) * 0.000244140625
         left = tl.minimum(tl.maximum(tl.floor(distance + chance), -127.0), 127.0).to(tl.int32)
-    tl.store(rest.to(tl.pointer_type(tl.int8)) + offsets, left.to(tl.int8), mask)
+    tl.store(residual.to(tl.pointer_type(tl.int8)) + offsets, left.to(tl.int8), mask)
     store_half(weights, offsets, mask, bits)
 
 
 @triton.jit
-def _load_nearest(weights, rest, offsets, mask, HALF: tl.constexpr):
+def _load_nearest(weights, residual, offsets, mask, HALF: tl.constexpr):
     return half_number(load_half(weights, offsets, mask), HALF)
 
 
 @triton.jit
-def _store_nearest(weights, rest, offsets, mask, values, chances, HALF: tl.constexpr):
+def _store_nearest(weights, residual, offsets, mask, values, random_bits, HALF: tl.constexpr):
     store_half(weights, offsets, mask, half_bits(values, HALF))
 
 
 @triton.jit
-def _store_stochastic(weights, noise, offsets, mask, values, chances, HALF: tl.constexpr):
+def _store_stochastic(weights, noise, offsets, mask, values, random_bits, HALF: tl.constexpr):
     if HALF == BF16:
         drawn = tl.load(noise.to(tl.pointer_type(tl.int16)) + offsets, mask, 0).to(tl.int32) + 0x8000
         bits = (plain_bits(values) + drawn) >> 16
@@ -172,20 +172,20 @@ def _store_stochastic(weights, noise, offsets, mask, values, chances, HALF: tl.c
 
 
 @triton.jit
-def _load_kahan(weights, rest, offsets, mask, HALF: tl.constexpr):
+def _load_kahan(weights, residual, offsets, mask, HALF: tl.constexpr):
     bits = load_half(weights, offsets, mask)
-    left = half_number(load_half(rest, offsets, mask), HALF)
+    left = half_number(load_half(residual, offsets, mask), HALF)
     return _own(half_number(bits, HALF) + left, bits, HALF)
 
 
 @triton.jit
-def _store_kahan(weights, rest, offsets, mask, values, chances, HALF: tl.constexpr):
+def _store_kahan(weights, residual, offsets, mask, values, random_bits, HALF: tl.constexpr):
     bits = half_bits(values, HALF)
     weight = half_number(bits, HALF)
     left = even_bits(finite_or_zero(values - weight), HALF)
     # An error of nearly half an ulp can be rounded up to half an ulp, and with it the sum to the next weight.
     again = half_bits(weight + half_number(left, HALF), HALF)
-    store_half(rest, offsets, mask, left - ((again - bits) & 1))
+    store_half(residual, offsets, mask, left - ((again - bits) & 1))
     store_half(weights, offsets, mask, bits)
 
 
@@ -195,8 +195,8 @@ FORMS: dict[type, WeightForm] = {
     Separate: WeightForm(_load_separate, _store_separate, 4),
     SplitBFloat16: WeightForm(_load_split, _store_split, 2),
     SplitFloat16: WeightForm(_load_split, _store_split, 2),
-    Split24BFloat16: WeightForm(_load_split24, _store_split24, 1, by_chance=True),
-    Split24Float16: WeightForm(_load_split24, _store_split24, 1, by_chance=True),
+    Split24BFloat16: WeightForm(_load_split24, _store_split24, 1, stochastic=True),
+    Split24Float16: WeightForm(_load_split24, _store_split24, 1, stochastic=True),
     Nearest: WeightForm(_load_nearest, _store_nearest),
     Stochastic: WeightForm(_load_nearest, _store_stochastic, noise=True),
     Kahan: WeightForm(_load_kahan, _store_kahan, 2),

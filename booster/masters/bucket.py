@@ -9,8 +9,8 @@ import torch
 
 from booster.masters.formats import Format
 from booster.masters.offload import HostMemory
-from booster.masters.packing import Packing, unpacked
-from booster.model.dtensors import around, empty_handle, filled, is_dtensor, local_part
+from booster.masters.state_quantizer import StateQuantizer, dequantized
+from booster.model.dtensors import around, empty_handle, filled, is_dtensor, local_shard
 from booster.tensors.flat import ALIGNMENT, Piece, aligned, flat_like, renumber
 
 _ADDRESS = torch.Tensor.data_ptr
@@ -37,19 +37,19 @@ class Bucket:
         format: Format,
         *,
         whole: bool,
-        packing: Packing | None = None,
+        quantizer: StateQuantizer | None = None,
         host: HostMemory | None = None,
     ) -> None:
         self.group = group
         self.pieces = list(pieces)
         self.whole = whole
-        self.packing = None if whole else packing
+        self.quantizer = None if whole else quantizer
         self.host = None if whole else host
         self.size = aligned(pieces[-1].offset + pieces[-1].size)
         first = pieces[0].param
         self.device, self.dtype = first.device, first.dtype
         self.format = format
-        self.rest = format.allocate(self.size, self.dtype, self.device)
+        self.residual = format.allocate(self.size, self.dtype, self.device)
         likes = self.params if whole else [torch.empty(self.size, dtype=torch.float32, device="meta")]
         self.handles = [empty_handle(like, self.device) for like in likes]
         self._filled = [filled(handle) for handle in self.handles]
@@ -59,7 +59,7 @@ class Bucket:
         self._divided = any(map(is_dtensor, self._params))
         self.layouts = [
             torch.empty_strided(p.shape, p.stride(), dtype=torch.float32, device="meta")
-            for p in map(local_part, self.params)
+            for p in map(local_shard, self.params)
         ]
         self._bounds = [(piece.offset, piece.offset + piece.size) for piece in pieces]
         self._present: torch.Tensor | None = None
@@ -101,7 +101,7 @@ class Bucket:
 
     def _parts(self) -> list[torch.Tensor]:
         """Return what this rank holds of the working weights, piece by piece."""
-        return [local_part(piece.param) for piece in self.pieces]
+        return [local_shard(piece.param) for piece in self.pieces]
 
     def gradients(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None]) -> list[torch.Tensor]:
         """Return flat views of the gradients, piece by piece; none of them may be missing."""
@@ -110,7 +110,7 @@ class Bucket:
             param = piece.param
             grad: Any = gradient_of(param)
             if self._divided:
-                param, grad = local_part(param), local_part(grad)
+                param, grad = local_shard(param), local_shard(grad)
             alike = grad.is_contiguous() and param.is_contiguous()
             flat = grad.view(-1) if alike else flat_like(grad, param)
             found.append(flat[piece.start : piece.stop])
@@ -129,17 +129,17 @@ class Bucket:
         """Return the masters as float32, in `values` or in the bucket's own storage. Overwrites `spare`.
 
         Weights that somebody else wrote are taken over."""
-        rest = self.rest if self.host is None else self.host.near(self)
-        masters: torch.Tensor = values if self.format.needs_values or rest is not self.rest else rest  # type: ignore[assignment]
-        self.format.read(self.working(), rest, masters, spare)
+        residual = self.residual if self.host is None else self.host.near(self)
+        masters: torch.Tensor = values if self.format.needs_values or residual is not self.residual else residual  # type: ignore[assignment]
+        self.format.read(self.working(), residual, masters, spare)
         return masters
 
     def save(self, values: torch.Tensor, spare: torch.Tensor) -> None:
         """Take `values` as the masters, and write the working weights. Overwrites both, except a float32 master."""
-        rest = self.rest if self.host is None else self.host.near(self)
-        self.format.write(self.working(), rest, values, spare)
-        if rest is not self.rest:
-            self.rest.copy_(rest)  # type: ignore[union-attr, arg-type]
+        residual = self.residual if self.host is None else self.host.near(self)
+        self.format.write(self.working(), residual, values, spare)
+        if residual is not self.residual:
+            self.residual.copy_(residual)  # type: ignore[union-attr, arg-type]
 
     def scratch(self) -> torch.Tensor:
         return torch.zeros(self.size, dtype=torch.float32, device=self.device)
@@ -148,15 +148,15 @@ class Bucket:
         """Return a float32 copy of the masters. Weights that somebody else wrote stand for theirs, and nothing is written: they
         may be an average that is put in for a validation, and be put back."""
         values, spare = self.scratch(), self.scratch()
-        self.format.read(self.working(), self.rest if self.host is None else self.host.near(self), values, spare)
+        self.format.read(self.working(), self.residual if self.host is None else self.host.near(self), values, spare)
         return values
 
     def joined(self) -> torch.Tensor:
         """Return the masters as float32, for reading: themselves where that is how they are kept, else as `copied`."""
-        values, rest = self.copied(), self.rest
-        if self.format.needs_values or self.host is not None or rest is None:
+        values, residual = self.copied(), self.residual
+        if self.format.needs_values or self.host is not None or residual is None:
             return values
-        return rest if torch.equal(values.view(torch.int32), rest.view(torch.int32)) else values
+        return residual if torch.equal(values.view(torch.int32), residual.view(torch.int32)) else values
 
     def attach(self, values: torch.Tensor, grads: torch.Tensor | None) -> None:
         """Let the handles stand for `values` and `grads`."""
@@ -218,15 +218,15 @@ class Bucket:
             return [self]
         outside = [piece for piece in self.pieces if gradient_of(piece.param) is None]
         if self.host is not None:
-            self.host.settle()
+            self.host.sync()
         divided = []
-        shared = {} if self.whole else unpacked(state.get(self.handles[0], {}))
+        shared = {} if self.whole else dequantized(state.get(self.handles[0], {}))
         for pieces in (inside, outside):
             bucket = Bucket(
-                self.group, renumber(pieces), self.format, whole=self.whole, packing=self.packing, host=self.host
+                self.group, renumber(pieces), self.format, whole=self.whole, quantizer=self.quantizer, host=self.host
             )
-            if bucket.rest is not None:
-                bucket.rest.copy_(_take(self.rest, pieces))  # type: ignore[arg-type]
+            if bucket.residual is not None:
+                bucket.residual.copy_(_take(self.residual, pieces))  # type: ignore[arg-type]
             if self.whole:
                 for handle, piece in zip(bucket.handles, pieces, strict=True):
                     old = self.handles[self.pieces.index(piece)]
@@ -237,10 +237,10 @@ class Bucket:
                     key: _take(value, pieces) if is_elementwise(value, self.size) else _copy(value)
                     for key, value in shared.items()
                 }
-                if bucket.packing is not None:
-                    bucket.packing.pack(bucket, own)
+                if bucket.quantizer is not None:
+                    bucket.quantizer.quantize(bucket, own)
             if self.host is not None:
-                self.host.keep_rest(bucket)
+                self.host.keep_residual(bucket)
                 self.host.keep_states(bucket, state)
             divided.append(bucket)
         if not self.whole:

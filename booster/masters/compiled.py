@@ -23,21 +23,21 @@ from torch.optim import Optimizer
 from booster.common.torch_internals.autograd_internals import compile_graph
 from booster.masters.bucket import Bucket
 from booster.masters.formats import WEIGHTS, Format, Split24
-from booster.masters.formats_compiled import fuses, join, pack, rows, split, unpack
+from booster.masters.formats_compiled import dequantize, fuses, join, quantize, rows, split
 from booster.masters.masters import Masters
-from booster.masters.options import MasterOptions
-from booster.masters.packed import Packed, Way
-from booster.masters.packing import StateSigns
-from booster.masters.stand_in import (
+from booster.masters.optimizer_proxy import (
     NOT_READ,
     Entries,
     State,
     instance_attributes,
     keeps_state,
+    proxy_class,
     read_entries,
-    stand_in_class,
-    step_stand_in,
+    step_proxy,
 )
+from booster.masters.options import MasterOptions
+from booster.masters.quantized_state import Encoding, QuantizedState
+from booster.masters.state_quantizer import StateSigns
 from booster.masters.step import MasterStep, inverse
 from booster.model.optimizer_kinds import kind_of, unknown
 from booster.update.application import StepScalars
@@ -56,9 +56,9 @@ class Kernel:
         optimizer: Optimizer,
         format: Format,
         dtype: torch.dtype,
-        ways: Mapping[str, Way] = MappingProxyType({}),
+        encodings: Mapping[str, Encoding] = MappingProxyType({}),
     ) -> None:
-        stand_in = stand_in_class(type(optimizer))
+        proxy = proxy_class(type(optimizer))
         attributes = instance_attributes(optimizer)
 
         def update(
@@ -66,7 +66,7 @@ class Kernel:
             state: State,
             rate: Any,
             ratio: torch.Tensor,
-            rest: list[torch.Tensor],
+            residual: list[torch.Tensor],
             weights: torch.Tensor,
             grads: torch.Tensor,
             codes: dict[str, torch.Tensor],
@@ -74,17 +74,17 @@ class Kernel:
             lanes: dict[str, torch.Tensor],
             present: torch.Tensor | None,
         ) -> tuple[Entries, State, dict[str, torch.Tensor | None]]:
-            masters = join(format, weights, rest)
+            masters = join(format, weights, residual)
             masters.grad = grads.float() * ratio
-            state = {**state, **{name: unpack(ways[name], codes[name], factors[name]) for name in codes}}
-            group, state = step_stand_in(stand_in, attributes, group, rate, masters, state)
+            state = {**state, **{name: dequantize(encodings[name], codes[name], factors[name]) for name in codes}}
+            group, state = step_proxy(proxy, attributes, group, rate, masters, state)
             rounded, kept = split(format, masters, dtype, lanes.get(WEIGHTS))
             weights.copy_(rounded)
-            for old, new in zip(rest, kept, strict=True):
+            for old, new in zip(residual, kept, strict=True):
                 old.copy_(new)
             scales = {}
             for name in codes:
-                code, scales[name] = pack(ways[name], state.pop(name), lanes[name], present)
+                code, scales[name] = quantize(encodings[name], state.pop(name), lanes[name], present)
                 codes[name].copy_(code)
             return group, state, scales
 
@@ -97,7 +97,7 @@ class Kernel:
         group: Entries,
         state: State,
         grad_scale_inverse: float,
-        rest: list[torch.Tensor],
+        residual: list[torch.Tensor],
         weights: torch.Tensor,
         grads: torch.Tensor,
         lanes: dict[str, torch.Tensor],
@@ -113,11 +113,11 @@ class Kernel:
             rate = torch.full((), rate, dtype=torch.float32, device=weights.device)
         ratio = torch.full((), grad_scale_inverse, dtype=torch.float32, device=weights.device)
         entries = read_entries(group)
-        packed = {name: value for name, value in state.items() if isinstance(value, Packed)}
+        packed = {name: value for name, value in state.items() if isinstance(value, QuantizedState)}
         wide = {name: value for name, value in state.items() if name not in packed}
         codes = {name: value.codes for name, value in packed.items()}
         factors = {name: value.factors() for name, value in packed.items()}
-        arguments = entries, wide, rate, ratio, rest, weights, grads, codes, factors, lanes, present
+        arguments = entries, wide, rate, ratio, residual, weights, grads, codes, factors, lanes, present
         written, after, scales = self._update(*arguments)
         for name, kept in packed.items():
             found = scales[name]
@@ -147,10 +147,10 @@ def scalars_first(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable
     if not scalars:
         return inductor(graph, inputs)
     whole: Any = split_module(graph, graph, lambda node: 0 if node in scalars else 1, keep_original_order=False)
-    rest = whole.submod_1
+    residual = whole.submod_1
     values = {node.name: node.meta.get("example_value") for node in graph.graph.nodes}
-    examples: Any = [values[node.name] for node in rest.graph.nodes if node.op == "placeholder"]
-    whole.submod_1 = _Compiled(inductor(rest, examples))
+    examples: Any = [values[node.name] for node in residual.graph.nodes if node.op == "placeholder"]
+    whole.submod_1 = _Compiled(inductor(residual, examples))
     return whole.forward
 
 
@@ -225,13 +225,13 @@ class CompiledMasterStep(MasterStep):
             super()._step_bucket(bucket, scratch, scalars)
             return
         state = {} if state is None else state
-        ways = {name: value.way for name, value in state.items() if isinstance(value, Packed)}
-        key = (bucket.size, bucket.dtype, bucket.device, *ways.items())
+        encodings = {name: value.encoding for name, value in state.items() if isinstance(value, QuantizedState)}
+        key = (bucket.size, bucket.dtype, bucket.device, *encodings.items())
         if key not in self._kernels:
-            self._kernels[key] = Kernel(optimizer, bucket.format, bucket.dtype, ways)
-        dither = self.masters.dither
-        drawn = [*ways, *([WEIGHTS] if isinstance(bucket.format, Split24) else [])]
-        lanes = {name: dither.lanes(name, bucket.device) for name in drawn}
+            self._kernels[key] = Kernel(optimizer, bucket.format, bucket.dtype, encodings)
+        rng = self.masters.rng
+        drawn = [*encodings, *([WEIGHTS] if isinstance(bucket.format, Split24) else [])]
+        lanes = {name: rng.lanes(name, bucket.device) for name in drawn}
         working, gradients = bucket.working(), bucket.gradients(self.masters.gradient_of)
         weights = self._joined(bucket, working, "weights")
         grads = self._joined(bucket, gradients, "gradients")
@@ -240,11 +240,11 @@ class CompiledMasterStep(MasterStep):
                 group,
                 state,
                 inverse(scalars.number),
-                rows(bucket.rest),
+                rows(bucket.residual),
                 weights,
                 grads,
                 lanes,
-                bucket.present() if ways else None,
+                bucket.present() if encodings else None,
             )
         except Exception as error:
             self._understood = False
@@ -258,8 +258,8 @@ class CompiledMasterStep(MasterStep):
             return
         if weights is not working[0]:
             torch._foreach_copy_(working, bucket.pieces_of(weights))
-        if bucket.packing is not None:  # what the step has added to the state
-            bucket.packing.pack(bucket, state)
+        if bucket.quantizer is not None:  # what the step has added to the state
+            bucket.quantizer.quantize(bucket, state)
 
     def _joined(self, bucket: Bucket, pieces: list[torch.Tensor], name: str) -> torch.Tensor:
         """Return the pieces as one tensor of the bucket's size: themselves where there is one of this size, else a copy.

@@ -55,8 +55,8 @@ Somebody else may write a weight between two steps: load it, clip it, set it to 
 rounds to its weight; elsewhere the weight is taken. Only the weights themselves can tell: writes through `.data` leave no
 other trace.
 
-All work on flat tensors of equal length: `working`, views of the half weights, piece by piece; `rest`, what the bucket
-keeps (or None); `values` and `spare`, float32 scratch. `Separate` gives `rest` itself as the values.
+All work on flat tensors of equal length: `working`, views of the half weights, piece by piece; `residual`, what the bucket
+keeps (or None); `values` and `spare`, float32 scratch. `Separate` gives `residual` itself as the values.
 
 Masters of 24 bits: a half weight and one byte.
 
@@ -84,8 +84,8 @@ import torch
 
 from booster.masters.rounding import (
     CHUNK,
-    Chances,
-    Dither,
+    RoundingBits,
+    RoundingRNG,
     Views,
     high_half,
     in_chunks,
@@ -106,25 +106,25 @@ class Format(ABC):
     """A way to keep masters; the module docstring says what is read and written.
 
     Attributes:
-        needs_values: `rest` is not float32, so that `values` must be scratch.
+        needs_values: `residual` is not float32, so that `values` must be scratch.
     """
 
     needs_values = True
 
     @abstractmethod
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-        """Return a `rest` for `size` elements whose working weights are of `dtype`."""
+        """Return a `residual` for `size` elements whose working weights are of `dtype`."""
 
     @abstractmethod
-    def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         """Fill `values` with the masters; overwrites `spare`. A weight that its master does not round to was written by
         somebody else, and is its own master."""
 
     @abstractmethod
-    def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        """Make `values` the masters: update `working` and `rest`.
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        """Make `values` the masters: update `working` and `residual`.
 
-        Overwrites `spare`, and `values` unless it is `rest`.
+        Overwrites `spare`, and `values` unless it is `residual`.
         """
 
 
@@ -136,14 +136,14 @@ class Separate(Format):
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.float32, device=device)
 
-    def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        if rest is not values:
-            values.copy_(rest)  # type: ignore[arg-type]
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        if residual is not values:
+            values.copy_(residual)  # type: ignore[arg-type]
         take_foreign(working, values, spare)
 
-    def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        if rest is not values:
-            rest.copy_(values)  # type: ignore[union-attr]
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        if residual is not values:
+            residual.copy_(values)  # type: ignore[union-attr]
         round_nearest(working, values, spare)
 
 
@@ -153,10 +153,10 @@ class Same(Format):
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         return None
 
-    def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         torch._foreach_copy_(pieces_like(values, working), list(working))
 
-    def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         torch._foreach_copy_(list(working), pieces_like(values, working))
 
 
@@ -166,18 +166,18 @@ class SplitBFloat16(Format):
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int16, device=device)
 
-    def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        assert rest is not None
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert residual is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))  # a weight's bits, and 16 zeros
         # On a CPU torch would widen the remainders into a tensor of their own.
-        values.view(torch.int32).add_(spare.view(torch.int32).copy_(rest) if values.is_cpu else rest)
+        values.view(torch.int32).add_(spare.view(torch.int32).copy_(residual) if values.is_cpu else residual)
         take_zeros(working, values, spare)
 
-    def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        assert rest is not None
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert residual is not None
         plain_nan_(values)
         bits = values.view(torch.int32)
-        rest.copy_(bits)  # the low 16 bits
+        residual.copy_(bits)  # the low 16 bits
         high_half(bits, working, out=bits)
 
 
@@ -191,17 +191,17 @@ class SplitFloat16(Format):
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int16, device=device)
 
-    def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        assert rest is not None
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert residual is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))
-        for chunk, left in in_chunks(values, rest):
+        for chunk, left in in_chunks(values, residual):
             chunk.add_(to_step(spare[: len(chunk)].copy_(chunk)).mul_(left))
         take_foreign(working, values, spare)
 
-    def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        assert rest is not None
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert residual is not None
         weights, some = round_and_keep(working, values, spare)
-        for chunk, weight, left in in_chunks(values, weights, rest):
+        for chunk, weight, left in in_chunks(values, weights, residual):
             scratch = some[: len(chunk)]
             # The difference to an overflown weight is not a number; nothing is left over then.
             chunk.sub_(scratch.copy_(weight)).div_(to_step(scratch)).nan_to_num_(0.0, 0.0, 0.0)
@@ -214,10 +214,10 @@ class Nearest(Format):
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         return None
 
-    def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         torch._foreach_copy_(pieces_like(values, working), list(working))
 
-    def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         round_nearest(working, values, spare)
 
 
@@ -245,7 +245,7 @@ class Stochastic(Nearest):
             return torch.empty(size, dtype=torch.int16, device=device).random_(-(2**15), 2**15, generator=generator)
         return torch.rand(size, generator=generator, dtype=torch.float32, device=device)
 
-    def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         generator = self.generator(values.device)
         if working[0].dtype == torch.bfloat16:
             plain_nan_(values)
@@ -273,27 +273,27 @@ class Kahan(Format):
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=device)
 
-    def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        assert rest is not None
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert residual is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))
-        for chunk, left in in_chunks(values, rest):
+        for chunk, left in in_chunks(values, residual):
             chunk.add_(left)
         take_foreign(working, values, spare)
 
-    def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        assert rest is not None
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert residual is not None
         weights, some = round_and_keep(working, values, spare)
-        for chunk, weight, left in in_chunks(values, weights, rest):
+        for chunk, weight, left in in_chunks(values, weights, residual):
             sums = some[: len(chunk)].copy_(weight)
             left.copy_(chunk.sub_(sums).nan_to_num_(0.0, 0.0, 0.0))
             # An error of nearly half an ulp can be rounded up to half an ulp, and with it the sum to the next weight, whose
             # bits differ by one. Whole numbers are subtracted sixteen times as fast as half ones are compared.
-            again = round_into(chunk.view(rest.dtype)[: len(chunk)], sums.add_(left), sums)
+            again = round_into(chunk.view(residual.dtype)[: len(chunk)], sums.add_(left), sums)
             moves = again.view(torch.int16).sub_(weight.view(torch.int16)).bitwise_and_(1)
             left.view(torch.int16).sub_(moves)
 
 
-WEIGHTS = "weights"  # what `Dither` gives them random numbers by
+WEIGHTS = "weights"  # what `RoundingRNG` gives them random numbers by
 _CHUNK = 2**15  # elements of a temporary
 LARGEST = 127.0
 STEP = 2.0**-8  # ulp of the weight
@@ -302,12 +302,12 @@ STEP = 2.0**-8  # ulp of the weight
 class Split24(Format):
     """Keeps one int8 an element."""
 
-    def __init__(self, dither: Dither) -> None:
-        self._dither = dither
+    def __init__(self, rng: RoundingRNG) -> None:
+        self._rng = rng
 
-    def chances(self, device: torch.device) -> Chances:
+    def random_bits(self, device: torch.device) -> RoundingBits:
         """Return the random numbers of this step."""
-        return self._dither.chances(WEIGHTS, device)
+        return self._rng.random_bits(WEIGHTS, device)
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int8, device=device)
@@ -316,20 +316,20 @@ class Split24(Format):
 class Split24BFloat16(Split24):
     """Keeps the third byte of the master, as a signed number. 1 byte an element."""
 
-    def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        assert rest is not None
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert residual is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))  # a weight's bits, and 16 zeros
-        values.view(torch.int32).add_(spare.view(torch.int32).copy_(rest), alpha=2**8)
+        values.view(torch.int32).add_(spare.view(torch.int32).copy_(residual), alpha=2**8)
         take_zeros(working, values, spare)
 
-    def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        assert rest is not None
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert residual is not None
         plain_nan_(values)
         # Pairs are shifted together, which is faster: what one takes over from the other lies above the bits that are read.
         bits, pairs = values.view(torch.int32), values.view(torch.int64)
-        bits.view(-1, 64).add_(self.chances(values.device).upper)
+        bits.view(-1, 64).add_(self.random_bits(values.device).upper)
         pairs.bitwise_right_shift_(8)
-        rest.copy_(bits)  # the lower eight of 24 bits
+        residual.copy_(bits)  # the lower eight of 24 bits
         bits.add_(0x80)
         pairs.bitwise_right_shift_(8)
         torch._foreach_copy_([w.view(torch.int16) for w in working], pieces_like(bits, working))
@@ -338,21 +338,21 @@ class Split24BFloat16(Split24):
 class Split24Float16(Split24):
     """Keeps the distance from weight to master, counted in 2**-8 of the weight's ulp. 1 byte an element."""
 
-    def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        assert rest is not None
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert residual is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))
         wide = torch.empty(min(_CHUNK, len(values)), dtype=torch.float32, device=values.device)
-        for chunk, left, step in zip(*(t.split(_CHUNK) for t in (values, rest, spare)), strict=True):
+        for chunk, left, step in zip(*(t.split(_CHUNK) for t in (values, residual, spare)), strict=True):
             chunk.add_(to_ulp(step.copy_(chunk), STEP).mul_(wide[: len(chunk)].copy_(left)))
         take_foreign(working, values, spare)
 
-    def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        assert rest is not None
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert residual is not None
         torch._foreach_copy_(list(working), pieces_like(values, working))
         torch._foreach_copy_(pieces_like(spare, working), list(working))
         values.sub_(spare).div_(to_ulp(spare, STEP))
         # The difference to an overflown weight is not a number; nothing is left over then. Two numbers tell whether there is.
         if not values.is_cpu or not all(map(math.isfinite, torch.aminmax(values))):
             values.nan_to_num_(0.0, 0.0, 0.0)
-        values.view(-1, 64).add_(self.chances(values.device).fractions)
-        rest.copy_(values.floor_().clamp_(-LARGEST, LARGEST))
+        values.view(-1, 64).add_(self.random_bits(values.device).fractions)
+        residual.copy_(values.floor_().clamp_(-LARGEST, LARGEST))

@@ -39,8 +39,8 @@ Packed states as arithmetic without side effects, which a compiler can fuse with
     unpack(way, codes, factors)       -> values           float32, from what is kept
     pack(way, values, lanes, present) -> codes, scales    to be kept
 
-Both agree bit for bit with `Packed`, but for what stands in a group that has a NaN. Torch's compiler for CPUs does not
-vectorise int16: what is one number for 32 elements comes in as `Packed.factors`, and goes out as int32.
+Both agree bit for bit with `QuantizedState`, but for what stands in a group that has a NaN. Torch's compiler for CPUs does not
+vectorise int16: what is one number for 32 elements comes in as `QuantizedState.factors`, and goes out as int32.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ from booster.masters.formats import (
     SplitBFloat16,
     SplitFloat16,
 )
-from booster.masters.packed import GROUP, LEVELS, SMALLEST, Way, narrow_scales
-from booster.masters.rounding import Views, fractions, pieces_like, scale_chances, whole_steps
+from booster.masters.quantized_state import GROUP, LEVELS, SMALLEST, Encoding, narrow_scales
+from booster.masters.rounding import Views, fractions, pieces_like, scale_random_bits, whole_steps
 
 _CHUNK = 2**16  # elements of the temporaries where a format is read or written without a compiler
 _OFFSET = 2**15  # what makes a signed remainder a positive number
@@ -74,19 +74,19 @@ class Planes(Format):
     """A split master whose remainder has the shape (2, size), uint8."""
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        rest = torch.zeros(2, size, dtype=torch.uint8, device=device)
-        rest[1].fill_(_OFFSET >> 8)
-        return rest
+        residual = torch.zeros(2, size, dtype=torch.uint8, device=device)
+        residual[1].fill_(_OFFSET >> 8)
+        return residual
 
-    def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        assert rest is not None
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert residual is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))
-        for value, low, high in zip(*(t.split(_CHUNK) for t in (values, rest[0], rest[1])), strict=True):
+        for value, low, high in zip(*(t.split(_CHUNK) for t in (values, residual[0], residual[1])), strict=True):
             value.copy_(self.join(value, _counted(low, high)))
 
-    def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        assert rest is not None
-        for value, low, high in zip(*(t.split(_CHUNK) for t in (values, rest[0], rest[1])), strict=True):
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert residual is not None
+        for value, low, high in zip(*(t.split(_CHUNK) for t in (values, residual[0], residual[1])), strict=True):
             rounded, left = self.split(value)
             for plane, new in zip((low, high), _planes(left), strict=True):
                 plane.copy_(new)
@@ -139,29 +139,29 @@ def fuses(format: Format) -> bool:
     return isinstance(format, (Planes, Split24)) or type(format) in (Separate, Same, Nearest, Kahan)
 
 
-def rows(rest: torch.Tensor | None) -> list[torch.Tensor]:
+def rows(residual: torch.Tensor | None) -> list[torch.Tensor]:
     """Return what a bucket keeps, as tensors of its size."""
-    if rest is None:
+    if residual is None:
         return []
-    return [rest] if rest.dim() == 1 else list(rest)
+    return [residual] if residual.dim() == 1 else list(residual)
 
 
-def join(format: Format, weights: torch.Tensor, rest: list[torch.Tensor]) -> torch.Tensor:
+def join(format: Format, weights: torch.Tensor, residual: list[torch.Tensor]) -> torch.Tensor:
     """Return new float32 masters from `weights` and `rows` of what is kept."""
     if isinstance(format, Same):
         return weights.clone()
     wide = weights.float()
     if isinstance(format, Planes):
-        return format.join(wide, _counted(*rest))
+        return format.join(wide, _counted(*residual))
     if isinstance(format, Split24BFloat16):
-        joined = (wide.view(torch.int32) + (rest[0].to(torch.int32) << 8)).view(torch.float32)
+        joined = (wide.view(torch.int32) + (residual[0].to(torch.int32) << 8)).view(torch.float32)
         return torch.where((joined != joined) & (wide == 0), wide, joined)
     if isinstance(format, Split24):
-        joined = wide + _ulp(wide) * STEP * rest[0].float()
+        joined = wide + _ulp(wide) * STEP * residual[0].float()
         return _taken(joined, round_float16(joined), wide)
-    if not rest:
+    if not residual:
         return wide
-    joined = rest[0] if isinstance(format, Separate) else wide + rest[0].float()
+    joined = residual[0] if isinstance(format, Separate) else wide + residual[0].float()
     return _taken(joined, _rounded(joined, weights.dtype), wide)
 
 
@@ -263,18 +263,18 @@ def _ulp(weights: torch.Tensor) -> torch.Tensor:
     return (exponents * 2.0**-10).clamp(2.0**-24, 2.0**5)
 
 
-def unpack(way: Way, codes: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+def dequantize(encoding: Encoding, codes: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
     """Return new float32 numbers. factors: None with "bf16"."""
     values = codes.float()
     if factors is None:
         return values
-    values = values * (values.abs() if way == "signed" else values)
+    values = values * (values.abs() if encoding == "signed" else values)
     values = (values.view(-1, GROUP) * factors[:, None]).view(-1)
-    return values if way == "signed" else values * values
+    return values if encoding == "signed" else values * values
 
 
-def pack(
-    way: Way, values: torch.Tensor, lanes: torch.Tensor, present: torch.Tensor | None
+def quantize(
+    encoding: Encoding, values: torch.Tensor, lanes: torch.Tensor, present: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return new codes, and scales as int32, None with "bf16".
 
@@ -282,19 +282,19 @@ def pack(
     """
     if present is not None:
         values = torch.where(present, values, 0.0)
-    if way == "bf16":
+    if encoding == "bf16":
         values = torch.where(values != values, math.nan, values)  # isnan is not vectorised
         bits = (values.view(torch.int32).view(-1, 64) + lanes).view(-1) & -0x10000
         return bits.view(torch.float32), None
     noise = fractions(lanes).view(1, -1, GROUP)
     grouped = values.view(-1, 64 // GROUP, GROUP)
-    sizes = grouped.abs() if way == "signed" else grouped
+    sizes = grouped.abs() if encoding == "signed" else grouped
     largest = sizes.amax(2, keepdim=True)
     least = largest.clamp(min=SMALLEST)
-    factors = least.reciprocal() * LEVELS[way] ** (2 if way == "signed" else 4)
-    if way == "signed":
+    factors = least.reciprocal() * LEVELS[encoding] ** (2 if encoding == "signed" else 4)
+    if encoding == "signed":
         codes = torch.copysign((sizes * factors).sqrt() + noise, grouped).to(torch.int8)
     else:
         codes = ((sizes * factors).sqrt().sqrt() + noise).clamp(min=1.0).to(torch.int32).to(torch.uint8)
-    scales = narrow_scales((least * (largest != 0)).view(-1, 2), scale_chances(lanes))
+    scales = narrow_scales((least * (largest != 0)).view(-1, 2), scale_random_bits(lanes))
     return codes.view(-1), scales.view(-1)

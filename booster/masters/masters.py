@@ -20,10 +20,10 @@ from booster.common.torch_internals.tensor_internals import of_same_version
 from booster.masters.bucket import Bucket
 from booster.masters.formats import Format, Split24, Stochastic
 from booster.masters.formats_compiled import compiled_format
-from booster.masters.offload import HostMemory, moves
+from booster.masters.offload import HostMemory, can_offload
+from booster.masters.optimizer_proxy import State
 from booster.masters.options import MasterOptions
-from booster.masters.rounding import Dither, rounded
-from booster.masters.stand_in import State
+from booster.masters.rounding import RoundingRNG, rounded
 from booster.masters.states import (
     Places,
     StateView,
@@ -34,7 +34,7 @@ from booster.masters.states import (
     state_of_bucket,
     state_of_params,
 )
-from booster.model.dtensors import around, is_dtensor, local_part
+from booster.model.dtensors import around, is_dtensor, local_shard
 from booster.model.optimizer_kinds import check_attributes, kind_of
 from booster.model.optimizer_states import load_states
 from booster.tensors.flat import Piece, bucket_size, cut, cut_apart, flat, flat_like, is_dense, pack, shaped_like
@@ -102,18 +102,18 @@ class Masters:
         self._compiled = compiled
         self.released = released
         self.scratch: Any = None  # of the last step, where that kept it
-        self.dither = Dither()
-        self.packing = options.make_packing(optimizer, self.dither)
+        self.rng = RoundingRNG()
+        self.quantizer = options.make_quantizer(optimizer, self.rng)
         self.hosts: dict[torch.device, HostMemory] = {}
         self._formats: dict[torch.dtype, Format] = {}
         self._layouts: dict[torch.Tensor, torch.Tensor] = {}  # memory order that buckets know; tensors without data
         self.num_gone = 0
-        """How many of them were in no group of the optimizer when `adopt` ran last."""
-        self.adopt(sources)
+        """How many of them were in no group of the optimizer when `register_params` ran last."""
+        self.register_params(sources)
 
     # ------------------------------------------------------------------ parameters
 
-    def adopt(self, sources: MutableMapping[torch.Tensor, torch.Tensor] | None = None) -> None:
+    def register_params(self, sources: MutableMapping[torch.Tensor, torch.Tensor] | None = None) -> None:
         """Make masters for half parameters of the groups that have none yet; state they have already moves along.
 
         sources: see the class; what is used of it is taken out.
@@ -130,7 +130,7 @@ class Masters:
         if loaded:
             self._take_loaded(loaded)
         fresh: list[list[torch.Tensor]] = []
-        half_alone = self.packing is None and not self.options.offload
+        half_alone = self.quantizer is None and not self.options.offload
         self.num_gone = len(self._layouts)
         for group in self.optimizer.param_groups:
             found = []
@@ -183,7 +183,7 @@ class Masters:
     @property
     def of_half_alone(self) -> bool:
         """Whether none but half parameters may lie in buckets."""
-        return self.packing is None and not self.options.offload
+        return self.quantizer is None and not self.options.offload
 
     @property
     def offloads(self) -> bool:
@@ -195,7 +195,7 @@ class Masters:
         if param.dtype in HALF_DTYPES:
             return has_half_elements(param)
         own = param.dtype == torch.float32 and not param.is_sparse and param.dim() > 0 and param.numel() > 0
-        return own and (self.packing is not None or self._offloads(param.device))
+        return own and (self.quantizer is not None or self._offloads(param.device))
 
     def is_stepped(self, param: torch.Tensor) -> bool:
         """Return whether a step may change `param`: also one that was frozen since its gradient came."""
@@ -208,15 +208,15 @@ class Masters:
     def _take_loaded(self, values: Weights) -> None:
         """Make `values` the masters of the weights that they round to; others were written since."""
         for bucket in self.buckets:
-            if bucket.rest is None or values.keys().isdisjoint(bucket.params):
+            if bucket.residual is None or values.keys().isdisjoint(bucket.params):
                 continue
             masters = bucket.load(bucket.scratch(), bucket.scratch())
             for piece, working, master in zip(bucket.pieces, bucket.working(), bucket.pieces_of(masters), strict=True):
                 if piece.param in values:
-                    value = flat_like(local_part(values[piece.param]), local_part(piece.param))
+                    value = flat_like(local_shard(values[piece.param]), local_shard(piece.param))
                     value = value[piece.start : piece.stop].to(master)
                     torch.where(working == rounded(value, working.dtype), value, master, out=master)
-            with of_same_version([local_part(param) for param in bucket.params]):  # a forward pass may have used them
+            with of_same_version([local_shard(param) for param in bucket.params]):  # a forward pass may have used them
                 bucket.save(masters, bucket.scratch())
 
     def divide_by_gradients(self) -> list[Bucket]:
@@ -241,10 +241,10 @@ class Masters:
 
     # ------------------------------------------------------------------ state of the optimizer
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Wait until what the last step sent to the host's memory has arrived there."""
         for host in self.hosts.values():
-            host.settle()
+            host.sync()
 
     def view_state(self, put: Callable[[Any, State | None], None]) -> StateView:
         """Return the optimizer's state by working parameter: as `state`, but each made when it is asked for. What is written to
@@ -252,8 +252,8 @@ class Masters:
         if self._placed is not self.buckets or self._num_placed != len(self.buckets):
             self._placed, self._num_placed = self.buckets, len(self.buckets)
             self._places = places_of(self.buckets)
-        self.settle()
-        return StateView(self._places, self.optimizer.state, self._layouts, put=put, steps=lambda: self.dither.count)
+        self.sync()
+        return StateView(self._places, self.optimizer.state, self._layouts, put=put, steps=lambda: self.rng.count)
 
     def put_state(self, param: torch.Tensor, own: State | None) -> None:
         """Make `own` the state of `param`, which lies in a bucket; None: it has none. Buckets are made anew where `param` can
@@ -299,7 +299,7 @@ class Masters:
         """Return the optimizer's state by working parameter, in shapes of the parameters, on the host where it lies there.
 
         Do not write to it."""
-        self.settle()
+        self.sync()
         handles = {handle for bucket in self.buckets for handle in bucket.handles}
         other = {key: value for key, value in self.optimizer.state.items() if key not in handles}
         return defaultdict(dict, {**other, **state_of_params(self.buckets, self.optimizer.state, self._layouts)})
@@ -319,7 +319,7 @@ class Masters:
         """
         optimizer = self.optimizer
         # Torch casts state to the dtype of the parameter that it belongs to.
-        stand_ins = {
+        proxies = {
             p: nn.Parameter(
                 torch.zeros((), dtype=torch.float32, device="cpu" if self._offloads(p.device) else p.device).expand(
                     p.shape
@@ -328,9 +328,9 @@ class Masters:
             for p in self._half_params()
         }
         optimizer.state = defaultdict(dict)
-        with self._replaced(stand_ins):
+        with self._replaced(proxies):
             load_states(optimizer, state_dict)
-        return {p: optimizer.state.pop(s) for p, s in stand_ins.items() if s in optimizer.state}
+        return {p: optimizer.state.pop(s) for p, s in proxies.items() if s in optimizer.state}
 
     def take_over(self, states: MutableMapping[torch.Tensor, State], masters: Weights) -> None:
         """Make these the states and masters of half parameters; masters that are not given stay as they are.
@@ -338,7 +338,7 @@ class Masters:
         Where none are given, buckets stay as they are laid, unless their parameters come with different histories.
         """
         if not masters and self.takes(states):
-            self.settle()
+            self.sync()
             for bucket in self.buckets:
                 self.optimizer.state.update(state_of_bucket(bucket, states))
                 if bucket.host is not None:
@@ -368,24 +368,24 @@ class Masters:
 
     def joined(self, param: torch.Tensor) -> torch.Tensor:
         """Return a float32 copy of the master of `param`, in its shape."""
-        self.adopt()
+        self.register_params()
         return self._values_of({param: None})[param].clone()
 
     def values(self) -> Weights:
         """Return the masters by parameter, float32 in its shape: themselves where one is kept in one piece, else copies."""
-        self.adopt()
+        self.register_params()
         return self._values_of(self._layouts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masters by parameter name, where they are more than the weights; and the state of stochastic rounding."""
-        self.adopt()
+        self.register_params()
         weights: dict[torch.Tensor, torch.Tensor] = {}
         for bucket in self.buckets:
-            if bucket.rest is None:
+            if bucket.residual is None:
                 continue
             for piece, values in zip(bucket.pieces, bucket.pieces_of(bucket.joined()), strict=True):
                 whole = weights.setdefault(piece.param, torch.empty_like(piece.param, dtype=torch.float32))
-                flat(local_part(whole))[piece.start : piece.stop] = values
+                flat(local_shard(whole))[piece.start : piece.stop] = values
         state: dict[str, Any] = {"weights": {self.name_of(p): whole.detach() for p, whole in weights.items()}}
         rounding = self.rounding_state()
         return state | ({"rounding": rounding} if rounding else {})
@@ -398,8 +398,8 @@ class Masters:
             if isinstance(form, Stochastic)
             for device, generator in form.generators.items()
         }
-        if self.packing is not None or any(isinstance(form, Split24) for form in self._formats.values()):
-            generators[DRAWS] = torch.tensor(self.dither.count, dtype=torch.int64)
+        if self.quantizer is not None or any(isinstance(form, Split24) for form in self._formats.values()):
+            generators[DRAWS] = torch.tensor(self.rng.count, dtype=torch.int64)
         return generators
 
     def read_state_dict(self, state: Mapping[str, Any]) -> Weights:
@@ -443,7 +443,7 @@ class Masters:
 
     def load_rounding(self, state: Mapping[str, Any]) -> None:
         """Continue the random numbers of stochastic rounding where `state` was written."""
-        self.dither.resume(int(state.get("rounding", {}).get(DRAWS, self.dither.count)))
+        self.rng.resume(int(state.get("rounding", {}).get(DRAWS, self.rng.count)))
         for form in self._formats.values():
             if isinstance(form, Stochastic):
                 for device, generator in state.get("rounding", {}).items():
@@ -451,13 +451,13 @@ class Masters:
                         continue
                     form.generator(torch.device(device)).set_state(generator)
 
-    def dissolve(self) -> dict[torch.Tensor, torch.Tensor]:
+    def restore_params(self) -> dict[torch.Tensor, torch.Tensor]:
         """Give the optimizer its states by parameter, as if it had been stepped on float32 ones; return the masters likewise.
 
         A bucket at a time, so that no more than one is there twice. This object is at its end.
         """
-        self.adopt()
-        self.settle()
+        self.register_params()
+        self.sync()
         state: dict[Any, State] = self.optimizer.state
         values: dict[torch.Tensor, torch.Tensor] = {}
         states: dict[torch.Tensor, State] = {}
@@ -467,7 +467,7 @@ class Masters:
                 for piece, master in zip(bucket.pieces, bucket.pieces_of(bucket.joined()), strict=True):
                     if piece.param not in values:
                         values[piece.param] = torch.empty_like(piece.param, dtype=torch.float32).detach()
-                    flat(local_part(values[piece.param]))[piece.start : piece.stop] = master
+                    flat(local_shard(values[piece.param]))[piece.start : piece.stop] = master
             if bucket.whole:
                 states |= {
                     piece.param: state.pop(handle)
@@ -483,7 +483,7 @@ class Masters:
     # ------------------------------------------------------------------ inside
 
     def _offloads(self, device: torch.device) -> bool:
-        return self.options.offload and moves(device)
+        return self.options.offload and can_offload(device)
 
     def _host(self, device: torch.device) -> HostMemory | None:
         if not self._offloads(device):
@@ -501,7 +501,7 @@ class Masters:
         values = {}
         for param in params:
             own = [master for _, master in sorted(pieces[param], key=lambda found: found[0])]
-            layout = local_part(param) if is_dtensor(param) else self._layouts[param]
+            layout = local_shard(param) if is_dtensor(param) else self._layouts[param]
             values[param] = around(shaped_like(own[0] if len(own) == 1 else torch.cat(own), layout), param)
         return values
 
@@ -513,7 +513,7 @@ class Masters:
         """Lay masters and states anew in the memory order of their parameters."""
         for bucket in self.buckets:
             bucket.find_working()
-        self.settle()
+        self.sync()
         state = self.optimizer.state
         states = state_of_params(self.buckets, state, self._layouts)
         values = self._values_of(self._layouts)
@@ -550,7 +550,7 @@ class Masters:
                 )
             for (device, _, whole, _), several in alike.items():
                 host = None if whole else self._host(device)
-                packed = self.packing is not None or host is not None
+                packed = self.quantizer is not None or host is not None
                 size = bucket_size(total, device, compiled=self._compiled, packed=packed, released=self.released)
                 size = total if self.kind == "whole" else size
                 lay = pack if whole else cut_apart if self.released else cut
@@ -559,15 +559,15 @@ class Masters:
         buckets = []
         for place, (index, pieces, whole, host) in enumerate(laid):
             form = self._format(pieces[0].param.dtype)
-            bucket = Bucket(index, pieces, form, whole=whole, packing=self.packing, host=host)
+            bucket = Bucket(index, pieces, form, whole=whole, quantizer=self.quantizer, host=host)
             buckets.append(bucket)
             if host is not None:
-                host.keep_rest(bucket)
+                host.keep_residual(bucket)
             self.optimizer.state.update(state_of_bucket(bucket, states))
-            here = bucket.host is None and bucket.rest is not None and bucket.rest.dtype == torch.float32
-            values: torch.Tensor = bucket.rest if here else bucket.scratch()  # type: ignore[assignment]
+            here = bucket.host is None and bucket.residual is not None and bucket.residual.dtype == torch.float32
+            values: torch.Tensor = bucket.residual if here else bucket.scratch()  # type: ignore[assignment]
             found = [
-                flat_like(local_part(sources.get(piece.param, piece.param)).detach(), local_part(piece.param))[
+                flat_like(local_shard(sources.get(piece.param, piece.param)).detach(), local_shard(piece.param))[
                     piece.start : piece.stop
                 ]
                 for piece in bucket.pieces
@@ -576,7 +576,7 @@ class Masters:
             values.masked_fill_(values.isnan(), math.nan)  # see `rounding.plain_nan_`
             # A master made of its weight rounds to it. With released gradients that is between forward and backward.
             own = not any(piece.param in sources for piece in bucket.pieces)
-            with of_same_version([local_part(p) for p in bucket.params]) if own else nullcontext():
+            with of_same_version([local_shard(p) for p in bucket.params]) if own else nullcontext():
                 bucket.save(values, bucket.scratch())
             if bucket.host is not None:
                 bucket.host.keep_states(bucket, self.optimizer.state)
@@ -588,7 +588,7 @@ class Masters:
 
     def _format(self, dtype: torch.dtype) -> Format:
         if dtype not in self._formats:
-            made = self.options.make_format(self.optimizer, dtype, self.dither)
+            made = self.options.make_format(self.optimizer, dtype, self.rng)
             self._formats[dtype] = compiled_format(made) if self._compiled else made
         return self._formats[dtype]
 
@@ -624,5 +624,5 @@ def _laid(lay: Callable[..., list[list[Piece]]], params: Sequence[torch.Tensor],
     """`lay` for `params` of which this rank may hold parts: a piece is of what it holds."""
     if not any(map(is_dtensor, params)):
         return lay(params, size)
-    of_part = {local_part(param): param for param in params}
+    of_part = {local_shard(param): param for param in params}
     return [[replace(piece, param=of_part[piece.param]) for piece in pieces] for pieces in lay(of_part, size)]

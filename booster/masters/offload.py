@@ -13,7 +13,7 @@ There are two places on the device, which buckets take in turn. What waits for w
 - save i for step i;
 - fetch i + 2 for save i, which reads the same place; the first fetch of a step for the last save of the step before.
 
-The host waits where somebody reads what lies there: `HostMemory.settle`.
+The host waits where somebody reads what lies there: `HostMemory.sync`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any, Protocol
 
 import torch
 
-from booster.masters.packed import Packed
-from booster.masters.stand_in import State
+from booster.masters.optimizer_proxy import State
+from booster.masters.quantized_state import QuantizedState
 
 _ALIGNMENT = 256  # bytes, as the allocator's: kernels read several numbers at once
 
@@ -103,19 +103,19 @@ TRANSFERS: dict[str, Callable[[torch.device], Transfers]] = {"cuda": CudaTransfe
 """By type of device; of others memory is the host's already, and nothing moves."""
 
 
-def moves(device: torch.device) -> bool:
+def can_offload(device: torch.device) -> bool:
     """Return whether states of parameters on `device` have another place to be."""
     return device.type in TRANSFERS
 
 
-class Travelling(Protocol):
+class OffloadedBucket(Protocol):
     """What is asked of a bucket that has one flat handle."""
 
     size: int
     whole: bool
     device: torch.device
     handles: list[Any]
-    rest: torch.Tensor | None
+    residual: torch.Tensor | None
 
 
 class HostMemory:
@@ -128,56 +128,56 @@ class HostMemory:
         self._lent: set[int] = set()  # ids of buckets whose remainder is on the device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostMemory:
-        self.settle()  # the copy reads what lies here
+        self.sync()  # the copy reads what lies here
         return HostMemory(self._device)
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Wait until what was sent here has arrived."""
         if self.saved is not None:
             self.saved.synchronize()
             self.saved = None
 
-    def keep_rest(self, bucket: Travelling) -> None:
+    def keep_residual(self, bucket: OffloadedBucket) -> None:
         """Move what `bucket` keeps of its masters here, and wait for it."""
-        if bucket.rest is not None:
-            bucket.rest = self._moved(bucket.rest)
+        if bucket.residual is not None:
+            bucket.residual = self._moved(bucket.residual)
 
-    def keep_states(self, bucket: Travelling, state: MutableMapping[Any, State]) -> None:
+    def keep_states(self, bucket: OffloadedBucket, state: MutableMapping[Any, State]) -> None:
         """Move the entries of `bucket` in the optimizer's `state` here, and wait for it."""
         own = state.get(bucket.handles[0], {})
         for name, value in own.items():
-            if travels(value, bucket.size):
+            if is_offloaded(value, bucket.size):
                 own[name] = _remade(value, [self._moved(tensor) for tensor in tensors_of(value)])
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.transfers.room(tensor).copy_(tensor)
 
-    def near(self, bucket: Travelling) -> torch.Tensor | None:
+    def near(self, bucket: OffloadedBucket) -> torch.Tensor | None:
         """Return the remainder of `bucket` on its device: what is there while it is stepped, else a copy."""
-        if bucket.rest is None or id(bucket) in self._lent:
-            return bucket.rest
-        self.settle()
-        return bucket.rest.to(self._device, copy=True)
+        if bucket.residual is None or id(bucket) in self._lent:
+            return bucket.residual
+        self.sync()
+        return bucket.residual.to(self._device, copy=True)
 
     @contextmanager
-    def lent(self, bucket: Travelling, rest: torch.Tensor | None) -> Iterator[None]:
-        """For its length, let `rest` be what `bucket` keeps."""
-        home, bucket.rest = bucket.rest, rest
+    def lent(self, bucket: OffloadedBucket, residual: torch.Tensor | None) -> Iterator[None]:
+        """For its length, let `residual` be what `bucket` keeps."""
+        home, bucket.residual = bucket.residual, residual
         self._lent.add(id(bucket))
         try:
             yield
         finally:
-            bucket.rest = home
+            bucket.residual = home
             self._lent.discard(id(bucket))
 
 
-class Journey:
+class Prefetch:
     """Has each of `buckets`, which are stepped in this order, on the device while it is stepped.
 
     state: the optimizer's. The buckets are those of one `HostMemory`. Takes memory on the device for the two largest.
     """
 
-    def __init__(self, host: HostMemory, buckets: Sequence[Travelling], state: MutableMapping[Any, State]) -> None:
+    def __init__(self, host: HostMemory, buckets: Sequence[OffloadedBucket], state: MutableMapping[Any, State]) -> None:
         self._host, self._transfers = host, host.transfers
         self._buckets, self._state = list(buckets), state
         self._place = {id(bucket): index for index, bucket in enumerate(self._buckets)}
@@ -195,7 +195,7 @@ class Journey:
         self._fetch(0)
 
     @contextmanager
-    def here(self, bucket: Travelling) -> Iterator[None]:
+    def here(self, bucket: OffloadedBucket) -> Iterator[None]:
         """For its length, have what `bucket` keeps, and its states, on the device; afterwards they are on their way back.
 
         Where it is left by an exception, they are what they were.
@@ -203,29 +203,29 @@ class Journey:
         index = self._place[id(bucket)]
         if index + 1 < len(self._buckets):
             self._fetch(index + 1)
-        near, rest, arrived = self._fetched.pop(index)
+        near, residual, arrived = self._fetched.pop(index)
         self._transfers.computing.wait(arrived)
         own = self._state.get(bucket.handles[0], {})
         homes = {name: own[name] for name in near}
         own.update(near)
         try:
-            with self._host.lent(bucket, rest):
+            with self._host.lent(bucket, residual):
                 yield
         except BaseException:
             own.update(homes)
             raise
-        self._save(index, bucket, homes, rest)
+        self._save(index, bucket, homes, residual)
 
-    def _bytes(self, bucket: Travelling) -> int:
+    def _bytes(self, bucket: OffloadedBucket) -> int:
         return sum(_room_of(tensor) for value in self._goods(bucket).values() for tensor in tensors_of(value))
 
-    def _goods(self, bucket: Travelling) -> dict[str | None, Any]:
+    def _goods(self, bucket: OffloadedBucket) -> dict[str | None, Any]:
         """Return what travels, by name of a state; the remainder has None."""
         if bucket.whole:
             return {}
-        rest: dict[str | None, Any] = {} if bucket.rest is None else {None: bucket.rest}
+        residual: dict[str | None, Any] = {} if bucket.residual is None else {None: bucket.residual}
         own = self._state.get(bucket.handles[0], {})
-        return {**rest, **{name: value for name, value in own.items() if travels(value, bucket.size)}}
+        return {**residual, **{name: value for name, value in own.items() if is_offloaded(value, bucket.size)}}
 
     def _fetch(self, index: int) -> None:
         bucket, into = self._buckets[index], self._transfers.into
@@ -241,17 +241,17 @@ class Journey:
                 into.copy(copies[-1], tensor)
                 begin += _room_of(tensor)
             near[name] = _remade(value, copies)
-        rest = near.pop(None, None)
-        self._fetched[index] = near, rest, into.mark()  # type: ignore[assignment]
+        residual = near.pop(None, None)
+        self._fetched[index] = near, residual, into.mark()  # type: ignore[assignment]
 
-    def _save(self, index: int, bucket: Travelling, homes: dict[str, Any], rest: torch.Tensor | None) -> None:
+    def _save(self, index: int, bucket: OffloadedBucket, homes: dict[str, Any], residual: torch.Tensor | None) -> None:
         out = self._transfers.out
         out.wait(self._transfers.computing.mark())
-        if rest is not None:
-            out.copy(bucket.rest, rest)  # type: ignore[arg-type]
+        if residual is not None:
+            out.copy(bucket.residual, residual)  # type: ignore[arg-type]
         own = {} if bucket.whole else self._state.get(bucket.handles[0], {})
         for name, value in own.items():
-            if not travels(value, bucket.size):
+            if not is_offloaded(value, bucket.size):
                 continue
             home = homes.get(name)
             if home is None or not _alike(home, value):
@@ -262,22 +262,22 @@ class Journey:
         self._free[index % 2] = self._host.saved = out.mark()
 
 
-def travels(value: Any, size: int) -> bool:
+def is_offloaded(value: Any, size: int) -> bool:
     """Return whether an entry of the state of a flat bucket of `size` elements lies in the host's memory between steps."""
-    return isinstance(value, Packed) or (isinstance(value, torch.Tensor) and value.shape == (size,))
+    return isinstance(value, QuantizedState) or (isinstance(value, torch.Tensor) and value.shape == (size,))
 
 
-def tensors_of(value: torch.Tensor | Packed) -> list[torch.Tensor]:
+def tensors_of(value: torch.Tensor | QuantizedState) -> list[torch.Tensor]:
     """Return the tensors that an entry consists of."""
-    return value.tensors if isinstance(value, Packed) else [value]
+    return value.tensors if isinstance(value, QuantizedState) else [value]
 
 
-def _remade(value: torch.Tensor | Packed, tensors: Sequence[torch.Tensor]) -> Any:
-    return Packed.of(value.way, *tensors) if isinstance(value, Packed) else tensors[0]
+def _remade(value: torch.Tensor | QuantizedState, tensors: Sequence[torch.Tensor]) -> Any:
+    return QuantizedState.of(value.encoding, *tensors) if isinstance(value, QuantizedState) else tensors[0]
 
 
 def _alike(home: Any, value: Any) -> bool:
-    if getattr(home, "way", None) != getattr(value, "way", None):
+    if getattr(home, "encoding", None) != getattr(value, "encoding", None):
         return False
     return all(a.dtype == b.dtype for a, b in zip(tensors_of(home), tensors_of(value), strict=True))
 

@@ -21,8 +21,8 @@ from booster.masters.formats import (
     SplitFloat16,
     Stochastic,
 )
-from booster.masters.packing import Packing, States, StateSigns
-from booster.masters.rounding import Dither
+from booster.masters.rounding import RoundingRNG
+from booster.masters.state_quantizer import StateQuantizer, States, StateSigns
 from booster.model.optimizer_kinds import kind_of, unknown
 
 MasterWeights = Literal["auto", "fp32", "split", "split24", "none"]
@@ -79,11 +79,11 @@ class MasterOptions:
             raise ValueError(f"{given} steps flat buckets, but {name} needs whole tensors; {fix}")
         raise ValueError(unknown(optimizer, f"would be stepped on flat buckets by {given}", fix))
 
-    def make_packing(self, optimizer: Optimizer, dither: Dither) -> Packing | None:
+    def make_quantizer(self, optimizer: Optimizer, rng: RoundingRNG) -> StateQuantizer | None:
         """Return how states are kept, None for as they are. Raises ValueError where those of `optimizer` cannot be packed."""
-        return None if self.states == "fp32" else Packing(optimizer, self.states, dither)
+        return None if self.states == "fp32" else StateQuantizer(optimizer, self.states, rng)
 
-    def make_format(self, optimizer: Optimizer, dtype: torch.dtype, dither: Dither) -> Format:
+    def make_format(self, optimizer: Optimizer, dtype: torch.dtype, rng: RoundingRNG) -> Format:
         """Return the format for working weights of `dtype`."""
         form = self.master_weights
         if dtype == torch.float32:
@@ -95,5 +95,5 @@ class MasterOptions:
         if form == "split":
             return SplitBFloat16() if dtype == torch.bfloat16 else SplitFloat16()
         if form == "split24":
-            return Split24BFloat16(dither) if dtype == torch.bfloat16 else Split24Float16(dither)
+            return Split24BFloat16(rng) if dtype == torch.bfloat16 else Split24Float16(rng)
         return Separate()

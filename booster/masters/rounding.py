@@ -198,13 +198,13 @@ def fractions(lanes: torch.Tensor) -> torch.Tensor:
     return (lanes.bitwise_right_shift(4).float() + 0.5) * 2.0**-12
 
 
-def scale_chances(lanes: torch.Tensor) -> torch.Tensor:
+def scale_random_bits(lanes: torch.Tensor) -> torch.Tensor:
     """Return what is added to the bits of every first and every second scale, int32."""
     # What was unpacked is off by some of its last bits; no random number may carry that further.
     return lanes[:2].bitwise_right_shift(1).clamp_(_MARGIN, 2**15 - 1 - _MARGIN)
 
 
-class Chances:
+class RoundingBits:
     """The random numbers of one state in one step, and what is made of them, once for all buckets.
 
     lanes: 64 random numbers below 2**16, int32, for elements 64 apart.
@@ -225,16 +225,16 @@ class Chances:
 
     @cached_property
     def _pair(self) -> torch.Tensor:
-        return scale_chances(self.lanes)
+        return scale_random_bits(self.lanes)
 
     def of_scales(self, groups: int) -> torch.Tensor:
-        """Return `scale_chances` of so many groups, an even number."""
+        """Return `scale_random_bits` of so many groups, an even number."""
         if groups > len(self._repeated):
             self._repeated = self._pair.repeat(groups // 2)
         return self._repeated[:groups]
 
 
-class Dither:
+class RoundingRNG:
     """Sixteen random bits for each lane of a bucket, new in every step, for each name that asks.
 
     Elements 64 apart share them. What an element is rounded with then depends on the step, the name and the element's place
@@ -249,7 +249,7 @@ class Dither:
     def __init__(self, seed: int = 1024) -> None:
         self.count = 0
         self._seed = seed
-        self.drawn: dict[tuple[str, torch.device], Chances] = {}
+        self.drawn: dict[tuple[str, torch.device], RoundingBits] = {}
         self.asked: set[tuple[str, torch.device]] = set()
         self.fixed: Mapping[tuple[str, torch.device], torch.Tensor] = {}
 
@@ -265,15 +265,17 @@ class Dither:
 
     def lanes(self, name: str, device: torch.device) -> torch.Tensor:
         """Return 64 numbers from 0 to 65535, int32."""
-        return self.chances(name, device).lanes
+        return self.random_bits(name, device).lanes
 
-    def chances(self, name: str, device: torch.device) -> Chances:
+    def random_bits(self, name: str, device: torch.device) -> RoundingBits:
         """Return the same, with what is made of them."""
         key = (name, device)
         if key not in self.drawn:
             self.asked.add(key)
             fixed = self.fixed.get(key)
-            self.drawn[key] = Chances(self.draw(name, device).to(device, non_blocking=True) if fixed is None else fixed)
+            self.drawn[key] = RoundingBits(
+                self.draw(name, device).to(device, non_blocking=True) if fixed is None else fixed
+            )
         return self.drawn[key]
 
     def draw(self, name: str, device: torch.device) -> torch.Tensor:

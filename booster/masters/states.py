@@ -10,8 +10,8 @@ import torch
 from booster.common.torch_internals.autograd_internals import plain_functions
 from booster.common.torch_internals.tensor_internals import version
 from booster.masters.bucket import Bucket, is_elementwise
-from booster.masters.packing import unpacked
-from booster.masters.stand_in import State
+from booster.masters.optimizer_proxy import State
+from booster.masters.state_quantizer import dequantized
 from booster.tensors.flat import flat, flat_like, shaped_like
 from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
 
@@ -27,7 +27,7 @@ def state_of_params(
     counters are copies.
     """
     places = places_of(buckets)
-    unpacked_of = {id(bucket): _unpacked(bucket, state) for found in places.values() for bucket, _ in found}
+    unpacked_of = {id(bucket): _dequantized(bucket, state) for found in places.values() for bucket, _ in found}
     view = StateView(places, state, layouts, unpacked_of)
     return {param: view[param] for param in places if param in view}
 
@@ -54,13 +54,13 @@ class StateView(Mapping[Any, State]):
         places: Places,
         state: MutableMapping[Any, State],
         layouts: Mapping[torch.Tensor, torch.Tensor],
-        unpacked: Mapping[int, State] | None = None,
+        dequantized: Mapping[int, State] | None = None,
         put: Callable[[Any, State | None], None] | None = None,
         steps: Callable[[], int] = int,
     ) -> None:
         self._put, self._steps = put, steps
         self._places, self._state, self._layouts = places, state, layouts
-        self._unpacked = {} if unpacked is None else unpacked
+        self._dequantized = {} if dequantized is None else dequantized
 
     def __contains__(self, param: object) -> bool:
         places = self._places.get(param)  # type: ignore[call-overload]
@@ -137,7 +137,7 @@ class StateView(Mapping[Any, State]):
         piece = bucket.pieces[index]
         if bucket.whole:
             return -1, self._state[bucket.handles[index]]
-        shared = self._unpacked.get(id(bucket)) or _unpacked(bucket, self._state)
+        shared = self._dequantized.get(id(bucket)) or _dequantized(bucket, self._state)
         own = {
             key: value[piece.offset : piece.offset + piece.size]
             if is_elementwise(value, bucket.size)
@@ -202,8 +202,8 @@ def _handle(bucket: Bucket, index: int) -> torch.Tensor:
     return bucket.handles[index if bucket.whole else 0]
 
 
-def _unpacked(bucket: Bucket, state: Mapping[Any, State]) -> State:
-    return {} if bucket.whole else unpacked(state.get(bucket.handles[0], {}))
+def _dequantized(bucket: Bucket, state: Mapping[Any, State]) -> State:
+    return {} if bucket.whole else dequantized(state.get(bucket.handles[0], {}))
 
 
 def signature(param: torch.Tensor, state: State | None) -> tuple[Any, ...]:
@@ -236,14 +236,14 @@ def state_of_bucket(bucket: Bucket, states: Mapping[torch.Tensor, State]) -> dic
             flat_like(states[piece.param][key], piece.param)[piece.start : piece.stop] for piece in bucket.pieces
         ]
         torch._foreach_copy_(bucket.pieces_of(joined), sources)
-    if bucket.packing is not None:
-        bucket.packing.pack(bucket, own)
+    if bucket.quantizer is not None:
+        bucket.quantizer.quantize(bucket, own)
     return {bucket.handles[0]: own}
 
 
 def give_back(bucket: Bucket, own: State, states: dict[torch.Tensor, State]) -> None:
     """Copy `own`, the state of the flat handle of `bucket`, to where its parameters' shares of it belong in `states`."""
-    shared = unpacked(own)
+    shared = dequantized(own)
     for piece, layout in zip(bucket.pieces, bucket.layouts, strict=True):
         mine = states.setdefault(piece.param, {}) if shared else {}
         for key, value in shared.items():

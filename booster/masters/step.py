@@ -36,11 +36,11 @@ from torch.optim import Optimizer
 
 from booster.common.torch_internals.optimizer_internals import note_step, step_hooks, unhooked
 from booster.masters.bucket import Bucket
-from booster.masters.lent import Lent
+from booster.masters.master_params import MasterParams
 from booster.masters.masters import Masters
-from booster.masters.offload import HostMemory, Journey
-from booster.masters.packing import Packing
+from booster.masters.offload import HostMemory, Prefetch
 from booster.masters.plain import StateLayouts, laid_like, lots
+from booster.masters.state_quantizer import StateQuantizer
 from booster.model.optimizer_kinds import KNOWN
 from booster.tensors.flat import SMALLEST_BUCKET
 from booster.tensors.trees import HALF_DTYPES
@@ -123,7 +123,7 @@ class MasterStep:
                 self.follow_params()
             else:
                 self.prepare()
-            lent = Lent(self.masters, grad_scale)
+            lent = MasterParams(self.masters, grad_scale)
         try:
             result = method()
         finally:
@@ -154,7 +154,7 @@ class MasterStep:
         """Give masters to parameters that have none yet, and lay states as parameters lie now. Returns `plain`.
 
         Raises RuntimeError where groups lack what has a master."""
-        self.masters.adopt()
+        self.masters.register_params()
         if self.masters.num_gone:
             self.masters.refuse_gone()
         plain = self.plain()
@@ -178,7 +178,7 @@ class MasterStep:
 
     @property
     def _kept_outside(self) -> str:
-        if self.masters.packing is not None:
+        if self.masters.quantizer is not None:
             return ", or choose states='fp32'"
         return ", or leave offload_states False" if self.masters.hosts else KEPT_FLOAT32
 
@@ -198,7 +198,7 @@ class MasterStep:
     def _step_buckets(
         self, plain: Sequence[Sequence[torch.Tensor]], buckets: Sequence[Bucket], scalars: StepScalars
     ) -> None:
-        self.masters.dither.next()
+        self.masters.rng.next()
         optimizer = self.masters.optimizer
         restricted = list(map(Restricted, repeat(optimizer), optimizer.param_groups))
         self.step_those(buckets, plain, scalars, restricted)
@@ -217,7 +217,7 @@ class MasterStep:
         what is `restricted` to the group."""
         groups = self.masters.optimizer.param_groups
         scratch = self._scratch_for(buckets)
-        journeys = self.journeys(buckets) if self.masters.hosts else {}
+        prefetches = self.prefetches(buckets) if self.masters.hosts else {}
         self._bare = unhooked(type(self.masters.optimizer).step)
         for index, (group, only) in enumerate(zip(groups, restricted, strict=True)):
             with only:
@@ -229,9 +229,9 @@ class MasterStep:
                     if bucket.group != index:
                         continue
                     only.to(bucket.handles)
-                    with nullcontext() if bucket.host is None else journeys[bucket.host].here(bucket):
+                    with nullcontext() if bucket.host is None else prefetches[bucket.host].here(bucket):
                         self._step_bucket(bucket, scratch, scalars)
-        self.masters.dither.drawn.clear()
+        self.masters.rng.drawn.clear()
 
     def _scratch_for(self, buckets: Sequence[Bucket]) -> _Scratch:
         """That of the last step, if it was small enough to be kept: for a small model on a CPU, to get its pages anew from the
@@ -244,20 +244,20 @@ class MasterStep:
             self.masters.scratch = kept = scratch
         return kept
 
-    def journeys(self, buckets: Sequence[Bucket]) -> dict[HostMemory, Journey]:
+    def prefetches(self, buckets: Sequence[Bucket]) -> dict[HostMemory, Prefetch]:
         """Begin to bring what lies on the host, in the order in which `step_those` wants it."""
         travelling: dict[HostMemory, list[Bucket]] = {}
         for bucket in sorted(buckets, key=lambda bucket: bucket.group):
             if bucket.host is not None:
                 travelling.setdefault(bucket.host, []).append(bucket)
         state = self.masters.optimizer.state
-        return {host: Journey(host, own, state) for host, own in travelling.items()}
+        return {host: Prefetch(host, own, state) for host, own in travelling.items()}
 
     def _step_bucket(self, bucket: Bucket, scratch: _Scratch, scalars: StepScalars) -> None:
         values, grads = scratch.of(bucket)
         masters = bucket.load(values, grads)
         try:
-            with nullcontext() if bucket.packing is None else self._opened(bucket.packing, bucket, scratch, grads):
+            with nullcontext() if bucket.quantizer is None else self._opened(bucket.quantizer, bucket, scratch, grads):
                 bucket.gather(self.masters.gradient_of, grads)
                 bucket.attach(masters, grads)
                 self._call([grads], scalars)
@@ -266,11 +266,11 @@ class MasterStep:
         bucket.save(masters, grads)
 
     def _opened(
-        self, packing: Packing, bucket: Bucket, scratch: _Scratch, spare: torch.Tensor
+        self, quantizer: StateQuantizer, bucket: Bucket, scratch: _Scratch, spare: torch.Tensor
     ) -> AbstractContextManager[None]:
         """Return a context in which the states of `bucket` are float32. Entering and leaving overwrite `spare`."""
         state = self.masters.optimizer.state
-        return packing.opened(bucket, state, lambda name: scratch.state(bucket, name), spare)
+        return quantizer.opened(bucket, state, lambda name: scratch.state(bucket, name), spare)
 
     def _step_plain(self, params: list[torch.Tensor], scalars: StepScalars) -> None:
         start_late_momentum(self.masters.optimizer)
@@ -358,7 +358,7 @@ class _Scratch:
         for bucket in buckets:
             if bucket.size > self._sizes.get(bucket.device, 0):
                 self._sizes[bucket.device] = bucket.size
-        packed = any(bucket.packing is not None for bucket in buckets)
+        packed = any(bucket.quantizer is not None for bucket in buckets)
         self.is_small = not packed and all(
             device.type == "cpu" and size <= SMALLEST_BUCKET for device, size in self._sizes.items()
         )
@@ -366,7 +366,7 @@ class _Scratch:
 
     def fits(self, buckets: Sequence[Bucket]) -> bool:
         """Whether it is large enough for `buckets`, too."""
-        return all(bucket.packing is None and bucket.size <= self._sizes.get(bucket.device, 0) for bucket in buckets)
+        return all(bucket.quantizer is None and bucket.size <= self._sizes.get(bucket.device, 0) for bucket in buckets)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return what was made."""

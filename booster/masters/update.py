@@ -12,7 +12,7 @@ import torch
 
 from booster.masters.bucket import Bucket
 from booster.masters.compiled import CompiledMasterStep, half_norms
-from booster.masters.keeps import KeptMasters
+from booster.masters.master_state import MasterState
 from booster.masters.masters import Masters, own_gradient
 from booster.masters.step import MasterStep
 from booster.shards import Shards
@@ -51,7 +51,7 @@ class MasterGradualStep(GradualStep):
 
     def begin(self) -> None:
         super().begin()
-        self._whole.masters.dither.next()
+        self._whole.masters.rng.next()
 
     def _step(self, params: Sequence[torch.Tensor], grad_scale: float) -> None:
         buckets = list({bucket: None for param in params for bucket in self._buckets.get(param, ())})
@@ -225,7 +225,7 @@ def stepping_masters(
     reports = count_zeros or verbose
     return Stepping(
         functools.partial(MasterApplication, masters=masters, compiled=compiled),
-        functools.partial(KeptMasters, masters=masters),
+        functools.partial(MasterState, masters=masters),
         compiled_half_norms if compiled else HostNorms,
         functools.partial(ReportingDecision, count_zeros=count_zeros, verbose=verbose) if reports else HostDecision,
         decides_on_host=reports or compiled,

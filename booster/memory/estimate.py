@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.common import arguments
-from booster.masters.offload import moves
+from booster.masters.offload import can_offload
 from booster.masters.options import MasterOptions
 from booster.memory.passes import Passes, run_passes
 from booster.memory.plan import Plan, ddp, fsdp, zero
@@ -140,7 +140,7 @@ def estimate(
     if options is None and own.has_own_update:
         raise ValueError(f"what {type(own).__name__} keeps beside weights is not known to the estimate")
     if sharded and options is not None and policy.store is None:  # float32 shards are the masters
-        kept_so = options.states != "fp32" or (options.offload and moves(device))
+        kept_so = options.states != "fp32" or (options.offload and can_offload(device))
         options = dataclasses.replace(options, master_weights="auto") if kept_so else None
 
     def step_of(sizes: Sizes, shapes: tuple[tuple[int, ...], ...] = (), idle: tuple[bool, ...] = ()) -> Stepped:

@@ -12,7 +12,7 @@ from torch import nn
 
 from booster.common.torch_internals.tensor_internals import dense_parts
 from booster.interface.optimizer import OptimizerWrapper, update_of
-from booster.masters.packed import Packed
+from booster.masters.quantized_state import QuantizedState
 from booster.tensors.trees import tensors
 
 
@@ -70,7 +70,7 @@ def kept_tensors(optimizer: OptimizerWrapper) -> tuple[list[torch.Tensor], list[
     kept = update_of(optimizer).optimizer_state
     of_each = optimizer.unwrap().state.values()
     states = [tensor for own in of_each for tensor in tensors(own)]
-    states += [tensor for own in of_each for v in own.values() if isinstance(v, Packed) for tensor in v.tensors]
+    states += [tensor for own in of_each for v in own.values() if isinstance(v, QuantizedState) for tensor in v.tensors]
     return [*kept.master_tensors(), *kept.scratch_tensors()], states
 
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from booster.memory.released import Arrivals, Complete, Sizes, Take
 from booster.mixed_precision.policy import DtypePolicy, gathered_modules
-from booster.model.modules import LinearStandIn
+from booster.model.modules import LinearProxy
 from booster.number_formats import Scaled, Scaling
 from booster.plugin.fsdp.fully_sharded import dtype_at_rest
 from booster.plugin.fsdp.groups import Group, block_names, plan_groups
@@ -61,7 +61,7 @@ class Sharding(Arrivals):
         self._groups = [_Travelling(group, policy, world_size, low) for group in groups]
         places = {id(param): (group, place) for group in self._groups for place, param in enumerate(group.params)}
         for layer in layers:
-            if isinstance(layer, LinearStandIn):
+            if isinstance(layer, LinearProxy):
                 layer.arrived = partial(self._arrived, *places[id(layer.weight)])
         for group in self._groups:
             for index, module in enumerate(group.modules):

@@ -9,11 +9,11 @@ import torch
 from torch.optim import Optimizer
 
 from booster.common.torch_internals.optimizer_internals import unhooked
-from booster.masters.offload import moves
+from booster.masters.offload import can_offload
 from booster.masters.options import MasterOptions
-from booster.masters.packed import GROUP
-from booster.masters.packing import Packing
-from booster.masters.rounding import Dither
+from booster.masters.quantized_state import GROUP
+from booster.masters.rounding import RoundingRNG
+from booster.masters.state_quantizer import StateQuantizer
 from booster.memory.tracker import StorageTracker
 from booster.model.optimizer_kinds import kind_of
 from booster.model.optimizer_states import probe_of, untouched
@@ -65,11 +65,11 @@ def stepped(
     }
     probe_of = [probes[1 if elementwise else len(shape)] for shape in shapes]
     made = [bool(optimizer.state) or not without for without in idle or (False,) * len(sizes)]  # whether it has states
-    packing = None if options is None else options.make_packing(optimizer, Dither())
+    quantizer = None if options is None else options.make_quantizer(optimizer, RoundingRNG())
     if options is not None:
         options.check(optimizer)
-    away = options is not None and options.offload and moves(device)
-    packs = packing is not None or away
+    away = options is not None and options.offload and can_offload(device)
+    packs = quantizer is not None or away
     halves = _HALF + ((torch.float32,) if packs else ())
     in_buckets = [options is not None and n > 0 and dtype in halves for dtype, n in sizes]
     bucketed = [entry for entry, inside in zip(sizes, in_buckets, strict=True) if inside]
@@ -92,17 +92,17 @@ def stepped(
             size = max(sizes[i][1] for i in here)
             most = total if kind == "whole" else max(most, size)
         largest = min(size, own)
-        format = options.make_format(optimizer, dtype, Dither())  # type: ignore[union-attr]
+        format = options.make_format(optimizer, dtype, RoundingRNG())  # type: ignore[union-attr]
         rest = format.allocate(64, dtype, torch.device("cpu"))
         beside = 0 if rest is None else rest.nbytes / 64
-        kept = {name: _kept(packing, name, size) for name, size in probe.names.items()}
+        kept = {name: _kept(quantizer, name, size) for name, size in probe.names.items()}
         if elementwise:
             states += probe.beside(()) * -(-stepped_on // size)
             held = sum(kept.values()) * stepped_on
         else:  # each parameter is a bucket, and what it has depends on its shape
             states += sum(probe_of[i].beside(shapes[i]) for i in here if made[i])
             held = sum(
-                sizes[i][1] * sum(_kept(packing, *state) for state in probe_of[i].names.items())
+                sizes[i][1] * sum(_kept(quantizer, *state) for state in probe_of[i].names.items())
                 for i in here
                 if made[i]
             )
@@ -125,11 +125,11 @@ def stepped(
     return Stepped(int(states), masters, int(temporaries), parts, host)
 
 
-def _kept(packing: Packing | None, name: str, size: float) -> float:
-    if packing is None:
+def _kept(quantizer: StateQuantizer | None, name: str, size: float) -> float:
+    if quantizer is None:
         return size
-    way = packing.way_of(name, torch.empty(64, dtype=torch.float32), _NoBucket())
-    return {None: size, "bf16": 2.0}.get(way, 1 + 2 / GROUP)
+    encoding = quantizer.encoding_of(name, torch.empty(64, dtype=torch.float32), _NoBucket())
+    return {None: size, "bf16": 2.0}.get(encoding, 1 + 2 / GROUP)
 
 
 class _NoBucket:

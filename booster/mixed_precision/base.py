@@ -21,9 +21,9 @@ from booster.kernels.eligibility import ASKED, by_kernels
 from booster.loss_scaler import LossScaler, NoScale
 from booster.masters.compiled import can_compile_masters
 from booster.masters.masters import Masters
-from booster.masters.offload import moves
+from booster.masters.offload import can_offload
 from booster.masters.options import STATES, MasterOptions
-from booster.masters.packing import States
+from booster.masters.state_quantizer import States
 from booster.masters.update import choose_master_update
 from booster.mixed_precision.half_products.product_choice import CHOICES, Choice, HalfProducts
 from booster.mixed_precision.keep_fp32 import KeepFP32
@@ -166,7 +166,7 @@ class MixedPrecision:
     def masters_on(self, device: torch.device) -> MasterOptions | None:
         """What the step of an optimizer goes through for parameters on `device`; None where it steps them as they are."""
         packs = self.kept.states != "fp32"
-        return self.kept if packs or (self.kept.offload and moves(device)) else None
+        return self.kept if packs or (self.kept.offload and can_offload(device)) else None
 
     def may_fuse(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer`, which holds placed parameters, may be switched to torch's fused kernel."""
@@ -442,7 +442,7 @@ class MixedPrecision:
         )
         wrapper._update.optimizer_state.watch(together(placed))
         if make_update is not None and shards.sharded:
-            shards.publish()  # masters round the weights of their own part anew, ties not as the cast did
+            shards.all_gather_params()  # masters round the weights of their own part anew, ties not as the cast did
         return wrapper
 
     def _on_masters(

@@ -27,14 +27,15 @@ class Rebound:
 
     def named_parts(self) -> dict[torch.Tensor, str]:
         """Return the names of parameters and of what this rank steps of them; inside `shards.local()`."""
-        parts = self.shards.part_of
+        parts = self.shards.shard_of
         return {tensor: name for name, param in self.params.items() for tensor in (param, parts(param))}
 
     def take(self, weights: dict[str, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """Take its own out of `weights`, by what this rank steps of them; inside `shards.local()`."""
         own = {name: self.params[name] for name in list(weights) if name in self.own}
         return {
-            self.shards.part_of(param): self.shards.local_slice(weights.pop(name), param) for name, param in own.items()
+            self.shards.shard_of(param): self.shards.local_slice(weights.pop(name), param)
+            for name, param in own.items()
         }
 
 

@@ -29,7 +29,7 @@ def dtensor_types() -> tuple[type, ...]:
     return () if module is None else (module.DTensor,)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of `tensor`, detached, in the memory of `tensor`; of no DTensor, `tensor` itself."""
     if not is_dtensor(tensor):
         return tensor
@@ -52,7 +52,7 @@ def around(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 def empty_handle(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a float32 leaf of the shape and layout of `like`, without storage of its own: a parameter, or a DTensor."""
-    empty = torch.zeros((), dtype=torch.float32, device=device).expand(local_part(like).shape)
+    empty = torch.zeros((), dtype=torch.float32, device=device).expand(local_shard(like).shape)
     # Not as a parameter, of which `to_local` gives a tensor of its own.
     return around(empty, like).requires_grad_() if is_dtensor(like) else nn.Parameter(empty)
 

@@ -13,7 +13,7 @@ from torch import nn
 from booster.number_formats import Scaled
 
 
-class LinearStandIn(nn.Linear):
+class LinearProxy(nn.Linear):
     """Base of the proxies for an `nn.Linear` that multiply in another way; plugins shard them as they shard an `nn.Linear`.
 
     Attributes:
@@ -174,7 +174,7 @@ def passes_over(model: nn.Module, *, casts: bool) -> bool:
     what functions read, so that the dtype of the weights is not that of the products.
     """
     return any(
-        casts or any(isinstance(child, LinearStandIn) or "forward" in child.__dict__ for child in module.modules())
+        casts or any(isinstance(child, LinearProxy) or "forward" in child.__dict__ for child in module.modules())
         for module in model.modules()
         if isinstance(module, (nn.TransformerEncoderLayer, nn.MultiheadAttention))
     )

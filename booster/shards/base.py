@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.model.dtensors import is_dtensor, local_part
+from booster.model.dtensors import is_dtensor, local_shard
 
 if TYPE_CHECKING:
     from booster.model.params import Selection
-    from booster.shards.divided import Divided
+    from booster.shards.flat_shard import FlatShard
 
 State = dict[str, Any]
 
@@ -34,10 +34,10 @@ class Shards:
     sharded = False
     names: Mapping[Any, str] = {}
     """The name of each parameter and part, for messages."""
-    replicas: Mapping[nn.Module, Any] = MappingProxyType({})
-    """By placed module, the `replicated.Replica` that notes which gradients are averaged, where others' hooks do it."""
-    likeness: Any = None
-    """A `likeness.Likeness`, which compares in a few steps what ranks hold alike; None where they need not."""
+    sync_trackers: Mapping[nn.Module, Any] = MappingProxyType({})
+    """By placed module, the `replicated.GradSyncTracker` that notes which gradients are averaged, where others' hooks do it."""
+    replica_check: Any = None
+    """A `replica_check.ReplicaCheck`, which compares in a few steps what ranks hold alike; None where they need not."""
     selection: Selection | None = None
     """Where layers are divided among ranks: which parameters of the whole optimizer are here."""
 
@@ -46,7 +46,7 @@ class Shards:
         self.is_distributed = type(self) is not Shards
         """Whether other ranks have any part in these parameters; where not, nothing here does anything, and none need ask."""
         # The part of each parameter that has one, and back.
-        self._parts: dict[torch.Tensor, Any] = {}
+        self._shards: dict[torch.Tensor, Any] = {}
         self._params: dict[torch.Tensor, torch.Tensor] = {}
 
     def set_names(self, names: Mapping[Any, str]) -> None:
@@ -107,36 +107,36 @@ class Shards:
         of the next, are what they were. A backward pass inside uses copies."""
         return nullcontext()
 
-    def part_of(self, param: torch.Tensor) -> torch.Tensor:
+    def shard_of(self, param: torch.Tensor) -> torch.Tensor:
         """Return what stands for `param` inside `local()`."""
         return param
 
-    def param_of(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the parameter of `part` where a write to its gradient changes that of `part` and not its version.
+    def param_of(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the parameter of `shard` where a write to its gradient changes that of `shard` and not its version.
 
-        Return `part` otherwise.
+        Return `shard` otherwise.
         """
-        return part
+        return shard
 
-    def num_replicas(self, part: torch.Tensor) -> int | None:
+    def num_replicas(self, shard: torch.Tensor) -> int | None:
         """Return how many of the ranks that step together hold this very part; None: each has all of every parameter."""
         return None
 
-    def num_replicas_of(self, parts: Sequence[torch.Tensor]) -> list[int]:
-        """Return `num_replicas` of each of `parts`, with 1 for None."""
-        return [self.num_replicas(part) or 1 for part in parts]
+    def num_replicas_of(self, shards: Sequence[torch.Tensor]) -> list[int]:
+        """Return `num_replicas` of each of `shards`, with 1 for None."""
+        return [self.num_replicas(shard) or 1 for shard in shards]
 
     def grad_holders(self) -> list[torch.Tensor]:
         """Return every tensor whose `.grad` a backward pass may add to, whether it has one or not. Inside `local()`."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
-    def grad_targets(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors whose `.grad` must be written to so that the gradients of `parts` change. Inside `local()`.
+    def grad_targets(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors whose `.grad` must be written to so that the gradients of `shards` change. Inside `local()`.
 
         parts: all that have a gradient. Where ranks share whole gradients and each steps a part of them, those are the
         parameters themselves: a scale or a clamp is to reach what other ranks will step too.
         """
-        return parts
+        return shards
 
     def local_slice(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         """Return the elements of `value`, a tensor or DTensor of the shape of `param`, that belong to this rank's part."""
@@ -155,16 +155,16 @@ class Shards:
             )
         return False
 
-    def forget_gathered(self) -> None:
+    def reshard(self) -> None:
         """Drop what was gathered of parameters, which somebody wrote to."""
 
-    def publish(self) -> None:
+    def all_gather_params(self) -> None:
         """Make parameters on all ranks what their parts are after a step. A collective, if anything."""
 
     def wait_for_weights(self) -> None:
-        """Wait for weights that `publish` left on their way."""
+        """Wait for weights that `all_gather_params` left on their way."""
 
-    def at_rest(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
+    def sharded_params(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return `params`, but what the model holds between passes for those that a pass has put in its place."""
         return params
 
@@ -189,7 +189,7 @@ class Shards:
     def mark_divided(self, divisor: float | torch.Tensor) -> None:
         """The optimizer's kernel divided the gradients of the parts by `divisor`, a number or 0-dim tensor, in place."""
 
-    def even_out(self) -> None:
+    def rescale_unsharded_grads(self) -> None:
         """Give whole gradients of which only parts were divided one scale again; called before more is added to them."""
 
     def abandon_backward(self) -> None:
@@ -209,34 +209,34 @@ class Shards:
     def accept_zero_grads(self) -> None:
         """Let gradients be of zeros, wherever they are kept, for parameters with a `.grad` of zeros. Not inside `local()`."""
 
-    def widen_state(self, states: dict[int, State]) -> dict[int, State]:
+    def full_state(self, states: dict[int, State]) -> dict[int, State]:
         """Return state by index, as in a torch state dict, of whole parameters from that of parts. May be a collective."""
         return self._whole(states, self._by_index())
 
-    def divided_state(self, states: dict[int, State]) -> dict[int, State]:
+    def sharded_state(self, states: dict[int, State]) -> dict[int, State]:
         """Return state by index, as in a torch state dict, of this rank's parts, each of which knows the whole that it is of.
 
-        As `widen_state`, with a `Divided` where that would gather; not a collective.
+        As `full_state`, with a `FlatShard` where that would gather; not a collective.
         """
         return self._divided(states, self._by_index())
 
-    def cut_state(self, states: dict[int, State]) -> dict[int, State]:
-        """Return the inverse of `widen_state`, also of states of whole tensors where that makes DTensors."""
+    def local_state(self, states: dict[int, State]) -> dict[int, State]:
+        """Return the inverse of `full_state`, also of states of whole tensors where that makes DTensors."""
         return self._own(states, self._by_index())
 
-    def widen_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
+    def full_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
         """Return tensors by parameter name, in the shape of parameters, from those of parts. May be a collective."""
         return self._of_weights(self._whole, weights, names)
 
-    def divided_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, Any]:
-        """Return tensors by parameter name from those of parts: `widen_weights`, with a `Divided` where that would gather."""
+    def sharded_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, Any]:
+        """Return tensors by parameter name from those of parts: `full_weights`, with a `FlatShard` where that would gather."""
         return self._of_weights(self._divided, weights, names)
 
-    def cut_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
-        """Return the inverse of `widen_weights`."""
+    def local_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
+        """Return the inverse of `full_weights`."""
         return self._of_weights(self._own, weights, names)
 
-    def widen_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    def full_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """Return float32 tensors by parameter, each laid out as its parameter is, from those of parts. May be a collective."""
         return masters
 
@@ -246,7 +246,7 @@ class Shards:
         replaced: by parameter of `before` the one that stands in its place now, where that is another. May be a collective.
         """
 
-    def part_to_read(self, param: torch.Tensor, dtype: torch.dtype) -> Divided | None:
+    def empty_shard(self, param: torch.Tensor, dtype: torch.dtype) -> FlatShard | None:
         """Return memory for this rank's part of a tensor of the shape of `param`; None where a whole tensor is wanted."""
         return None
 
@@ -255,7 +255,7 @@ class Shards:
         return entries
 
     def _divided(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
-        """As `_whole`, with a `Divided` where that would gather; not a collective."""
+        """As `_whole`, with a `FlatShard` where that would gather; not a collective."""
         return self._whole(entries, params)
 
     def _own(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
@@ -300,7 +300,7 @@ def world_size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-class StateOfParts(Mapping[Any, State]):
+class ShardedStateView(Mapping[Any, State]):
     """State by parameter, each entry made when it is asked for, from `state` by part. Set and deleted are those of parts.
 
     parts, params: the part of each parameter that has one, and back; what is in neither stands for itself. shown: makes an
@@ -310,11 +310,11 @@ class StateOfParts(Mapping[Any, State]):
     def __init__(
         self,
         state: Any,
-        parts: Mapping[torch.Tensor, torch.Tensor],
+        shards: Mapping[torch.Tensor, torch.Tensor],
         params: Mapping[torch.Tensor, torch.Tensor],
         shown: Callable[[torch.Tensor, torch.Tensor, State], State],
     ) -> None:
-        self._state, self._parts, self._params, self._shown = state, parts, params, shown
+        self._state, self._shards, self._params, self._shown = state, shards, params, shown
 
     def __contains__(self, param: object) -> bool:
         return self._key(param) is not None
@@ -327,29 +327,29 @@ class StateOfParts(Mapping[Any, State]):
 
     def __setitem__(self, param: Any, own: State) -> None:
         """Make `own`, laid out as what is read, the state of `param` on this rank; nothing where the rank has none of it."""
-        part = self._parts.get(param, param)
+        shard = self._shards.get(param, param)
         mine = {}
         for key, given in own.items():
-            value = local_part(given) if isinstance(given, torch.Tensor) else given
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape != part.shape:
-                if value.numel() == part.numel():
-                    value = value.reshape(part.shape)
+            value = local_shard(given) if isinstance(given, torch.Tensor) else given
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape != shard.shape:
+                if value.numel() == shard.numel():
+                    value = value.reshape(shard.shape)
                 elif value.shape == param.shape:
                     raise ValueError(
                         f"optimizer.state[param] was given {key!r} of the whole parameter, {tuple(value.shape)}, and this rank "
-                        f"holds {part.numel()} of its numbers; give what optimizer.state[param] gives, changed, or load whole "
+                        f"holds {shard.numel()} of its numbers; give what optimizer.state[param] gives, changed, or load whole "
                         "states by optimizer.load_state_dict"
                     )
             mine[key] = value
-        if part.numel() or not param.numel():
-            self._state[part] = mine
+        if shard.numel() or not param.numel():
+            self._state[shard] = mine
 
     def __delitem__(self, param: Any) -> None:
         """Drop the state of `param`, on this rank."""
-        key, part = self._key(param), self._parts.get(param, param)
+        key, shard = self._key(param), self._shards.get(param, param)
         if key is not None:
             del self._state[key]
-        elif part is param or part.numel():
+        elif shard is param or shard.numel():
             raise KeyError(param)
 
     def clear(self) -> None:
@@ -364,6 +364,6 @@ class StateOfParts(Mapping[Any, State]):
 
     def _key(self, param: Any) -> Any:
         """Return by what the state of `param` is known; None if it has none."""
-        part = self._parts.get(param, param)
-        key = part if part in self._state else param
+        shard = self._shards.get(param, param)
+        key = shard if shard in self._state else param
         return key if key in self._state and param not in self._params else None

@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.optim import Optimizer
 
 from booster.common.text import listed
-from booster.common.torch_internals.tensor_internals import gather_whole, own_part, own_parts, placed_unlike
+from booster.common.torch_internals.tensor_internals import gather_whole, local_tensor, local_tensors, placed_unlike
 from booster.model.dtensors import around
 from booster.model.optimizer_kinds import check_attributes, kind_of, known, unknown
 from booster.ranks.agreement import all_names
 from booster.ranks.communicate import communication_device
-from booster.shards.base import Shards, State, StateOfParts, world_size
-from booster.shards.likeness import Likeness, trained
+from booster.shards.base import ShardedStateView, Shards, State, world_size
+from booster.shards.replica_check import ReplicaCheck, trained
 from booster.tensors.trees import HALF_DTYPES
 
 _GRAD = attrgetter("grad")
@@ -64,9 +64,9 @@ class DTensorShards(Shards):
     ) -> None:
         super().__init__(optimizer)
         self._group, self._layer_ranks, self._same = group, layer_ranks, replica_group
-        self.likeness = None if group is None else Likeness()
+        self.replica_check = None if group is None else ReplicaCheck()
         self._looks = 0 if layer_ranks is None else _LOOKS
-        self._steps_parts = check_steps_parts(optimizer)
+        self._steps_shards = check_steps_shards(optimizer)
         self._ranks_of_stage = world_size(group) // num_stages
         self._num_holders = num_holders
         self._num_replicas: dict[torch.Tensor, int] = {}
@@ -82,7 +82,7 @@ class DTensorShards(Shards):
         before = list(map(list, lists))
         add_up_terms(chain.from_iterable(lists))
         given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
-        if self._steps_parts:
+        if self._steps_shards:
             for params in lists:
                 self._lay_out(params, given)
         addresses = list(map(torch.Tensor.data_ptr, map(_SECOND, given)))
@@ -93,19 +93,19 @@ class DTensorShards(Shards):
             self._inside = False
             for params, own in zip(lists, before, strict=True):
                 params[:] = own
-            for param, part, grad in given:
-                if part.grad is not grad:
-                    param.grad = None if part.grad is None else around(part.grad, param)
-                part.grad = None
-            for part, address in zip(map(_SECOND, given), addresses, strict=True):
-                if part.data_ptr() != address:  # by `part.data = ...`
-                    self._take_replaced(part)
+            for param, shard, grad in given:
+                if shard.grad is not grad:
+                    param.grad = None if shard.grad is None else around(shard.grad, param)
+                shard.grad = None
+            for shard, address in zip(map(_SECOND, given), addresses, strict=True):
+                if shard.data_ptr() != address:  # by `shard.data = ...`
+                    self._take_replaced(shard)
 
     @torch.no_grad()
-    def _take_replaced(self, part: torch.Tensor) -> None:
-        own = own_part(self._params[part]).detach()
-        own.copy_(part)
-        part.data = own
+    def _take_replaced(self, shard: torch.Tensor) -> None:
+        own = local_tensor(self._params[shard]).detach()
+        own.copy_(shard)
+        shard.data = own
 
     def replicated_params(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
         params = trained(self.optimizer)
@@ -154,69 +154,69 @@ class DTensorShards(Shards):
         places = [index for index, param in enumerate(params) if isinstance(param, DTensor)]
         divided = [params[index] for index in places]
         graphless = [param for param in divided if param.grad is not None and not param.grad.requires_grad]
-        grads = dict(zip(map(id, graphless), own_parts(list(map(_GRAD, graphless))), strict=True))
-        for index, param, local in zip(places, divided, own_parts(divided), strict=True):
-            part: Any = self._parts.get(param)
-            known = part is not None and part.data_ptr() == local.data_ptr() and part.shape == local.shape
-            if not known or part.requires_grad != param.requires_grad:
-                part = self.part_of(param)
+        grads = dict(zip(map(id, graphless), local_tensors(list(map(_GRAD, graphless))), strict=True))
+        for index, param, local in zip(places, divided, local_tensors(divided), strict=True):
+            shard: Any = self._shards.get(param)
+            known = shard is not None and shard.data_ptr() == local.data_ptr() and shard.shape == local.shape
+            if not known or shard.requires_grad != param.requires_grad:
+                shard = self.shard_of(param)
             grad = grads.get(id(param))
-            part.grad = _own_gradient(param) if grad is None and param.grad is not None else grad
-            params[index] = part
-            given.append((param, part, part.grad))
+            shard.grad = _own_gradient(param) if grad is None and param.grad is not None else grad
+            params[index] = shard
+            given.append((param, shard, shard.grad))
 
     @contextmanager
     def local_shards(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
         add_up_terms(params)
-        parts = []
+        shards = []
         for param in params:
-            part = self.part_of(param)
-            if part is not param:
-                part.grad = _own_gradient(param)
-            parts.append(part)
+            shard = self.shard_of(param)
+            if shard is not param:
+                shard.grad = _own_gradient(param)
+            shards.append(shard)
         try:
-            yield parts
+            yield shards
         finally:
-            for param, part in zip(params, parts, strict=True):
-                if part is not param:
-                    part.grad = None
+            for param, shard in zip(params, shards, strict=True):
+                if shard is not param:
+                    shard.grad = None
 
-    def part_of(self, param: torch.Tensor) -> torch.Tensor:
-        if not (self._steps_parts and isinstance(param, DTensor)):
+    def shard_of(self, param: torch.Tensor) -> torch.Tensor:
+        if not (self._steps_shards and isinstance(param, DTensor)):
             return param
-        local = own_part(param)
-        part = self._parts.get(param)
-        if part is None:
-            part = self._parts[param] = nn.Parameter(local.detach(), requires_grad=param.requires_grad)
-            self._params[part] = param
-        elif part.data_ptr() != local.data_ptr() or part.shape != local.shape:
-            part.data = local.detach()
-        if part.requires_grad != param.requires_grad:
-            part.requires_grad_(param.requires_grad)
-        return part
+        local = local_tensor(param)
+        shard = self._shards.get(param)
+        if shard is None:
+            shard = self._shards[param] = nn.Parameter(local.detach(), requires_grad=param.requires_grad)
+            self._params[shard] = param
+        elif shard.data_ptr() != local.data_ptr() or shard.shape != local.shape:
+            shard.data = local.detach()
+        if shard.requires_grad != param.requires_grad:
+            shard.requires_grad_(param.requires_grad)
+        return shard
 
-    def param_of(self, part: torch.Tensor) -> torch.Tensor:
-        return self._params.get(part, part)
+    def param_of(self, shard: torch.Tensor) -> torch.Tensor:
+        return self._params.get(shard, shard)
 
-    def num_replicas(self, part: torch.Tensor) -> int:
-        if part not in self._num_replicas:
-            param = self._params.get(part, part)
+    def num_replicas(self, shard: torch.Tensor) -> int:
+        if shard not in self._num_replicas:
+            param = self._params.get(shard, shard)
             shards = 1
             if isinstance(param, DTensor):
                 for size, placement in zip(param.device_mesh.shape, param.placements, strict=True):
                     shards *= 1 if isinstance(placement, Replicate) else size
-            self._num_replicas[part] = self._ranks_of_stage * self._num_holders(param) // shards
-        return self._num_replicas[part]
+            self._num_replicas[shard] = self._ranks_of_stage * self._num_holders(param) // shards
+        return self._num_replicas[shard]
 
-    def num_replicas_of(self, parts: Sequence[torch.Tensor]) -> list[int]:
-        if not self._num_replicas.keys() >= set(parts):
-            for part in parts:
-                self.num_replicas(part)
-        return list(map(self._num_replicas.__getitem__, parts))
+    def num_replicas_of(self, shards: Sequence[torch.Tensor]) -> list[int]:
+        if not self._num_replicas.keys() >= set(shards):
+            for shard in shards:
+                self.num_replicas(shard)
+        return list(map(self._num_replicas.__getitem__, shards))
 
     def local_slice(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         placed = self.distribute(value, param)
-        return placed.to_local() if self._steps_parts and isinstance(placed, DTensor) else placed
+        return placed.to_local() if self._steps_shards and isinstance(placed, DTensor) else placed
 
     def needs_collective(self, value: torch.Tensor, param: torch.Tensor) -> bool:
         if not isinstance(value, DTensor):
@@ -241,10 +241,10 @@ class DTensorShards(Shards):
     # ------------------------------------------------------------------ checkpoints
 
     def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
-        def shown(param: torch.Tensor, part: torch.Tensor, own: State) -> State:
+        def shown(param: torch.Tensor, shard: torch.Tensor, own: State) -> State:
             return {key: self._widen(value, param) for key, value in own.items()}
 
-        return StateOfParts(state, self._parts, self._params, shown)
+        return ShardedStateView(state, self._shards, self._params, shown)
 
     def _whole(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
         return {
@@ -257,15 +257,15 @@ class DTensorShards(Shards):
             for key, own in entries.items()
         }
 
-    def widen_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        params = {part: self._params.get(part, part) for part in masters}
-        return {params[part]: self._widen(value, params[part]) for part, value in masters.items()}
+    def full_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        params = {shard: self._params.get(shard, shard) for shard in masters}
+        return {params[shard]: self._widen(value, params[shard]) for shard, value in masters.items()}
 
     def move_states_from(self, before: Shards, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
         state = self.optimizer.state
-        for param, part in before._parts.items() if isinstance(before, DTensorShards) else ():
-            if part in state:
-                state[self.part_of(replaced.get(param, param))] = state.pop(part)
+        for param, shard in before._shards.items() if isinstance(before, DTensorShards) else ():
+            if shard in state:
+                state[self.shard_of(replaced.get(param, param))] = state.pop(shard)
 
     def _divide_state(self) -> None:
         """Divide what the optimizer knows of whole parameters, from steps that it made before they were placed."""
@@ -273,13 +273,13 @@ class DTensorShards(Shards):
         for param in (param for group in self.optimizer.param_groups for param in group["params"]):
             if isinstance(param, DTensor) and param in state:
                 own = {key: _as_wide_as(value, param) for key, value in state.pop(param).items()}
-                state[self.part_of(param)] = {key: self._cut_entry(value, param) for key, value in own.items()}
+                state[self.shard_of(param)] = {key: self._cut_entry(value, param) for key, value in own.items()}
 
     def _widen(self, value: Any, param: torch.Tensor) -> Any:
-        part = self._parts.get(param)
-        if part is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.dim() == 0:
+        shard = self._shards.get(param)
+        if shard is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.dim() == 0:
             return value
-        if value.shape != part.shape:
+        if value.shape != shard.shape:
             return value
         # A view into a bucket of states would drag the bucket along, and torch.save refuses a DTensor of one.
         return around(value.clone() if value.storage_offset() else value, param)
@@ -290,7 +290,7 @@ class DTensorShards(Shards):
         return self.local_slice(value, param)
 
 
-def check_steps_parts(optimizer: Optimizer) -> bool:
+def check_steps_shards(optimizer: Optimizer) -> bool:
     """Return whether `optimizer` is stepped on local tensors, or on DTensors; raise ValueError if it can be on neither."""
     kind, name = kind_of(optimizer), type(optimizer).__name__
     if kind == "whole":
@@ -331,7 +331,7 @@ def _is_whole(param: Any) -> bool:
 
 def _digest(grad: torch.Tensor) -> torch.Tensor:
     """Return norm and sum of what this rank has of `grad`, float64."""
-    own = (own_part(grad) if isinstance(grad, DTensor) else grad).double()
+    own = (local_tensor(grad) if isinstance(grad, DTensor) else grad).double()
     own = own.coalesce().values() if own.is_sparse else own
     return torch.stack([own.norm(), own.sum()])
 
@@ -368,7 +368,7 @@ def add_up_terms(params: Iterable[Any]) -> None:
 def _own_gradient(param: Any) -> torch.Tensor | None:
     grad = param.grad
     if grad is None or not grad.requires_grad:
-        return None if grad is None else own_part(grad)
+        return None if grad is None else local_tensor(grad)
     return grad.to_local()  # part of a graph, as a penalty on gradients wants them
 
 

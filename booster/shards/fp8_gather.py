@@ -17,7 +17,7 @@ from booster.common.torch_internals.fsdp_internals import (
     padded_length,
 )
 from booster.common.torch_internals.tensor_internals import storage_key, version
-from booster.model.dtensors import local_part
+from booster.model.dtensors import local_shard
 from booster.number_formats import E4M3, Scaled, Scaling, decode_tensorwise, encode_tensorwise
 from booster.number_formats.scaling import scale_of, share_of
 from booster.ranks.communicate import communication_device
@@ -54,7 +54,7 @@ class WeightScales:
 
     @torch.no_grad()
     def _measure(self, records: Sequence[Any]) -> None:
-        shards = [local_part(record.sharded_param) for record in records]
+        shards = [local_shard(record.sharded_param) for record in records]
         each = [torch.linalg.vector_norm(shard, math.inf) if shard.numel() else shard.new_zeros(()) for shard in shards]
         largest = torch.stack([size.float() for size in each])
         largest = largest.where(~largest.isnan(), torch.inf)  # a maximum over ranks may lose a NaN
@@ -116,7 +116,7 @@ class FP8Gather:
         if made is None or weight.is_inference() or version(weight) != writes:
             return None
         whole = gathered(record)
-        if whole is None or _lies(weight) != _lies(local_part(whole)) or not made.values.untyped_storage().nbytes():
+        if whole is None or _lies(weight) != _lies(local_shard(whole)) or not made.values.untyped_storage().nbytes():
             return None
         if made.values.is_cuda:  # it was allocated on the stream that gathers
             made.values.record_stream(torch.cuda.current_stream(made.values.device))
@@ -131,7 +131,7 @@ class FP8Gather:
         free_when_resharded(record, values)
         weight = gathered(record)
         scale = scale_of(share_of(largest, E4M3))
-        writes = 0 if weight is None or weight.is_inference() else version(local_part(weight))
+        writes = 0 if weight is None or weight.is_inference() else version(local_shard(weight))
         self._arrived[record] = Scaled(values, scale, None, Scaling("tensor")), writes
 
     def as_gathered(self, record: Any, values: torch.Tensor) -> torch.Tensor:

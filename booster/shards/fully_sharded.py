@@ -31,7 +31,7 @@ from booster.common.torch_internals.fsdp_internals import (
     own_piece,
 )
 from booster.common.torch_internals.tensor_internals import writes
-from booster.model.dtensors import local_part
+from booster.model.dtensors import local_shard
 from booster.shards.base import UNSYNCHRONISED
 from booster.shards.dtensor import DTensorShards
 from booster.shards.fp8_gather import FP8Gather
@@ -52,7 +52,7 @@ class FullyShardedShards(DTensorShards):
         modules: Iterable[nn.Module],
         *,
         unreduced: MutableSet[nn.Module],
-        left: LeftGathered,
+        left: UnshardedParams,
         **options: Any,
     ) -> None:
         super().__init__(optimizer, **options)
@@ -99,17 +99,17 @@ class FullyShardedShards(DTensorShards):
         for module in self._alive():
             recover(module)
 
-    def publish(self) -> None:
+    def all_gather_params(self) -> None:
         # A forward pass without a backward leaves gathered parameters behind; the next one would take the old values.
-        self.forget_gathered()
+        self.reshard()
 
-    def forget_gathered(self) -> None:
+    def reshard(self) -> None:
         sharded = self._sharded_alive()
         _free(sharded)
         if self._scaled:
             _forget_scales(sharded)
 
-    def at_rest(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
+    def sharded_params(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         shards = {
             id(whole): param.sharded_param
             for module in self._alive()
@@ -151,7 +151,7 @@ def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
     return found
 
 
-class LeftGathered:
+class UnshardedParams:
     """Whole parameters that a forward pass with gradients left in a model, for a backward pass that may never come.
 
     `model.parameters()` are these until then. Who writes to them, as a swap of averaged weights does, means the weights of the
@@ -201,7 +201,7 @@ class LeftGathered:
                 if gathered(param) is not None:
                     shard, piece, same = compared(param, gather)
                     if not same.all():
-                        adopt(shard, piece, same)
+                        write_back(shard, piece, same)
 
 
 def _groups(module: nn.Module) -> list[Any]:
@@ -211,8 +211,8 @@ def _groups(module: nn.Module) -> list[Any]:
 def compared(param: Any, gather: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return of a record of `fsdp_params`, whole at present: this rank's shard, what stands gathered in its place, and where
     that is what `gather` made of the shard, to the bit."""
-    shard = local_part(param.sharded_param)
-    piece = own_piece(param, local_part(gathered(param).detach())).to(shard.device)  # type: ignore[union-attr]
+    shard = local_shard(param.sharded_param)
+    piece = own_piece(param, local_shard(gathered(param).detach())).to(shard.device)  # type: ignore[union-attr]
     came = shard.to(piece.dtype)
     if isinstance(gather, FP8Gather):
         came = gather.as_gathered(param, came)
@@ -221,7 +221,7 @@ def compared(param: Any, gather: Any) -> tuple[torch.Tensor, torch.Tensor, torch
     return shard, piece, (came == piece) | (came.isnan() & piece.isnan())
 
 
-def adopt(shard: torch.Tensor, piece: torch.Tensor, same: torch.Tensor) -> None:
+def write_back(shard: torch.Tensor, piece: torch.Tensor, same: torch.Tensor) -> None:
     """Write `piece` to `shard`, but where they are the `same`: there a shard may have more bits."""
     shard.copy_(torch.where(same, shard, piece.to(shard.dtype)))
 
@@ -276,7 +276,7 @@ def forget_unreduced_gradients(module: nn.Module) -> None:
     drop_unreduced(_fsdp_params(module))
 
 
-def clear_hidden_gradients(module: nn.Module, set_to_none: bool = True) -> None:
+def clear_unsharded_grads(module: nn.Module, set_to_none: bool = True) -> None:
     """Clear the gradients that a `zero_grad` of `module` does not meet: those of shards while gathered parameters show, as
     between a forward and a backward pass, and those of passes without synchronisation."""
     for param in _fsdp_params(module):

@@ -19,7 +19,7 @@ from booster.common.torch_internals.autograd_internals import graph_task
 from booster.common.torch_internals.tensor_internals import version
 from booster.model.modules import bare
 from booster.shards.base import ALONE, FROZEN, RELAID, UNSYNCHRONISED, Shards
-from booster.shards.likeness import Likeness, trained
+from booster.shards.replica_check import ReplicaCheck, trained
 from booster.tensors.trees import tensors
 
 _Stamp = tuple[torch.Tensor | None, int]
@@ -82,7 +82,7 @@ def _stamp(param: torch.Tensor) -> _Stamp:
     return grad, -1 if grad is None else version(grad)
 
 
-class Replica:
+class GradSyncTracker:
     """Notes which gradients of a module `DistributedDataParallel` averages, and which it was told to leave alone.
 
     module: the placed module, wrapped or, where it has nothing to train, not. What is frozen now is never averaged.
@@ -217,14 +217,14 @@ class ReplicatedShards(Shards):
     def __init__(
         self,
         optimizer: Optimizer,
-        replicas: Mapping[nn.Module, Replica],
+        sync_trackers: Mapping[nn.Module, GradSyncTracker],
         reducers: Mapping[nn.Module, Reducer] = MappingProxyType({}),
         ranks: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(optimizer)
-        self.replicas = replicas
+        self.sync_trackers = sync_trackers
         self._reducers = reducers
-        self._ranks, self.likeness = ranks, None if ranks is None else Likeness()
+        self._ranks, self.replica_check = ranks, None if ranks is None else ReplicaCheck()
 
     def replicated_params(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
         return replicated_params(self, self._ranks)
@@ -244,14 +244,14 @@ class ReplicatedShards(Shards):
         return register_reduced_hooks(self, self._reducers.values(), params, filled, held, again=again)
 
     def clear_gradients(self, set_to_none: bool) -> None:
-        for replica in self.replicas.values():
-            replica.forget()
+        for tracker in self.sync_trackers.values():
+            tracker.forget()
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for replica in self.replicas.values():
-                stack.enter_context(replica.kept())
+            for tracker in self.sync_trackers.values():
+                stack.enter_context(tracker.kept())
             yield
 
 
@@ -259,11 +259,11 @@ def replicated_params(
     shards: Shards, ranks: dist.ProcessGroup | None
 ) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
     """Return what `ranks` hold whole, but for `parameters_to_ignore` of `DistributedDataParallel`."""
-    own = {param for replica in shards.replicas.values() for param in replica.own}
+    own = {param for tracker in shards.sync_trackers.values() for param in tracker.own}
     return [] if ranks is None else [(ranks, [param for param in trained(shards.optimizer) if param not in own])]
 
 
 def check_replicas(shards: Shards) -> None:
     """Raise RuntimeError if the optimizer of `shards` holds a gradient that ranks do not share."""
-    for replica in shards.replicas.values():
-        replica.check(shards)
+    for tracker in shards.sync_trackers.values():
+        tracker.check(shards)

@@ -18,19 +18,19 @@ from torch.optim import Optimizer
 from booster.common.torch_internals.tensor_internals import version
 from booster.model.optimizer_kinds import Kind, check_attributes, kind_of, unknown
 from booster.ranks.communicate import exchange
-from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards, State, StateOfParts
-from booster.shards.divided import Divided
-from booster.shards.likeness import Likeness
+from booster.shards.base import FROZEN, UNSYNCHRONISED, ShardedStateView, Shards, State
+from booster.shards.flat_shard import FlatShard
+from booster.shards.replica_check import ReplicaCheck
 from booster.shards.replicated import (
+    GradSyncTracker,
     Reducer,
-    Replica,
     check_averaged,
     check_replicas,
     register_reduced_hooks,
     replicated_params,
 )
-from booster.shards.zero_buckets import FlatParameters, ModuleBuckets, stretch
-from booster.shards.zero_states import Holding, gather_states
+from booster.shards.zero_buckets import FlatParameters, ModuleBuckets, flat_slice
+from booster.shards.zero_states import BucketSlot, gather_states
 from booster.tensors.flat import flat_like, shaped_like
 
 SPARSE = (
@@ -43,8 +43,8 @@ class _Stepped(NamedTuple):
     """A parameter of a group of which this rank has a part that is not empty. shaped: the part is not 1-dim."""
 
     param: torch.Tensor
-    part: torch.Tensor
-    holding: Holding
+    shard: torch.Tensor
+    slot: BucketSlot
     shaped: bool
 
 
@@ -53,12 +53,12 @@ class _Group:
 
     def __init__(self, shards: ZeroShards, params: Sequence[torch.Tensor]) -> None:
         self.params = list(params)
-        self.parts = [shards.part_of(param) for param in params]
-        pairs = list(zip(self.params, self.parts, strict=True))
-        self.frozen = [param for param, part in pairs if part is param]
-        self.divided = [(param, part) for param, part in pairs if part is not param]
-        known = [(param, part, shards.holding_of(param)) for param, part in self.divided if part.numel()]
-        self.stepped = [_Stepped(p, part, held, part.dim() != 1) for p, part, held in known if held is not None]
+        self.shards = [shards.shard_of(param) for param in params]
+        pairs = list(zip(self.params, self.shards, strict=True))
+        self.frozen = [param for param, shard in pairs if shard is param]
+        self.divided = [(param, shard) for param, shard in pairs if shard is not param]
+        known = [(param, shard, shards.slot_of(param)) for param, shard in self.divided if shard.numel()]
+        self.stepped = [_Stepped(p, shard, held, shard.dim() != 1) for p, shard, held in known if held is not None]
 
 
 class ZeroShards(Shards):
@@ -69,7 +69,7 @@ class ZeroShards(Shards):
     frozen parameter stands for itself.
 
     reduced: whether gradients are kept as slices in the buckets; otherwise the parameters' `.grad` are whole on all ranks.
-    overlaps: `publish` starts all-gathers and does not wait; readers wait in the layouts' `arriving`.
+    overlaps: `all_gather_params` starts all-gathers and does not wait; readers wait in the layouts' `pending_all_gathers`.
     replicas: of the modules whose parameters these are. reducers: what averages their gradients instead of
     `DistributedDataParallel`. ranks: those that hold the parameters alike; None where they need not.
     Raises ValueError for an optimizer that cannot step parts.
@@ -84,23 +84,23 @@ class ZeroShards(Shards):
         *,
         reduced: bool = False,
         overlaps: bool = False,
-        replicas: Mapping[nn.Module, Replica] = MappingProxyType({}),
+        sync_trackers: Mapping[nn.Module, GradSyncTracker] = MappingProxyType({}),
         reducers: Mapping[nn.Module, Reducer] = MappingProxyType({}),
         ranks: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(optimizer)
-        self._ranks, self.likeness = ranks, None if ranks is None else Likeness()
-        kind = check_parts(optimizer)
-        self.replicas = replicas
+        self._ranks, self.replica_check = ranks, None if ranks is None else ReplicaCheck()
+        kind = check_shards(optimizer)
+        self.sync_trackers = sync_trackers
         self._reducers = reducers
         self._lent: set[torch.Tensor] = set()  # of the step that is made within backward
         self._layouts = list(layouts)
         for layout in self._layouts:
-            layout.divide(
+            layout.shard_params(
                 {param for group in optimizer.param_groups for param in group["params"]}, whole=kind == "per tensor"
             )
         self._reduced, self._overlaps = reduced, overlaps
-        self._holdings: dict[torch.Tensor, Holding] = {}
+        self._slots: dict[torch.Tensor, BucketSlot] = {}
         self._groups: list[_Group] = []  # when `local` was last entered
         self._versions: dict[FlatParameters, list[int]] = {}  # of parameters, when `local` was last entered
         self._divisor: Any = 1.0  # of what this rank's parts of whole gradients were divided by, and the rest was not
@@ -114,10 +114,10 @@ class ZeroShards(Shards):
             return
         self.wait_for_weights()
         if not self._reduced:
-            for replica in self.replicas.values():
+            for tracker in self.sync_trackers.values():
                 # Laid down, it would have its order again, and its gradient, averaged in the other, would go unnoticed.
-                if any(param.grad is not None for param in replica.relaid().values()):
-                    replica.check_order()
+                if any(param.grad is not None for param in tracker.relaid().values()):
+                    tracker.check_order()
         self._lay_down()
         lists: list[list[Any]] = [group["params"] for group in self.optimizer.param_groups]
         self._held = [list(params) for params in lists]
@@ -126,46 +126,48 @@ class ZeroShards(Shards):
             groups = self._known(self._held)
             buckets = self._buckets()
             self._versions = {bucket: list(map(version, bucket.params)) for bucket in buckets}
-            kept = {bucket: bucket.parts_of_gradient(self._rank) for bucket in buckets} if self._reduced else {}
+            kept = {bucket: bucket.grad_shards(self._rank) for bucket in buckets} if self._reduced else {}
             brought = set(map(id, self.optimizer.state))
             for params, group in zip(lists, groups, strict=True):
-                params[:] = group.parts
+                params[:] = group.shards
                 self._adopt(group, brought)
-                for param, part, holding, shaped in group.stepped:
-                    if part.requires_grad != param.requires_grad:
-                        part.requires_grad_(param.requires_grad)
+                for param, shard, slot, shaped in group.stepped:
+                    if shard.requires_grad != param.requires_grad:
+                        shard.requires_grad_(param.requires_grad)
                     if self._reduced:
-                        grad = kept[holding.bucket].get(holding.position)
+                        grad = kept[slot.bucket].get(slot.position)
                         grad = shaped_like(grad, param) if shaped and grad is not None else grad
                     else:
-                        grad = self._gradient(param, part, holding)
-                    part.grad = grad
-                    given.append((param, part, grad, part.data_ptr()))
+                        grad = self._gradient(param, shard, slot)
+                    shard.grad = grad
+                    given.append((param, shard, grad, shard.data_ptr()))
             yield
         finally:
             for params, held in zip(lists, self._held, strict=True):
                 params[:] = held
             self._held = None
-            for param, part, grad, address in given:
-                if part.grad is not grad:
-                    self._replace_gradient(param, grad, part.grad)
-                part.grad = None
-                if part.data_ptr() != address:  # by `part.data = ...`
-                    self._take_replaced(param, part)
+            for param, shard, grad, address in given:
+                if shard.grad is not grad:
+                    self._replace_gradient(param, grad, shard.grad)
+                shard.grad = None
+                if shard.data_ptr() != address:  # by `shard.data = ...`
+                    self._take_replaced(param, shard)
 
     @contextmanager
     def local_shards(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
-        parts = [self.part_of(param) for param in params]
-        own = [(param, part) for param, part in zip(params, parts, strict=True) if part is not param and part.numel()]
-        for param, part in own:
-            part.requires_grad_(param.requires_grad)
-            part.grad = self._gradient(param, part)
+        shards = [self.shard_of(param) for param in params]
+        own = [
+            (param, shard) for param, shard in zip(params, shards, strict=True) if shard is not param and shard.numel()
+        ]
+        for param, shard in own:
+            shard.requires_grad_(param.requires_grad)
+            shard.grad = self._gradient(param, shard)
         self._lent.update(params)
         try:
-            yield parts
+            yield shards
         finally:
-            for _, part in own:
-                part.grad = None
+            for _, shard in own:
+                shard.grad = None
 
     def register_grad_hooks(
         self,
@@ -186,27 +188,27 @@ class ZeroShards(Shards):
         if self._reduced:
             self._forget(param)
 
-    def part_of(self, param: torch.Tensor) -> torch.Tensor:
-        if param not in self._parts:
-            holding = self._holding(param)
-            if holding is None:
+    def shard_of(self, param: torch.Tensor) -> torch.Tensor:
+        if param not in self._shards:
+            slot = self._slot(param)
+            if slot is None:
                 return param
-            bucket, index = holding
+            bucket, index = slot
             if bucket.data is None:  # of parameters that no optimizer had when this one came
-                torch.autograd.graph.increment_version(bucket.lay_down())
+                torch.autograd.graph.increment_version(bucket.flatten_params())
             start, stop = bucket.overlap(index, self._rank)
             if start == stop:
-                part = torch.empty(0, dtype=param.dtype, device=param.device)
+                shard = torch.empty(0, dtype=param.dtype, device=param.device)
             elif bucket.even and param.dim():
-                part = nn.Parameter(stretch(param, start, stop))
+                shard = nn.Parameter(flat_slice(param, start, stop))
             else:
-                part = nn.Parameter(param.detach())
-            self._parts[param], self._params[part] = part, param
-        return self._parts[param]
+                shard = nn.Parameter(param.detach())
+            self._shards[param], self._params[shard] = shard, param
+        return self._shards[param]
 
-    def holding_of(self, param: torch.Tensor) -> Holding | None:
+    def slot_of(self, param: torch.Tensor) -> BucketSlot | None:
         """Return where `param` lies; None if it is not divided."""
-        return self._holding(param)
+        return self._slot(param)
 
     def replicated_params(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
         # Of a step made within backward, ranks have stepped their own parts, and those of others have not come yet.
@@ -219,34 +221,34 @@ class ZeroShards(Shards):
         if self._reduced and any(param.grad is not None for layout in self._layouts for param in layout.params):
             raise RuntimeError(UNSYNCHRONISED)
 
-    def num_replicas(self, part: torch.Tensor) -> int:
-        return 1 if part in self._params else self._layouts[0].world_size if self._layouts else 1
+    def num_replicas(self, shard: torch.Tensor) -> int:
+        return 1 if shard in self._params else self._layouts[0].world_size if self._layouts else 1
 
-    def num_replicas_of(self, parts: Sequence[torch.Tensor]) -> list[int]:
+    def num_replicas_of(self, shards: Sequence[torch.Tensor]) -> list[int]:
         whole = self._layouts[0].world_size if self._layouts else 1
         alone = set(map(id, self._params))
-        return [1 if id(part) in alone else whole for part in parts]
+        return [1 if id(shard) in alone else whole for shard in shards]
 
     def grad_holders(self) -> list[torch.Tensor]:
         params = [param for params in self._held or [] for param in params]
-        return [*super().grad_holders(), *(p for p in params if self.part_of(p) is not p)] if self._reduced else params
+        return [*super().grad_holders(), *(p for p in params if self.shard_of(p) is not p)] if self._reduced else params
 
-    def grad_targets(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    def grad_targets(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
         params = [param for params in self._held or [] for param in params if param.grad is not None]
         if not self._reduced:
             return params
-        return parts + [param for param in params if self.part_of(param) is not param]  # those not yet reduced
+        return shards + [param for param in params if self.shard_of(param) is not param]  # those not yet reduced
 
     def local_slice(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        holding, part = self._holding(param), self.part_of(param)
-        if holding is None:
+        slot, shard = self._slot(param), self.shard_of(param)
+        if slot is None:
             return value
-        if not part.numel():
+        if not shard.numel():
             return value.new_empty(0)
-        start, stop = holding.bucket.overlap(holding.position, self._rank)
-        return flat_like(value.detach(), param)[start:stop] if holding.bucket.even and param.dim() else value
+        start, stop = slot.bucket.overlap(slot.position, self._rank)
+        return flat_like(value.detach(), param)[start:stop] if slot.bucket.even and param.dim() else value
 
-    def publish(self) -> None:
+    def all_gather_params(self) -> None:
         changed: list[torch.Tensor] = []
         owned = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
         lent = set(map(id, self._lent))
@@ -254,7 +256,7 @@ class ZeroShards(Shards):
             for bucket in reversed(layout.buckets):  # the last one is what forward wants first
                 before = self._versions.get(bucket)
                 if not owned.isdisjoint(map(id, bucket.params)):
-                    layout.arriving.expect(bucket.data, bucket.gather(layout.group))  # type: ignore[arg-type]
+                    layout.pending_all_gathers.expect(bucket.data, bucket.gather(layout.group))  # type: ignore[arg-type]
                 for place, param in enumerate(bucket.params) if before is not None else ():
                     used = place in bucket.reduced if self._reduced else param.grad is not None
                     if (used or id(param) in lent) and id(param) in owned and version(param) == before[place]:  # type: ignore[index]
@@ -267,22 +269,22 @@ class ZeroShards(Shards):
 
     def wait_for_weights(self) -> None:
         for layout in self._layouts:
-            layout.arriving.wait()
+            layout.pending_all_gathers.wait()
 
     def mark_divided(self, divisor: float | torch.Tensor) -> None:
         if not self._reduced:
             self._divisor *= divisor
 
-    def even_out(self) -> None:
+    def rescale_unsharded_grads(self) -> None:
         self._lent.clear()
         divisor, self._divisor = self._divisor, 1.0
         if not isinstance(divisor, torch.Tensor) and divisor == 1.0:
             return
         for param in (param for group in self.optimizer.param_groups for param in group["params"]):
-            part = self.part_of(param)
-            if param.grad is None or part is param:
+            shard = self.shard_of(param)
+            if param.grad is None or shard is param:
                 continue
-            own = self._gradient(param, part)
+            own = self._gradient(param, shard)
             kept = None if own is None else own.clone()
             param.grad.div_(divisor)
             if own is not None and kept is not None:
@@ -290,8 +292,8 @@ class ZeroShards(Shards):
 
     def clear_gradients(self, set_to_none: bool) -> None:
         self._divisor = 1.0
-        for replica in self.replicas.values():
-            replica.forget()
+        for tracker in self.sync_trackers.values():
+            tracker.forget()
         if not self._reduced:
             return
         owned = [param for group in self.optimizer.param_groups for param in group["params"]]
@@ -305,9 +307,9 @@ class ZeroShards(Shards):
                         bucket.clear_gradient(index)
             return
         for param in owned:
-            part = self._reduced_part(param)
-            if part is not None:
-                part.zero_()
+            shard = self._reduced_part(param)
+            if shard is not None:
+                shard.zero_()
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
@@ -317,8 +319,8 @@ class ZeroShards(Shards):
             bucket.gradient, bucket.reduced = None, set()
         try:
             with ExitStack() as stack:
-                for replica in self.replicas.values():
-                    stack.enter_context(replica.kept())
+                for tracker in self.sync_trackers.values():
+                    stack.enter_context(tracker.kept())
                 yield
         finally:
             for bucket, gradient, reduced in held:
@@ -329,12 +331,12 @@ class ZeroShards(Shards):
     def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
         """Return state by parameter, but of this rank's part: 1-dim where that is not all of the parameter."""
 
-        def shown(param: torch.Tensor, part: torch.Tensor, own: State) -> State:
-            if part.numel() != param.numel() or not part.dim():
+        def shown(param: torch.Tensor, shard: torch.Tensor, own: State) -> State:
+            if shard.numel() != param.numel() or not shard.dim():
                 return dict(own)
-            return {key: shaped_like(value, param) if _alike(value, part) else value for key, value in own.items()}
+            return {key: shaped_like(value, param) if _alike(value, shard) else value for key, value in own.items()}
 
-        return StateOfParts(state, self._parts, self._params, shown)
+        return ShardedStateView(state, self._shards, self._params, shown)
 
     def state_of_ranks(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
@@ -354,15 +356,15 @@ class ZeroShards(Shards):
 
     def accept_zero_grads(self) -> None:
         for param in (param for group in self.optimizer.param_groups for param in group["params"]):
-            holding = self._holding(param)
-            if self._reduced and holding is not None and param.grad is not None:
-                holding.bucket.start_gradient(holding.position, self._rank)
+            slot = self._slot(param)
+            if self._reduced and slot is not None and param.grad is not None:
+                slot.bucket.start_gradient(slot.position, self._rank)
                 param.grad = None
 
     def _whole(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
-        holdings = {key: holding for key, param in params.items() if (holding := self._holding(param)) is not None}
-        found = {key: own for key, own in entries.items() if key not in holdings}
-        found |= self._gather({key: own for key, own in entries.items() if key in holdings}, holdings)
+        slots = {key: slot for key, param in params.items() if (slot := self._slot(param)) is not None}
+        found = {key: own for key, own in entries.items() if key not in slots}
+        found |= self._gather({key: own for key, own in entries.items() if key in slots}, slots)
         return {key: found[key] for key in dict.fromkeys((*params, *found)) if key in found}
 
     def _divided(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
@@ -377,37 +379,37 @@ class ZeroShards(Shards):
             param = params.get(key)
             # A weight that does not fit stays, for whoever reads it to refuse on all ranks alike.
             misfit = param is not None and "" in own and own[""].shape != param.shape
-            if param is None or misfit or self._holding(param) is None:
+            if param is None or misfit or self._slot(param) is None:
                 found[key] = own
-            elif self.part_of(param).numel():
+            elif self.shard_of(param).numel():
                 found[key] = {name: self._cut_entry(value, param) for name, value in own.items()}
         return found
 
-    def part_to_read(self, param: torch.Tensor, dtype: torch.dtype) -> Divided | None:
-        holding = self._holding(param)
-        if holding is None or not param.dim():
+    def empty_shard(self, param: torch.Tensor, dtype: torch.dtype) -> FlatShard | None:
+        slot = self._slot(param)
+        if slot is None or not param.dim():
             return None
-        start, stop = holding.bucket.overlap(holding.position, self._rank)
+        start, stop = slot.bucket.overlap(slot.position, self._rank)
         values = torch.empty(stop - start, dtype=dtype, device=param.device)
-        return Divided(values, start, param.shape, param.stride())
+        return FlatShard(values, start, param.shape, param.stride())
 
     def _as_divided(self, value: Any, param: torch.Tensor | None) -> Any:
-        holding = None if param is None else self._holding(param)
-        if holding is None or not isinstance(value, torch.Tensor) or not value.dim() or not holding.param.dim():
+        slot = None if param is None else self._slot(param)
+        if slot is None or not isinstance(value, torch.Tensor) or not value.dim() or not slot.param.dim():
             return value
-        if not holding.has_shape_of_part(value, self._rank):
+        if not slot.has_shape_of_part(value, self._rank):
             return value
-        start, _ = holding.bucket.overlap(holding.position, self._rank)
-        return Divided(value, start, holding.param.shape, holding.param.stride())
+        start, _ = slot.bucket.overlap(slot.position, self._rank)
+        return FlatShard(value, start, slot.param.shape, slot.param.stride())
 
-    def widen_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        wide = {param: value for part, value in masters.items() if (param := self._params.get(part, part)) is part}
+    def full_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        wide = {param: value for shard, value in masters.items() if (param := self._params.get(shard, shard)) is shard}
         for param in (param for group in self.optimizer.param_groups for param in group["params"]):
-            holding = self._holding(param)
-            if holding is None:
+            slot = self._slot(param)
+            if slot is None:
                 continue
-            own = masters.pop(self.part_of(param), None)  # one after another, so that no more than one is there twice
-            whole = self._gather({0: {"": own}} if own is not None and own.numel() else {}, {0: holding})
+            own = masters.pop(self.shard_of(param), None)  # one after another, so that no more than one is there twice
+            whole = self._gather({0: {"": own}} if own is not None and own.numel() else {}, {0: slot})
             if whole:
                 wide[param] = whole[0][""].to(param.device)
         return wide
@@ -415,11 +417,11 @@ class ZeroShards(Shards):
     def move_states_from(self, before: Shards, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
         state = self.optimizer.state
         for param in (param for group in self.optimizer.param_groups for param in group["params"]):
-            old, new = before.holding_of(param) if isinstance(before, ZeroShards) else None, self._holding(param)
+            old, new = before.slot_of(param) if isinstance(before, ZeroShards) else None, self._slot(param)
             if old is None or new is None:
                 continue
-            own, part = state.pop(before.part_of(param), None), self.part_of(param)
-            if not old.lies_like(new, self._layouts[0].world_size):
+            own, shard = state.pop(before.shard_of(param), None), self.shard_of(param)
+            if not old.has_same_layout(new, self._layouts[0].world_size):
                 # One after another, so that no more than one is there twice.
                 found = self._gather({0: own} if own else {}, {0: old}).get(0)
                 own = (
@@ -432,8 +434,8 @@ class ZeroShards(Shards):
                         for key, entry in found.items()
                     }
                 )
-            if own and part.numel():
-                state[part] = own
+            if own and shard.numel():
+                state[shard] = own
 
     # ------------------------------------------------------------------ inside
 
@@ -441,26 +443,26 @@ class ZeroShards(Shards):
     def _rank(self) -> int:
         return self._layouts[0].rank
 
-    def _gather(self, states: dict[Any, State], holdings: dict[Any, Holding]) -> dict[Any, State]:
-        return gather_states(states, holdings, self._layouts[0].group) if self._layouts else states
+    def _gather(self, states: dict[Any, State], slots: dict[Any, BucketSlot]) -> dict[Any, State]:
+        return gather_states(states, slots, self._layouts[0].group) if self._layouts else states
 
     def _buckets(self) -> list[FlatParameters]:
         return [bucket for layout in self._layouts for bucket in layout.buckets]
 
     def _lay_down(self) -> None:
         for bucket in self._buckets():
-            moved = bucket.lay_down()
+            moved = bucket.flatten_params()
             if moved:
                 torch.autograd.graph.increment_version(moved)
 
-    def _holding(self, param: torch.Tensor) -> Holding | None:
-        holding = self._holdings.get(param)
-        if holding is None:
-            places = (layout.place_of(param) for layout in self._layouts)
+    def _slot(self, param: torch.Tensor) -> BucketSlot | None:
+        slot = self._slots.get(param)
+        if slot is None:
+            places = (layout.locate(param) for layout in self._layouts)
             place = next((place for place in places if place is not None), None)
             if place is not None:
-                holding = self._holdings[param] = Holding(*place)
-        return holding
+                slot = self._slots[param] = BucketSlot(*place)
+        return slot
 
     def _known(self, lists: list[list[torch.Tensor]]) -> list[_Group]:
         """Return what is known of the groups, of which `lists` are the parameters."""
@@ -483,38 +485,40 @@ class ZeroShards(Shards):
         state = self.optimizer.state
         if brought.isdisjoint(map(id, group.params)):
             return
-        for param, part in group.divided:
+        for param, shard in group.divided:
             if param in state:
                 own = state.pop(param)
-                if part.numel():
-                    state[part] = {key: self._cut_entry(value, param) for key, value in own.items()}
+                if shard.numel():
+                    state[shard] = {key: self._cut_entry(value, param) for key, value in own.items()}
 
     def _cut_entry(self, value: Any, param: torch.Tensor) -> Any:
-        if isinstance(value, Divided):
-            return value.values if self.part_of(param).dim() == 1 else shaped_like(value.values, param)
+        if isinstance(value, FlatShard):
+            return value.values if self.shard_of(param).dim() == 1 else shaped_like(value.values, param)
         if not _alike(value, param) or value.dim() == 0:
             return value
         return self.local_slice(value, param).clone()  # not a view, which would keep the whole in memory
 
-    def _gradient(self, param: torch.Tensor, part: torch.Tensor, holding: Holding | None = None) -> torch.Tensor | None:
+    def _gradient(
+        self, param: torch.Tensor, shard: torch.Tensor, slot: BucketSlot | None = None
+    ) -> torch.Tensor | None:
         if self._reduced:
-            grad = self._reduced_part(param, holding)
-            return grad if grad is None or part.dim() == 1 else shaped_like(grad, param)
+            grad = self._reduced_part(param, slot)
+            return grad if grad is None or shard.dim() == 1 else shaped_like(grad, param)
         if param.grad is None:
             return None
         if param.grad.stride() != param.stride() and not (param.grad.is_contiguous() and param.is_contiguous()):
             param.grad = torch.empty_like(param, requires_grad=False).copy_(param.grad)
         return self.local_slice(param.grad, param).detach()
 
-    def _reduced_part(self, param: torch.Tensor, holding: Holding | None = None) -> torch.Tensor | None:
-        holding = holding or self._holding(param)
-        return None if holding is None else holding.bucket.part_of_gradient(holding.position, self._rank)
+    def _reduced_part(self, param: torch.Tensor, slot: BucketSlot | None = None) -> torch.Tensor | None:
+        slot = slot or self._slot(param)
+        return None if slot is None else slot.bucket.grad_shard(slot.position, self._rank)
 
     def _has_gradient(self, param: torch.Tensor) -> bool:
         if not self._reduced:
             return param.grad is not None
-        holding = self._holding(param)
-        return holding is not None and holding.position in holding.bucket.reduced
+        slot = self._slot(param)
+        return slot is not None and slot.position in slot.bucket.reduced
 
     def _replace_gradient(self, param: torch.Tensor, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """Write `new`, which a part was given as its gradient, to `old`, the view of the true gradient of `param`."""
@@ -522,30 +526,30 @@ class ZeroShards(Shards):
             self._forget(param)
             return
         if old is None:
-            holding = self._holding(param)
-            if not self._reduced or holding is None:
+            slot = self._slot(param)
+            if not self._reduced or slot is None:
                 raise RuntimeError(
                     f"this rank's part of a parameter of shape {tuple(param.shape)} alone got a gradient"
                 )
-            holding.bucket.start_gradient(holding.position, self._rank)
-            old = self._gradient(param, self.part_of(param))
+            slot.bucket.start_gradient(slot.position, self._rank)
+            old = self._gradient(param, self.shard_of(param))
         old.copy_(new)  # type: ignore[union-attr]
 
     @torch.no_grad()
-    def _take_replaced(self, param: torch.Tensor, part: torch.Tensor) -> None:
+    def _take_replaced(self, param: torch.Tensor, shard: torch.Tensor) -> None:
         own = self.local_slice(param, param).detach()
-        own.copy_(part)
-        part.data = own
+        own.copy_(shard)
+        shard.data = own
 
     def _forget(self, param: torch.Tensor) -> None:
-        holding = self._holding(param) if self._reduced else None
+        slot = self._slot(param) if self._reduced else None
         if not self._reduced:
             param.grad = None
-        elif holding is not None:
-            holding.bucket.clear_gradient(holding.position)
+        elif slot is not None:
+            slot.bucket.clear_gradient(slot.position)
 
 
-def check_parts(optimizer: Optimizer) -> Kind:
+def check_shards(optimizer: Optimizer) -> Kind:
     """Return the kind of `optimizer`; raise ValueError if it cannot be stepped on parts, or on some tensors of a group."""
     kind = kind_of(optimizer)
     if kind == "whole":

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.shards.arriving import Arriving
+from booster.shards.pending_all_gathers import PendingAllGathers
 from booster.tensors.flat import ALIGNMENT, aligned, flat, is_dense, shaped_like, starts
 
 # torch 2.13 renamed the collective and warns about the old name.
@@ -25,7 +25,7 @@ class FlatParameters:
 
     Each begins at a multiple of 64 elements of the flat stretch; `bounds[r]` to `bounds[r + 1]`, multiples of 64 too, is the
     slice of rank r. owners: the rank of each parameter, where no parameter is to be divided; None: slices of one size.
-    data: the stretch, once the parameters are views of it (`lay_down`). gradient: this rank's slice of the gradients,
+    data: the stretch, once the parameters are views of it (`flatten_params`). gradient: this rank's slice of the gradients,
     where they are not left in `.grad`; reduced: the parameters that have one there.
     """
 
@@ -121,7 +121,7 @@ class FlatParameters:
         return [pieces[place] for place in self._places_of_params]
 
     @torch.no_grad()
-    def lay_down(self) -> list[torch.Tensor]:
+    def flatten_params(self) -> list[torch.Tensor]:
         """Make every parameter a view of `data`, shape, strides and identity kept; returns those that were not.
 
         Does nothing for one that is. Somebody may give a parameter other memory at any time; its values are taken over.
@@ -155,12 +155,12 @@ class FlatParameters:
             moved.append(param)
         return moved
 
-    def part_of_gradient(self, index: int, rank: int) -> torch.Tensor | None:
+    def grad_shard(self, index: int, rank: int) -> torch.Tensor | None:
         """Return this rank's part of the gradient of `params[index]`, 1-dim, perhaps empty; None if it has no gradient."""
         return self._part(index, rank) if index in self.reduced else None
 
-    def parts_of_gradient(self, rank: int) -> Mapping[int, torch.Tensor]:
-        """Return `part_of_gradient` by index, of those that have one which is not empty."""
+    def grad_shards(self, rank: int) -> Mapping[int, torch.Tensor]:
+        """Return `grad_shard` by index, of those that have one which is not empty."""
         if not self.reduced:
             return {}
         parts = self._parts_here(rank)
@@ -249,7 +249,7 @@ class ModuleBuckets:
     """The trainable parameters of one module in flat buckets, in about the order in which backward reaches them.
 
     bucket_bytes: of parameters in a bucket, at most, unless a single one is larger. Raises ValueError for parameters that are
-    not floating point. `divide` shards them, which each of several optimizers calls for
+    not floating point. `shard_params` shards them, which each of several optimizers calls for
     its own; a bucket holds parameters of one optimizer. arriving: weights that a step left on their way.
     """
 
@@ -263,12 +263,12 @@ class ModuleBuckets:
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.buckets: list[FlatParameters] = []
-        self.arriving = Arriving()
+        self.pending_all_gathers = PendingAllGathers()
         self._bucket_bytes = bucket_bytes
         self._by_tensors = False
         self._places: dict[torch.Tensor, tuple[FlatParameters, int]] = {}
 
-    def divide(self, params: Collection[torch.Tensor], *, whole: bool) -> None:
+    def shard_params(self, params: Collection[torch.Tensor], *, whole: bool) -> None:
         """Divide those of `params` that are of this layout among ranks: tensor by tensor if `whole`, else by elements.
 
         How those were divided that were divided before, stays. Raises RuntimeError if such are divided by elements and
@@ -290,10 +290,10 @@ class ModuleBuckets:
         position = {param: index for index, param in enumerate(self.params)}
         self.buckets.sort(key=lambda bucket: -min(position[param] for param in bucket.params))
 
-    def divide_rest(self) -> None:
+    def shard_remaining(self) -> None:
         """Divide what no optimizer asked for, so that any of those there are may ask for it later."""
         if len(self._places) < len(self.params):
-            self.divide(set(self.params) - self._places.keys(), whole=self._by_tensors)
+            self.shard_params(set(self.params) - self._places.keys(), whole=self._by_tensors)
 
     def clear_gradients(self, set_to_none: bool) -> None:
         """Drop or zero the gradients that are kept as slices."""
@@ -303,10 +303,10 @@ class ModuleBuckets:
             elif bucket.gradient is not None:
                 bucket.gradient.zero_()
 
-    def place_of(self, param: torch.Tensor) -> tuple[FlatParameters, int] | None:
+    def locate(self, param: torch.Tensor) -> tuple[FlatParameters, int] | None:
         """Return the bucket of `param` and its index there; None if it is not of this layout."""
         if param not in self._places:
-            self.divide_rest()
+            self.shard_remaining()
         return self._places.get(param)
 
 
@@ -336,6 +336,6 @@ def _deal(params: Sequence[torch.Tensor], world_size: int) -> dict[torch.Tensor,
     return owners
 
 
-def stretch(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def flat_slice(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Return elements `start` to `stop` of a dense tensor in memory order, as a 1-dim view."""
     return flat(tensor.detach())[start:stop]

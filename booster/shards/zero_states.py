@@ -18,7 +18,7 @@ Key = str | int
 MESSAGE = 2**27  # bytes that travel at once, of all ranks together: memory beside the state
 
 
-class Holding(NamedTuple):
+class BucketSlot(NamedTuple):
     """A parameter in a flat bucket."""
 
     bucket: FlatParameters
@@ -28,7 +28,7 @@ class Holding(NamedTuple):
     def param(self) -> torch.Tensor:
         return self.bucket.params[self.position]
 
-    def lies_like(self, other: Holding, world_size: int) -> bool:
+    def has_same_layout(self, other: BucketSlot, world_size: int) -> bool:
         """Return whether each of so many ranks has the same elements of the parameter by `other`, in tensors of one shape."""
         return self.bucket.even == other.bucket.even and all(
             self.bucket.overlap(self.position, rank) == other.bucket.overlap(other.position, rank)
@@ -41,7 +41,7 @@ class Holding(NamedTuple):
 
 
 def gather_states(
-    states: Mapping[Key, State], holdings: Mapping[Key, Holding], group: dist.ProcessGroup
+    states: Mapping[Key, State], slots: Mapping[Key, BucketSlot], group: dist.ProcessGroup
 ) -> dict[Key, State]:
     """Return, on every rank, the state of each key that any rank has state for, of whole parameters.
 
@@ -55,7 +55,7 @@ def gather_states(
     columns: list[list[Any]] = [[], [], [], [], []]
     for key, own in states.items():
         for name, value in own.items():
-            for column, entry in zip(columns, (key, name, *_describe(value, holdings[key], rank)), strict=True):
+            for column, entry in zip(columns, (key, name, *_describe(value, slots[key], rank)), strict=True):
                 column.append(entry)
     found: dict[Key, State] = {}
     sent: list[torch.Tensor] = []
@@ -64,28 +64,28 @@ def gather_states(
         for key, name, kind, dtype, content in zip(*entries, strict=True):
             if key not in found:
                 found[key] = {}
-            part = _take(found[key], name, kind, dtype, content, holdings[key], holder)
+            part = _take(found[key], name, kind, dtype, content, slots[key], holder)
             if part is not None:
                 kept[holder].append(part)
                 if holder == rank:
                     sent.append(states[key][name])
-    device = next((holding.param.device for holding in holdings.values()), torch.device("cpu"))
+    device = next((slot.param.device for slot in slots.values()), torch.device("cpu"))
     _travel(sent, kept, communication_device(device, group), group)
-    position = {key: index for index, key in enumerate(holdings)}
+    position = {key: index for index, key in enumerate(slots)}
     return {key: found[key] for key in sorted(found, key=position.__getitem__)}
 
 
-def _describe(value: Any, holding: Holding, rank: int) -> tuple[str, str, Any]:
+def _describe(value: Any, slot: BucketSlot, rank: int) -> tuple[str, str, Any]:
     if not isinstance(value, torch.Tensor):
         return "number", type(value).__name__, value
     dtype = str(value.dtype).removeprefix("torch.")
-    if value.dim() and holding.has_shape_of_part(value, rank):
+    if value.dim() and slot.has_shape_of_part(value, rank):
         return "part", dtype, None
     return ("scalar", dtype, value.item()) if value.dim() == 0 else ("tensor", dtype, list(value.shape))
 
 
 def _take(
-    own: State, name: str, kind: str, dtype_name: str, content: Any, holding: Holding, holder: int
+    own: State, name: str, kind: str, dtype_name: str, content: Any, slot: BucketSlot, holder: int
 ) -> torch.Tensor | None:
     """Note in `own`, the state of a whole parameter, an entry that rank `holder` has; returns where goes what it sends of it.
 
@@ -106,9 +106,9 @@ def _take(
     if name in own:
         whole = flat(own[name])
     else:
-        whole = torch.empty(holding.param.numel(), dtype=dtype)
-        own[name] = shaped_like(whole, holding.param)
-    start, stop = holding.bucket.overlap(holding.position, holder)
+        whole = torch.empty(slot.param.numel(), dtype=dtype)
+        own[name] = shaped_like(whole, slot.param)
+    start, stop = slot.bucket.overlap(slot.position, holder)
     return whole[start:stop] if stop - start < whole.numel() else whole
 
 

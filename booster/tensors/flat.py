@@ -145,7 +145,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def lies_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def has_same_layout(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether `tensor` lies in memory as `other`, of its shape, does: in the same order, at the same distances."""
     if tensor.stride() == other.stride():
         return True

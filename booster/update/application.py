@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from booster.common.torch_internals.optimizer_internals import set_fused_flags, step_hooks
 from booster.model.optimizer_kinds import KNOWN, known
-from booster.tensors.flat import is_dense, lies_like
+from booster.tensors.flat import has_same_layout, is_dense
 from booster.tensors.grads import gradient_values, own_memory, scale_values
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.context import UpdateContext
@@ -367,7 +367,7 @@ class FusedKernel:
                         return f"a parameter of shape {tuple(param.shape)} has gaps or overlaps in memory"
                     self._strides[param] = param.stride()
                     lay_states(param, self.optimizer.state.get(param, {}))
-                if not lies_like(grad, param):
+                if not has_same_layout(grad, param):
                     param.grad = laid_like(grad, param)
         return None
 
@@ -446,7 +446,7 @@ def _lacks_memory(value: torch.Tensor) -> bool:
 def lay_states(param: Any, state: dict[str, Any]) -> None:
     """Make states of the shape of `param` lie in memory as it does."""
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.shape == param.shape and not lies_like(value, param):
+        if isinstance(value, torch.Tensor) and value.shape == param.shape and not has_same_layout(value, param):
             state[key] = laid_like(value, param)
 
 

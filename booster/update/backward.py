@@ -231,8 +231,8 @@ def end_backward(this: BackwardPass, loss: torch.Tensor | None) -> None:
 def abandon_backward(this: BackwardPass) -> None:
     """The pass raised: gradients that were set aside for it come back."""
     for member in this.members:
-        for replica in member.shards.replicas.values():
-            replica.abandon_backward()
+        for tracker in member.shards.sync_trackers.values():
+            tracker.abandon_backward()
         member.abandon_backward()
         member.shards.abandon_backward()
 

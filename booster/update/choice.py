@@ -4,7 +4,7 @@
 |---|---|---|---|---|---|
 | on the host | `Gradients` | `HostNorms` | `HostDecision` | as it steps | as it steps |
 | on a device, where a kernel heeds it | `DeviceGradients` | `DeviceNorms` | `DeviceDecision` | as it steps | as it steps |
-| compiled | `Gradients` | `compiled_norms` | `HostDecision` | `CompiledApplication` | `KeptState` |
+| compiled | `Gradients` | `compiled_norms` | `HostDecision` | `CompiledApplication` | `OptimizerState` |
 
 How it steps is for the precision to say, by a `Stepping`: on parameters as they are (`PARAMETERS`), or on masters
 (`masters.update.stepping_masters`). Kernels take the place of norms, decision and application (`kernels.choice`), and apex has
@@ -30,7 +30,7 @@ from booster.update.gradients import Gradients
 from booster.update.host import HostDecision, HostNorms
 from booster.update.in_backward import OptimizerInBackward
 from booster.update.norms import Norms
-from booster.update.optimizer_state import KeptState
+from booster.update.optimizer_state import OptimizerState
 from booster.update.update import Update
 
 DECIDING = ("cuda",)
@@ -44,7 +44,7 @@ class Stepping(NamedTuple):
     """
 
     application: Callable[[UpdateContext], Application] = Application
-    kept: Callable[[UpdateContext], KeptState] = KeptState
+    kept: Callable[[UpdateContext], OptimizerState] = OptimizerState
     norms: Callable[[UpdateContext], Norms] = HostNorms
     decision: Callable[[Gradients, Application], Decision] = HostDecision
     decides_on_host: bool = False

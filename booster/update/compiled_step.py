@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from booster.tensors.flat import lies_like
+from booster.tensors.flat import has_same_layout
 from booster.tensors.grads import tensor_norms
 from booster.update.application import Application, StepScalars, honours_grad_scale, laid_like, lay_states
 from booster.update.context import UpdateContext
@@ -89,7 +89,7 @@ class CompiledApplication(Application):
                     )
                 return False
         for param in params:
-            if param.grad is not None and param.grad.layout == torch.strided and not lies_like(param.grad, param):
+            if param.grad is not None and param.grad.layout == torch.strided and not has_same_layout(param.grad, param):
                 param.grad = laid_like(param.grad, param)
         if self.optimizer.state is not self._seen:
             self._seen = self.optimizer.state

@@ -163,11 +163,11 @@ class Gradients:
         if self.in_backward is not None:  # it steps within the pass
             self.parameters.check_full([param for param in self.parameters.held() if param.requires_grad])
         if self.shards.sharded:
-            self.shards.even_out()
-        replicas = self.shards.replicas
-        if replicas:
-            for replica in replicas.values():
-                replica.before_backward(only=len(replicas) == 1)
+            self.shards.rescale_unsharded_grads()
+        sync_trackers = self.shards.sync_trackers
+        if sync_trackers:
+            for tracker in sync_trackers.values():
+                tracker.before_backward(only=len(sync_trackers) == 1)
         if not self.norms.on_device:
             scale = float(scale)
         if self.scale is not None and (self.factor is not None or not _same(self.scale, scale)):
@@ -184,9 +184,9 @@ class Gradients:
         """loss: None where another pipeline stage computes it."""
         self._in_pass = False
         self.num_backwards += 1
-        if self.shards.replicas:
-            for replica in self.shards.replicas.values():
-                replica.after_backward()
+        if self.shards.sync_trackers:
+            for tracker in self.shards.sync_trackers.values():
+                tracker.after_backward()
         is_due = self.scaler.enabled and (self._num_steps < FIRST or self._num_steps % EVERY == 0)
         if is_due and self.scale is not None and not _same(self.scale, 1.0):
             self.mutation_check = GradMutationCheck(self.parameters.held())

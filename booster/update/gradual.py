@@ -122,8 +122,8 @@ class GradualStep(ABC):
         fire_pre_hooks(self.optimizer)
         groups = self.optimizer.param_groups
         self._restricted = [Restricted(self.optimizer, group) for group in groups]
-        part_of = self.shards.part_of
-        self._place = {part_of(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
+        shard_of = self.shards.shard_of
+        self._place = {shard_of(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
 
     @torch.no_grad()
     def step(self, params: Sequence[torch.Tensor], grad_scale: float) -> None:

@@ -95,10 +95,10 @@ class InBackwardPass:
     def _look(self, param: torch.Tensor) -> None:
         """Take the norm of this rank's part of the gradient of `param`, if it has one."""
         self._seen.add(param)
-        with self._lent([param]) as (part,):
-            if part.grad is None:
+        with self._lent([param]) as (shard,):
+            if shard.grad is None:
                 return
-            values = gradient_values([part])
+            values = gradient_values([shard])
             self.norms[param] = tensor_norms(values, 2.0, self._dtype)[0]
             if self.looks_again and not values[0].isfinite().all():
                 self.nonfinite.add(param)
@@ -112,9 +112,9 @@ class InBackwardPass:
         own = [param for param in params if param in self.norms]
         if not own:
             return False
-        with self._lent(own) as parts:
+        with self._lent(own) as local_shards:
             norms = torch.stack([self.norms[param].to(self.norms[own[0]].device) for param in own])
-            bad = nonfinite_indices(gradient_values(parts), norms)
+            bad = nonfinite_indices(gradient_values(local_shards), norms)
         self.nonfinite.update(own[index] for index in bad)
         return bool(bad)
 
@@ -127,7 +127,7 @@ class InBackwardPass:
     @property
     def measured(self) -> list[torch.Tensor]:
         """What this rank holds of the parameters whose gradients were looked at, in the order of the groups."""
-        return [self._shards.part_of(param) for param in self._with_norms]
+        return [self._shards.shard_of(param) for param in self._with_norms]
 
     def stacked(self) -> torch.Tensor:
         norms = [self.norms[param] for param in self._with_norms]
@@ -157,8 +157,8 @@ class InBackwardPass:
         with self._shards.local():
             self.decision.begin_gradual()
             self._gradual = self._make_gradual()
-            param_of = {self._shards.part_of(param): param for param in self.params}
-            units = [[param_of[part] for part in unit] for unit in self._gradual.units()]
+            param_of = {self._shards.shard_of(param): param for param in self.params}
+            units = [[param_of[shard] for shard in unit] for unit in self._gradual.units()]
         self._unit = {param: index for index, unit in enumerate(units) for param in unit}
         self._units = units
         self._missing = [sum(param.requires_grad for param in unit) for unit in units]
@@ -201,13 +201,13 @@ class InBackwardPass:
         rest = [param for param in self.params if self._has_gradient(param)]
         if rest:
             with self._shards.local():
-                parts = {param: self._shards.part_of(param) for param in rest}
-                before = {param: parts[param].grad for param in self._apart}
+                local_shards = {param: self._shards.shard_of(param) for param in rest}
+                before = {param: local_shards[param].grad for param in self._apart}
                 for param in self._apart:
-                    parts[param].grad = self._apart[param]
-                self._gradual.rest(list(parts.values()))
+                    local_shards[param].grad = self._apart[param]
+                self._gradual.rest(list(local_shards.values()))
                 for param, grad in before.items():  # no gradient need be there that it is a part of
-                    parts[param].grad = grad
+                    local_shards[param].grad = grad
             self._step(rest)
         if self._began:
             self._gradual.end()
@@ -254,10 +254,10 @@ class InBackwardPass:
             self._began = True
             self._gradual.begin()
         with self._lent(params) as lent:
-            parts = [part for part in lent if part.grad is not None]
-            if parts:
-                self.decision.look_at_part(parts)
-                self._gradual.step(parts, self._divisor)
+            local_shards = [shard for shard in lent if shard.grad is not None]
+            if local_shards:
+                self.decision.look_at_part(local_shards)
+                self._gradual.step(local_shards, self._divisor)
         self._num_stepped += len(params)
         for param in params:
             self._drop(param)
@@ -271,8 +271,8 @@ class InBackwardPass:
         """
         if param in self._apart:
             return
-        with self._shards.local_shards([param]) as (part,):
-            grad = part.grad
+        with self._shards.local_shards([param]) as (shard,):
+            grad = shard.grad
             if grad is not None:
                 if grad.is_sparse or grad.untyped_storage().nbytes() <= grad.nbytes:
                     return
@@ -283,11 +283,11 @@ class InBackwardPass:
     @contextmanager
     def _lent(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
         """As `lent` of the shards, with what was set apart."""
-        with self._shards.local_shards(params) as parts:
-            for param, part in zip(params, parts, strict=True):
+        with self._shards.local_shards(params) as local_shards:
+            for param, shard in zip(params, local_shards, strict=True):
                 if self._apart.get(param) is not None:
-                    part.grad = self._apart[param]
-            yield parts
+                    shard.grad = self._apart[param]
+            yield local_shards
 
     def _has_gradient(self, param: torch.Tensor) -> bool:
         return param in self._apart or self._shards.has_gradient(param)

@@ -13,10 +13,10 @@ from booster.model.optimizer_states import load_states
 from booster.update.context import UpdateContext
 
 
-class KeptState:
-    """The state of the optimizer as it is, and nothing besides: the null object of `KeptMasters`."""
+class OptimizerState:
+    """The state of the optimizer as it is, and nothing besides: the null object of `MasterState`."""
 
-    keeps_masters = False
+    has_masters = False
     """Whether float32 numbers stand behind half parameters."""
 
     def __init__(self, job: UpdateContext) -> None:
@@ -33,7 +33,7 @@ class KeptState:
         """Return whether float32 numbers stand behind `param`, a whole parameter, as checkpoints keep them."""
         return False
 
-    def adopts(self, param: torch.Tensor) -> bool:
+    def loads_without_copy(self, param: torch.Tensor) -> bool:
         """Return whether a load makes the tensors that it is given the states of `param`, and looks at none of their numbers.
 
         torch's own optimizers do, where nobody hooked their load, for states of the parameter's dtype.
@@ -59,7 +59,7 @@ class KeptState:
     def load_rounding(self, state: Mapping[str, Any]) -> None:
         """Continue the random numbers of rounding where `rounding_state` was taken; does nothing where none are drawn."""
 
-    def dissolve(self) -> dict[torch.Tensor, torch.Tensor]:
+    def restore_params(self) -> dict[torch.Tensor, torch.Tensor]:
         """Have the states by what the groups hold; return the masters likewise. Inside `local()`."""
         return {}
 

@@ -104,7 +104,7 @@ def run_in_backward(
     own = {param for each in passes for param in each.params}
     reached = leaves(loss)
     for each in passes:
-        reached = each.gradients.shards.at_rest(reached)
+        reached = each.gradients.shards.sharded_params(reached)
     twice = any(each.measures_first for each in passes)
     if twice:
         with set_aside(leaf for leaf in reached if leaf not in own) as others:

@@ -10,7 +10,7 @@ import torch
 from torch.optim import LBFGS, SGD, Optimizer
 
 from booster.model.optimizer_kinds import KNOWN, begins_late, kind_of, known
-from booster.shards.divided import Divided
+from booster.shards.flat_shard import FlatShard
 
 if TYPE_CHECKING:
     from booster.update.update import Update
@@ -28,17 +28,17 @@ _SINGLE = {name for row in KNOWN.values() for name in row.counts}
 def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """Torch's state dict of the optimizer, and what `update` keeps besides. A collective where ranks hold flat shards.
 
-    divided: have `Divided` tensors there, of what this rank holds, and no collective.
+    divided: have `FlatShard` tensors there, of what this rank holds, and no collective.
     """
     shards = update.shards
     with shards.local():
         state, own = update.optimizer_state.state_dict()
         if isinstance(state.get("state"), dict):
-            widen = shards.divided_state if divided else shards.widen_state
+            widen = shards.sharded_state if divided else shards.full_state
             state["state"] = widen(state["state"])
         if "masters" in own:
-            widen_weights = shards.divided_weights if divided else shards.widen_weights
-            weights = widen_weights(own["masters"]["weights"], update.names)
+            full_weights = shards.sharded_weights if divided else shards.full_weights
+            weights = full_weights(own["masters"]["weights"], update.names)
             own = {**own, "masters": {**own["masters"], "weights": weights}}
     if "masters" in own:
         own["masters"][IN_MODEL] = update.optimizer_state.weights_in_model()
@@ -53,10 +53,10 @@ def cut(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any]) -> t
     """Of what `state_of` gave, numbered, the part of this rank. Inside `local()`; a collective where parts are others'."""
     shards = update.shards
     if isinstance(state_dict.get("state"), dict):
-        state_dict = {**state_dict, "state": shards.cut_state(state_dict["state"])}
+        state_dict = {**state_dict, "state": shards.local_state(state_dict["state"])}
     masters = own.get("masters")
     if isinstance(masters, Mapping) and isinstance(masters.get("weights"), Mapping):
-        weights = shards.cut_weights(dict(masters["weights"]), update.names)
+        weights = shards.local_weights(dict(masters["weights"]), update.names)
         own = {**own, "masters": {**masters, "weights": weights}}
     return state_dict, own
 
@@ -162,7 +162,7 @@ def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
             # Nearly all, without a closer look.
             if elementwise and isinstance(value, torch.Tensor) and value.shape == param.shape:
                 continue
-            is_tensor = isinstance(value, (torch.Tensor, Divided))
+            is_tensor = isinstance(value, (torch.Tensor, FlatShard))
             needed = not _may_be_none(optimizer, key) if value is None else not is_tensor
             if needed and key in _SHAPED and elementwise:
                 found = "None" if value is None else type(value).__name__
@@ -244,7 +244,7 @@ def _legal_shape(optimizer: Optimizer, param: torch.Tensor, key: str, tensor: to
 
 def _tensors(value: Any) -> Iterator[Any]:
     for entry in value if isinstance(value, (list, tuple)) else (value,):
-        if isinstance(entry, (torch.Tensor, Divided)):
+        if isinstance(entry, (torch.Tensor, FlatShard)):
             yield entry
 
 

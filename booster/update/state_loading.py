@@ -15,7 +15,7 @@ from booster.loss_scaler import LossScaler
 from booster.model.dtensors import is_dtensor
 from booster.model.optimizer_states import differences
 from booster.ranks import agreement
-from booster.shards.divided import Divided
+from booster.shards.flat_shard import FlatShard
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.fused_kernel import implementation, keep_implementation
 from booster.update.outcome import StepHistory, read_counters
@@ -98,11 +98,11 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
     def take_over() -> None:
         with update.shards.local():
             take_over_states()
-        update.shards.publish()  # masters round the weights of their own part anew
+        update.shards.all_gather_params()  # masters round the weights of their own part anew
         with torch.no_grad():
             for param, weight in weights.items():
                 param.copy_(weight)
-        update.shards.forget_gathered()
+        update.shards.reshard()
         if update.gradients.in_backward is not None:
             update.gradients.in_backward.reset(own.rest.get(RELEASE, {}).get(PREVIOUS_NORM))
         if own.counts is not None:
@@ -167,11 +167,11 @@ def _check_release(in_backward: Any) -> None:
 
 
 def _why_no_master(weight: Any, dtypes: tuple[torch.dtype, ...]) -> str | None:
-    if not isinstance(weight, (torch.Tensor, Divided)):
+    if not isinstance(weight, (torch.Tensor, FlatShard)):
         return f"is of type {type(weight).__name__}, and must be a tensor"
     if weight.dtype not in dtypes:
         return f"is of {weight.dtype}, and must be of float32"
-    local: Any = weight.values if isinstance(weight, Divided) else weight
+    local: Any = weight.values if isinstance(weight, FlatShard) else weight
     local = local.to_local() if is_dtensor(local) else local
     return "holds NaN: the run has failed" if bool(local.isnan().any()) else None
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from booster.common.torch_internals.tensor_internals import own_part, version
+from booster.common.torch_internals.tensor_internals import local_tensor, version
 from booster.model.dtensors import is_dtensor
 
 FIRST, EVERY = 2, 100  # the first steps, and one in so many, are compared
@@ -56,9 +56,9 @@ def _value(param: torch.Tensor) -> torch.Tensor | None:
     grad = param.grad
     if grad is None or grad.is_sparse:  # whose reader puts a coalesced one in its place
         return None
-    return own_part(grad) if is_dtensor(grad) else grad
+    return local_tensor(grad) if is_dtensor(grad) else grad
 
 
 def _version(param: torch.Tensor) -> int:
     grad: torch.Tensor = param.grad  # type: ignore[assignment]
-    return version(grad) + (version(own_part(grad)) if is_dtensor(grad) else 0)
+    return version(grad) + (version(local_tensor(grad)) if is_dtensor(grad) else 0)

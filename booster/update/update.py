@@ -15,7 +15,7 @@ from booster.ranks import agreement
 from booster.update.decision import Decision
 from booster.update.gradients import WHOLE, Gradients
 from booster.update.in_backward import OptimizerInBackward
-from booster.update.optimizer_state import KeptState
+from booster.update.optimizer_state import OptimizerState
 from booster.update.outcome import LazyStepFields, StepFields, StepResult
 
 
@@ -28,7 +28,7 @@ class Update:
         optimizer_state: what of the optimizer a checkpoint holds.
     """
 
-    def __init__(self, gradients: Gradients, decision: Decision, optimizer_state: KeptState) -> None:
+    def __init__(self, gradients: Gradients, decision: Decision, optimizer_state: OptimizerState) -> None:
         self.gradients = gradients
         self.decision = decision
         self.optimizer_state = optimizer_state
@@ -85,7 +85,7 @@ class Update:
                 raise
         # What a device skipped is published as it was: to know would be to wait.
         if shards.sharded and (self.decision.on_device or result.applied):
-            shards.publish()
+            shards.all_gather_params()
         gradients.reset(scale)
         return result
 
@@ -116,7 +116,7 @@ class Update:
             in_backward.uncounted = False
         # What came before a gradient that is not finite may have been stepped.
         if self.shards.sharded and (self.decision.on_device or result.applied or in_backward.mode == "previous_norm"):
-            self.shards.publish()
+            self.shards.all_gather_params()
         self.gradients.reset(None)
         return result
 
@@ -127,9 +127,9 @@ class Update:
         A collective where ranks divide parameters flat. This update is at its end.
         """
         with self.shards.local():
-            values = self.optimizer_state.dissolve()
+            values = self.optimizer_state.restore_params()
         self.decision.application.kernel.give_up()
-        return self.shards.widen_masters(values)
+        return self.shards.full_masters(values)
 
     def call(self, name: str, method: Callable[[], Any]) -> tuple[Any, bool]:
         """Call `method`, called `name`, of the optimizer and no step, on the float32 numbers that a step would change, and on
@@ -152,8 +152,8 @@ class Update:
         if culprits is not None and changed:
             self._refuse_nonfinite(name, culprits)
         if shards.sharded:
-            shards.publish()
-            shards.forget_gathered()
+            shards.all_gather_params()
+            shards.reshard()
         elif pending and not gradients.params():
             gradients.reset(None)
         return result, pending and changed

@@ -44,7 +44,7 @@ class Many(nn.Module):
         return (torch.stack(list(self.vectors)) * x).sum()
 
 
-class Divided(nn.Module):
+class FlatShard(nn.Module):
     """So many small matrices, to be divided in pairs."""
 
     def __init__(self, size):
@@ -60,7 +60,7 @@ def counted(rank, world_size, name, precision):
     """Of FEW and of MANY tensors the calls of each task, and the messages of passes, a step, a state dict and boosting."""
     found, kind, x = [], Many, torch.ones(64)
     if name == "TP":
-        kind, x = Divided, torch.ones(1, 8)
+        kind, x = FlatShard, torch.ones(1, 8)
     for size in (FEW, MANY):
         booster, made, model = Booster("cpu", precision, PLUGINS[name]()), [], kind(size)
         warm = kind(2)  # so that nothing is imported while calls are counted

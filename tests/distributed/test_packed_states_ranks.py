@@ -10,7 +10,7 @@ from test_refused_loads_ranks import Block
 from torch import nn
 
 from booster import Booster
-from booster.masters.packed import Packed
+from booster.masters.quantized_state import QuantizedState
 from booster.mixed_precision import BF16NaiveMixedPrecision
 
 FORMS = {
@@ -46,7 +46,7 @@ def same(a, b):
 
 def packed_bytes(parts):
     state = parts[2].unwrap().state
-    return sum(v.nbytes for own in state.values() for v in own.values() if isinstance(v, Packed))
+    return sum(v.nbytes for own in state.values() for v in own.values() if isinstance(v, QuantizedState))
 
 
 def trained(rank, world_size, layout, form):

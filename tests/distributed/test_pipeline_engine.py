@@ -26,7 +26,7 @@ from booster import Booster
 from booster.common.torch_internals.pipeline_internals import computes_weights_apart
 from booster.mixed_precision import BF16MixedPrecision
 from booster.mixed_precision.half_products.product_choice import HalfProducts
-from booster.model.dtensors import local_part
+from booster.model.dtensors import local_shard
 from booster.plugin import HybridParallelPlugin
 from booster.plugin.pipeline import StagePipeline, plan_pipeline
 from booster.tensors.micro_batch import divide
@@ -983,7 +983,7 @@ def gradients_over_first_runs(rank, world_size, style):
 
     def run(batch, *trained):
         booster.execute_pipeline(iter([batch]), model, criterion, *trained)
-        return {name: local_part(param.grad).clone() for name, param in model.named_parameters()}
+        return {name: local_shard(param.grad).clone() for name, param in model.named_parameters()}
 
     def distance(one, other):
         return max(float((one[name] - other[name]).abs().max()) for name in one)

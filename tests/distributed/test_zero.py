@@ -115,7 +115,7 @@ class Job:
         shards = self.optimizer._update.shards
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         with shards.local():
-            held = {names[param]: shards.part_of(param) for param in params}
+            held = {names[param]: shards.shard_of(param) for param in params}
             return {n: (p.detach().clone(), None if p.grad is None else p.grad.clone()) for n, p in held.items()}
 
     def weights(self):
@@ -157,7 +157,7 @@ def beside_ddp(rank, world_size, precision, stage, optimizer):
                 assert torch.equal(params[name].grad, param.grad), name
             if stage in (2, SCATTERED) and param.requires_grad:
                 assert params[name].grad is None, name
-            if shards.part_of(params[name]).numel() and param.requires_grad:
+            if shards.shard_of(params[name]).numel() and param.requires_grad:
                 assert torch.equal(grad, shards.local_slice(param.grad, params[name])), f"{name} at step {step}"
             else:
                 assert grad is None, name
@@ -819,9 +819,7 @@ def bytes_of(job):
     params = list(job.model.parameters())
     kept = [value for own in job.optimizer.optimizer.state.values() for value in own.values()]
     kept += (
-        [bucket.rest for bucket in update.optimizer_state.masters.buckets]
-        if update.optimizer_state.keeps_masters
-        else []
+        [bucket.rest for bucket in update.optimizer_state.masters.buckets] if update.optimizer_state.has_masters else []
     )
     grads = [param.grad for param in params]
     grads += [bucket.gradient for layout in getattr(update.shards, "_layouts", []) for bucket in layout.buckets]

@@ -124,7 +124,7 @@ def exact(rank, world_size, precision, way):
         for number in range(6):
             applied = plain.step(number, rank)
             assert job.step(number, rank) == applied == (number != OVERFLOW)
-            assert bool(job.layout().arriving) == applied, "weights are still on their way after a step"
+            assert bool(job.layout().pending_all_gathers) == applied, "weights are still on their way after a step"
         assert all(map(torch.equal, job.losses, plain.losses))
         job.optimizer.wait_for_weights()
         mine, expected = job.weights(), plain.weights()
@@ -184,9 +184,9 @@ def first_use(rank, world_size):
     seen = []
     with late():
         job.step(0, rank)
-        arriving = job.layout().arriving
+        pending_all_gathers = job.layout().pending_all_gathers
         hooks = [
-            module.register_forward_pre_hook(lambda *_, name=name: seen.append((name, len(arriving._works))))
+            module.register_forward_pre_hook(lambda *_, name=name: seen.append((name, len(pending_all_gathers._works))))
             for name, module in (("first", job.net.first), ("lstm", job.net.lstm))
         ]
         job.model(torch.zeros(BATCH, DIM))
@@ -194,7 +194,7 @@ def first_use(rank, world_size):
         hook.remove()
     left = dict(seen)
     assert left["first"] > left["lstm"] > 0, left
-    assert not arriving
+    assert not pending_all_gathers
 
 
 def test_forward_waits_for_a_weight_when_it_is_first_used(ranks2):

@@ -9,7 +9,7 @@ from cuda_syncs import syncs_forbidden
 from torch import nn
 
 from booster import Booster
-from booster.masters.offload import tensors_of, travels
+from booster.masters.offload import is_offloaded, tensors_of
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, MixedPrecision, make
 
 pytestmark = pytest.mark.gpu
@@ -49,9 +49,9 @@ def train(parts: Any, steps: int, seed: int = 1) -> None:
 def travelling(optimizer: Any) -> list[torch.Tensor]:
     found = []
     for bucket in optimizer._update.optimizer_state.masters.buckets:
-        found += [] if bucket.rest is None or bucket.whole else [bucket.rest]
+        found += [] if bucket.residual is None or bucket.whole else [bucket.residual]
         own = optimizer.unwrap().state.get(bucket.handles[0], {})
-        found += [t for v in own.values() if travels(v, bucket.size) for t in tensors_of(v)]
+        found += [t for v in own.values() if is_offloaded(v, bucket.size) for t in tensors_of(v)]
     return found
 
 

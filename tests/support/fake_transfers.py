@@ -2,7 +2,7 @@
 
 import torch
 
-from booster.masters.offload import tensors_of, travels
+from booster.masters.offload import is_offloaded, tensors_of
 
 
 class Mark:
@@ -85,9 +85,9 @@ def lies(optimizer):
     """Of everything that may travel: whether it lies in a room of the host."""
     rooms = {place for each in FakeTransfers.made for place in each.rooms}
     buckets = optimizer._update.optimizer_state.masters.buckets
-    found = [bucket.rest for bucket in buckets if bucket.rest is not None and not bucket.whole]
+    found = [bucket.residual for bucket in buckets if bucket.residual is not None and not bucket.whole]
     for bucket in buckets:
         if not bucket.whole:
             own = optimizer.unwrap().state.get(bucket.handles[0], {})
-            found += [t for v in own.values() if travels(v, bucket.size) for t in tensors_of(v)]
+            found += [t for v in own.values() if is_offloaded(v, bucket.size) for t in tensors_of(v)]
     return [tensor.data_ptr() in rooms for tensor in found]

@@ -10,7 +10,7 @@ from prescribed import loss_with
 from quick_interpreter import quicken
 
 from booster import Booster
-from booster.masters.packed import Packed
+from booster.masters.quantized_state import QuantizedState
 
 quicken()  # also in the processes of ranks
 ABSENT = find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1"
@@ -77,7 +77,7 @@ def held(optimizer):
     """Float32 weights, and the states of each, by what the optimizer's groups hold."""
     update = optimizer._update
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    masters = update.optimizer_state.masters.values() if update.optimizer_state.keeps_masters else {}
+    masters = update.optimizer_state.masters.values() if update.optimizer_state.has_masters else {}
     weights = [masters[p].detach().clone() if p in masters else p.detach().clone() for p in params]
     states = [{k: v.clone() for k, v in optimizer.state.get(p, {}).items() if torch.is_tensor(v)} for p in params]
     return weights, states
@@ -89,9 +89,9 @@ def packed(optimizer):
     for bucket in optimizer._update.optimizer_state.masters.buckets:
         own = optimizer.optimizer.state.get(bucket.handles[0], {})
         for name, value in sorted(own.items()):
-            if isinstance(value, Packed):
-                codes = value.codes.view(torch.int16 if value.way == "bf16" else torch.int8)
-                codes = codes if value.way != "unsigned" else codes.view(torch.uint8)
+            if isinstance(value, QuantizedState):
+                codes = value.codes.view(torch.int16 if value.encoding == "bf16" else torch.int8)
+                codes = codes if value.encoding != "unsigned" else codes.view(torch.uint8)
                 scales = torch.zeros(0) if value.scales is None else value.scales.int() & 0xFFFF
                 found.append((name, torch.cat([piece.int() for piece in bucket.pieces_of(codes)]), scales))
     return found

@@ -13,13 +13,13 @@ from booster.masters.rounding import pieces_like
 class Cut(Nearest):
     """As torch steps it; for bfloat16."""
 
-    def write(self, working, rest, values, spare):
+    def write(self, working, residual, values, spare):
         bits = values.view(torch.int32).bitwise_right_shift_(16)
         torch._foreach_copy_([w.view(torch.int16) for w in working], pieces_like(bits, working))
 
 
 @triton.jit
-def _store_cut(weights, rest, offsets, mask, values, chances, HALF: tl.constexpr):
+def _store_cut(weights, residual, offsets, mask, values, random_bits, HALF: tl.constexpr):
     store_half(weights, offsets, mask, plain_bits(values) >> 16)
 
 

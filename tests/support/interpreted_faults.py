@@ -25,11 +25,11 @@ def raises(w, g, m, v, most, decay, rise, beta2, rise2, size, root, eps, lr, FLA
 
 
 @triton.jit
-def stores_no_rest(weights, rest, offsets, mask, values, chances, HALF: tl.constexpr):
+def stores_no_rest(weights, residual, offsets, mask, values, random_bits, HALF: tl.constexpr):
     store_half(weights, offsets, mask, half_bits(values, HALF))
 
 
 @triton.jit
-def closes_twice(codes, scales, first, offsets, mask, values, chances, TILE: tl.constexpr):
+def closes_twice(codes, scales, first, offsets, mask, values, random_bits, TILE: tl.constexpr):
     """Twice the number."""
     store_half(codes, offsets, mask, plain_bits(values * 2.0) >> 16)

@@ -5,18 +5,18 @@ import triton.language as tl
 
 
 @triton.jit
-def load(working, rest, out, chances, FUNCTION: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr):
+def load(working, residual, out, random_bits, FUNCTION: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     mask = at >= 0
     weights = working.to(tl.int64)
-    tl.store(out + at, FUNCTION(weights, rest.to(tl.int64), at, mask, HALF))
+    tl.store(out + at, FUNCTION(weights, residual.to(tl.int64), at, mask, HALF))
 
 
 @triton.jit
-def store(working, rest, values, chances, FUNCTION: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr):
+def store(working, residual, values, random_bits, FUNCTION: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     mask = at >= 0
-    FUNCTION(working.to(tl.int64), rest.to(tl.int64), at, mask, tl.load(values + at), chances, HALF)
+    FUNCTION(working.to(tl.int64), residual.to(tl.int64), at, mask, tl.load(values + at), random_bits, HALF)
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def open_(codes, scales, out, FUNCTION: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def close(codes, scales, values, chances, FUNCTION: tl.constexpr, TILE: tl.constexpr):
+def close(codes, scales, values, random_bits, FUNCTION: tl.constexpr, TILE: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * TILE
     at = first + tl.arange(0, TILE)
-    FUNCTION(codes.to(tl.int64), scales.to(tl.int64), first, at, at >= 0, tl.load(values + at), chances, TILE)
+    FUNCTION(codes.to(tl.int64), scales.to(tl.int64), first, at, at >= 0, tl.load(values + at), random_bits, TILE)

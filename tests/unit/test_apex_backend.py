@@ -266,7 +266,7 @@ def test_a_forced_apex_takes_several_optimizers_of_one_model(site):
     torch.testing.assert_close(plain.bias, before[1] - 0.03)
 
 
-class Divided(InProcess):
+class FlatShard(InProcess):
     is_whole = False
 
 
@@ -279,7 +279,7 @@ def test_the_real_apex_is_refused_where_parameters_are_divided_among_ranks():
             None,
             arguments={},
             scale_window=1,
-            placement=Divided(),
+            placement=FlatShard(),
             device=torch.device("cpu"),
             options=UpdateOptions(),
         )

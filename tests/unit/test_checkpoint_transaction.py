@@ -261,7 +261,7 @@ def test_a_part_that_does_not_say_what_was_saved_is_refused_before_anything_chan
 # ---- entries that a module writes and does not read ----
 
 
-class Packed(nn.Module):
+class QuantizedState(nn.Module):
     """A frozen weight as codes under a scale that stands in the state dict, and that no load reads, as others pack them."""
 
     def __init__(self, scale):
@@ -280,7 +280,7 @@ class Packed(nn.Module):
 def packed(scale):
     booster = Booster("cpu")
     torch.manual_seed(int(scale * 100))
-    model = Packed(scale)
+    model = QuantizedState(scale)
     return booster, *booster.boost(model, torch.optim.AdamW(model.reads.parameters()))[:2]
 
 

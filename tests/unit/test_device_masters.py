@@ -19,7 +19,7 @@ from booster.masters.formats import (
     SplitFloat16,
     Stochastic,
 )
-from booster.masters.rounding import Dither
+from booster.masters.rounding import RoundingRNG
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 
 INF, NAN = float("inf"), float("nan")
@@ -87,7 +87,7 @@ def everything(model, optimizer):
     """Weights, what is kept beside them, and the state, in the form in which they are kept."""
     buckets = optimizer._update.optimizer_state.masters.buckets
     # Between pieces lies what was left in scratch. An error of minus zero, of Kahan's, may become zero.
-    rests = [piece.tolist() for b in buckets if b.rest is not None for piece in b.pieces_of(b.rest)]
+    rests = [piece.tolist() for b in buckets if b.residual is not None for piece in b.pieces_of(b.residual)]
     state = [{key: bits(value) for key, value in own.items()} for own in optimizer.optimizer.state.values()]
     return [bits(p) for p in model.parameters()], rests, state
 
@@ -102,7 +102,7 @@ def test_a_step_decided_on_the_device_is_that_of_the_host_to_the_bit(half, form)
     with as_on_a_gpu():
         booster, model, optimizer = boosted(made)
         assert optimizer._update.decision.on_device
-        assert optimizer._update.optimizer_state.keeps_masters
+        assert optimizer._update.optimizer_state.has_masters
         applied, weights = train(booster, model, optimizer, bad_at)
     assert applied == expected[0]
     tolerance = (
@@ -119,7 +119,7 @@ def test_every_fused_optimizer_decides_on_the_device(name):
     with as_on_a_gpu():
         booster, model, optimizer = boosted(made, OPTIMIZERS[name])
         assert optimizer._update.decision.on_device
-        assert optimizer._update.optimizer_state.keeps_masters
+        assert optimizer._update.optimizer_state.has_masters
         assert train(booster, model, optimizer, (0, 3))[0] == expected[0]
     for param, other in zip(model.parameters(), expected[1], strict=True):
         assert torch.equal(param, other)
@@ -222,8 +222,8 @@ FORMATS = {
     "separate": (Separate, (torch.float16, torch.bfloat16)),
     "split bfloat16": (SplitBFloat16, (torch.bfloat16,)),
     "split float16": (SplitFloat16, (torch.float16,)),
-    "split24 bfloat16": (lambda: Split24BFloat16(Dither()), (torch.bfloat16,)),
-    "split24 float16": (lambda: Split24Float16(Dither()), (torch.float16,)),
+    "split24 bfloat16": (lambda: Split24BFloat16(RoundingRNG()), (torch.bfloat16,)),
+    "split24 float16": (lambda: Split24Float16(RoundingRNG()), (torch.float16,)),
     "nearest": (Nearest, (torch.float16, torch.bfloat16)),
     "stochastic": (Stochastic, (torch.float16, torch.bfloat16)),
     "kahan": (Kahan, (torch.float16, torch.bfloat16)),
@@ -246,17 +246,17 @@ def test_what_is_read_of_a_format_is_written_back_as_it_was(name, dtype, gpu):
     masters = torch.cat([wide + ulp * share for share in shares])
     size = len(masters) // 128 * 128
     masters = masters[:size]
-    rest = form.allocate(size, dtype, masters.device)
+    residual = form.allocate(size, dtype, masters.device)
     working = [torch.zeros(size, dtype=dtype)]
     spare = torch.zeros(size)
     with_gpu = as_on_a_gpu() if gpu else torch.no_grad()
     with with_gpu:
-        form.write(working, rest, (rest if name == "separate" else masters).copy_(masters), spare)
-        kept = working[0].clone(), None if rest is None else rest.clone()
+        form.write(working, residual, (residual if name == "separate" else masters).copy_(masters), spare)
+        kept = working[0].clone(), None if residual is None else residual.clone()
         if isinstance(form, Split24BFloat16 | Split24Float16):
-            form._dither.next()
-        values = rest if name == "separate" else torch.zeros(size)
-        form.read(working, rest, values, spare)
-        form.write(working, rest, values, spare)
+            form._rng.next()
+        values = residual if name == "separate" else torch.zeros(size)
+        form.read(working, residual, values, spare)
+        form.write(working, residual, values, spare)
     assert torch.equal(working[0].view(torch.int16), kept[0].view(torch.int16))
-    assert rest is None or torch.equal(rest, kept[1])
+    assert residual is None or torch.equal(residual, kept[1])

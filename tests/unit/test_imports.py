@@ -335,7 +335,7 @@ SENDS_ITS_OWN = {
     "ranks/coordinator.py": "a flag",
     "shards/dtensor.py": "a float64 sum",
     "shards/fp8_gather.py": "flat bytes, and float32 magnitudes",
-    "shards/likeness.py": "float64 sums",
+    "shards/replica_check.py": "float64 sums",
     "shards/zero_buckets.py": "flat buckets",
     "shards/zero_states.py": "bytes",
     "tensors/grads.py": "a float32 flag",

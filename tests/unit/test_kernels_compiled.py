@@ -88,10 +88,10 @@ def update(rule, flags, form, half, ways):
     compiled(f"update {rule.body.__module__} {flags} {form.store.__name__} {half} {ways[0].open.__name__}",
              launches.update, types, constants, launches.WARPS, asks=form.bytes_kept < 4 and rule is rules[1])
 
-packed = [states.WAYS["signed"], states.WAYS["unsigned"]]
+packed = [states.ENCODINGS["signed"], states.ENCODINGS["unsigned"]]
 for form in {id(form): form for form in weights.FORMS.values()}.values():
     for half in (FLOAT32,) if form is weights.FULL else (BFLOAT16, FLOAT16):
-        for ways in ([states.FULL] * 2, packed, [states.WAYS["bf16"]] * 2):
+        for ways in ([states.FULL] * 2, packed, [states.ENCODINGS["bf16"]] * 2):
             update(rules[1], 4 | 8, form, half, ways)
 for rule, several in zip(rules, ((0, 1, 15), (7,), (0, 1, 2, 15), (0, 3), (0,)), strict=True):
     for flags in several:

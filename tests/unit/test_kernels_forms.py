@@ -14,8 +14,8 @@ from booster.masters.formats import (
     SplitFloat16,
     Stochastic,
 )
-from booster.masters.packed import Packed
-from booster.masters.rounding import Dither
+from booster.masters.quantized_state import QuantizedState
+from booster.masters.rounding import RoundingRNG
 
 pytestmark = interpreted
 SIZE = 2**16
@@ -40,15 +40,15 @@ def every_half(dtype):
     return torch.arange(SIZE, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
-def copied(form, half, working, rest, values=None, chances=None):
-    """By a kernel: the float32 numbers of `working` and `rest`; or, written there, `values`."""
+def copied(form, half, working, residual, values=None, random_bits=None):
+    """By a kernel: the float32 numbers of `working` and `residual`; or, written there, `values`."""
     from interpreted_forms import load, store
 
     out = torch.zeros(SIZE) if values is None else values
-    rest = working if rest is None else rest
-    chances = torch.zeros(64, dtype=torch.int32) if chances is None else chances
+    residual = working if residual is None else residual
+    random_bits = torch.zeros(64, dtype=torch.int32) if random_bits is None else random_bits
     kernel, function = (load, form.load) if values is None else (store, form.store)
-    kernel[(SIZE // 4096,)](working, rest, out, chances, FUNCTION=function, HALF=half, TILE=4096)
+    kernel[(SIZE // 4096,)](working, residual, out, random_bits, FUNCTION=function, HALF=half, TILE=4096)
     return out
 
 
@@ -66,28 +66,28 @@ def test_every_half_number_with_any_rest_is_read_and_written_as_its_form_says(na
     from booster.kernels.weights import FORMS as KERNELS
 
     kind, dtype = FORMS[name]
-    dither = Dither()
-    form = kind(dither) if "24" in name else kind()
+    rng = RoundingRNG()
+    form = kind(rng) if "24" in name else kind()
     kernel, half = KERNELS[kind], DTYPES[dtype]
-    dither.next()
+    rng.next()
     generator = torch.Generator().manual_seed(0)
     working = every_half(dtype)
     # Masters about every half number, and zeros, infinities and the largest.
     masters = working.float() * (1 + (torch.rand(SIZE, generator=generator) - 0.5) * 2.0**-7)
     mine, theirs = working.clone(), working.clone()
-    rest, other = (form.allocate(SIZE, dtype, torch.device("cpu")) for _ in range(2))
-    noise = kind().noise(SIZE, dtype, torch.device("cpu")) if kernel.noise else rest
+    residual, other = (form.allocate(SIZE, dtype, torch.device("cpu")) for _ in range(2))
+    noise = kind().noise(SIZE, dtype, torch.device("cpu")) if kernel.noise else residual
     form.write(
         [theirs],
         other,
         masters.clone() if other is None or other.dtype != torch.float32 else masters,
         torch.zeros(SIZE),
     )
-    copied(kernel, half, mine, noise, masters.clone(), dither.lanes("weights", torch.device("cpu")))
+    copied(kernel, half, mine, noise, masters.clone(), rng.lanes("weights", torch.device("cpu")))
     assert alike(mine, theirs)
     finite = theirs.isfinite()
-    if rest is not None:
-        assert torch.equal(rest[finite], other[finite])
+    if residual is not None:
+        assert torch.equal(residual[finite], other[finite])
     # Some weights were written by somebody else since.
     mine[::7], theirs[::7] = 1.5, 1.5
     mine[::11], theirs[::11] = 0.0, 0.0
@@ -97,32 +97,32 @@ def test_every_half_number_with_any_rest_is_read_and_written_as_its_form_says(na
     assert alike(found[finite], values[finite])
 
 
-@pytest.mark.parametrize("way", ["bf16", "signed", "unsigned"])
-def test_states_are_packed_and_unpacked_to_the_bit(way):
+@pytest.mark.parametrize("encoding", ["bf16", "signed", "unsigned"])
+def test_states_are_packed_and_unpacked_to_the_bit(encoding):
     from interpreted_forms import close, open_
 
-    from booster.kernels.states import WAYS
+    from booster.kernels.states import ENCODINGS
 
-    dither = Dither()
+    rng = RoundingRNG()
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(SIZE, generator=generator) * 10.0 ** torch.randint(-18, 9, (SIZE // 64, 1)).expand(
         -1, 64
     ).reshape(-1)
-    values = values.abs() if way == "unsigned" else values
+    values = values.abs() if encoding == "unsigned" else values
     values[:64], values[100], values[4096:4128] = 0.0, 1e30, 1e-40
-    expected, found = Packed(way, SIZE, values.device), Packed(way, SIZE, values.device)
+    expected, found = QuantizedState(encoding, SIZE, values.device), QuantizedState(encoding, SIZE, values.device)
     for _ in range(2):
-        dither.next()
-        chances = dither.chances("exp_avg", values.device)
-        expected.pack(values.clone(), chances)
+        rng.next()
+        random_bits = rng.random_bits("exp_avg", values.device)
+        expected.quantize(values.clone(), random_bits)
         scales = found.codes if found.scales is None else found.scales
-        form = WAYS[way]
-        close[(SIZE // 4096,)](found.codes, scales, values, chances.lanes, FUNCTION=form.close, TILE=4096)
+        form = ENCODINGS[encoding]
+        close[(SIZE // 4096,)](found.codes, scales, values, random_bits.lanes, FUNCTION=form.close, TILE=4096)
         assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
         if found.scales is not None:
             assert torch.equal(found.scales, expected.scales)
-        wide, out = expected.unpack(torch.zeros(SIZE)), torch.zeros(SIZE)
+        wide, out = expected.dequantize(torch.zeros(SIZE)), torch.zeros(SIZE)
         open_[(SIZE // 4096,)](found.codes, scales, out, FUNCTION=form.open, TILE=4096)
         # Torch's roots on a CPU are an ulp off, and are squared; those of kernels are IEEE's, as on a GPU.
-        torch.testing.assert_close(out, wide, rtol=0 if way != "unsigned" else 1e-6, atol=0)
+        torch.testing.assert_close(out, wide, rtol=0 if encoding != "unsigned" else 1e-6, atol=0)
         values = wide

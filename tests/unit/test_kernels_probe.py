@@ -70,7 +70,9 @@ def plant(fault, monkeypatch):
         form = dataclasses.replace(weights.FORMS[SplitBFloat16], store=faults.stores_no_rest)
         monkeypatch.setitem(weights.FORMS, SplitBFloat16, form)
     elif fault == "states":
-        monkeypatch.setitem(states.WAYS, "bf16", dataclasses.replace(states.WAYS["bf16"], close=faults.closes_twice))
+        monkeypatch.setitem(
+            states.ENCODINGS, "bf16", dataclasses.replace(states.ENCODINGS["bf16"], close=faults.closes_twice)
+        )
     elif fault == "skip":
         from booster.kernels.steps import KernelSteps
 

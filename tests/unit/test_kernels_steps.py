@@ -42,7 +42,7 @@ def everything(model, optimizer):
     """Copies of all bytes that a step may write."""
     tensors = list(model.parameters())
     update = optimizer._update
-    if update.optimizer_state.keeps_masters:
+    if update.optimizer_state.has_masters:
         tensors += [bucket.rest for bucket in update.optimizer_state.masters.buckets if bucket.rest is not None]
     for own in optimizer.optimizer.state.values():
         for value in own.values():

@@ -423,7 +423,7 @@ def test_no_float32_copy_of_the_model_is_held_by_a_split_master_at_rest():
     run = Run(ELEMENTWISE["SGD"], BF16, "split")
     run.train(1)
     total = sum(param.numel() for param in run.params)
-    kept = sum(bucket.rest.untyped_storage().nbytes() for bucket in run.masters.buckets)
+    kept = sum(bucket.residual.untyped_storage().nbytes() for bucket in run.masters.buckets)
     assert 2 * total <= kept < 2 * (total + 64 * len(run.params))
     handles = [handle for bucket in run.masters.buckets for handle in bucket.handles]
     assert all(handle.untyped_storage().nbytes() == 4 and handle.grad is None for handle in handles)

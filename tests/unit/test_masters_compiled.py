@@ -27,9 +27,17 @@ from booster.masters.formats import (
     SplitBFloat16,
     SplitFloat16,
 )
-from booster.masters.formats_compiled import BFloat16Planes, Float16Planes, join, pack, round_float16, split, unpack
-from booster.masters.packed import Packed
-from booster.masters.rounding import Dither
+from booster.masters.formats_compiled import (
+    BFloat16Planes,
+    Float16Planes,
+    dequantize,
+    join,
+    quantize,
+    round_float16,
+    split,
+)
+from booster.masters.quantized_state import QuantizedState
+from booster.masters.rounding import RoundingRNG
 from booster.mixed_precision import BF16NaiveMixedPrecision
 from booster.tensors import flat
 from booster.update.context import UpdateContext
@@ -68,8 +76,8 @@ def calls(monkeypatch):
     """The sizes of the buckets that compiled kernels stepped."""
     sizes, step = [], Kernel.step
 
-    def counted(self, group, state, inverse, rest, weights, *others):
-        step(self, group, state, inverse, rest, weights, *others)
+    def counted(self, group, state, inverse, residual, weights, *others):
+        step(self, group, state, inverse, residual, weights, *others)
         sizes.append(weights.numel())
 
     monkeypatch.setattr(Kernel, "step", counted)
@@ -158,12 +166,12 @@ def test_a_compiled_step_on_packed_states_is_that_of_the_eager_path(compiler, ca
         kept, other = ours.inner.state[bucket.handles[0]], theirs.inner.state[twin.handles[0]]
         for key, value in kept.items():
             assert type(value) is type(other[key])
-            if isinstance(value, Packed):
+            if isinstance(value, QuantizedState):
                 same = (value.codes.float() == other[key].codes.float()).float().mean()
                 assert float(same) > 0.99
                 assert (value.scales is None) == (states == "bf16")
-                if value.way != "unsigned":  # what another bucket left in the gaps is not in a scale
-                    assert not value.unpack(torch.empty(bucket.size))[~bucket.present()].any()
+                if value.encoding != "unsigned":  # what another bucket left in the gaps is not in a scale
+                    assert not value.dequantize(torch.empty(bucket.size))[~bucket.present()].any()
     again = Run(PACKABLE[name], dtype, form, shapes=shapes, states=states)
     again.optimizer.load_state_dict(copy.deepcopy(ours.optimizer.state_dict()))
     for param, twin in zip(again.params, ours.params, strict=True):
@@ -311,11 +319,11 @@ def test_two_planes_hold_what_int16_holds(dtype, eager, planes):
     read = []
     for form in (eager, planes):
         working = torch.zeros(len(values), dtype=dtype)
-        rest = form.allocate(len(values), dtype, values.device)
-        assert rest.nbytes == 2 * len(values)
-        form.write([working], rest, values.clone(), values.clone())
+        residual = form.allocate(len(values), dtype, values.device)
+        assert residual.nbytes == 2 * len(values)
+        form.write([working], residual, values.clone(), values.clone())
         joined = values.clone()
-        form.read([working], rest, joined, values.clone())
+        form.read([working], residual, joined, values.clone())
         read.append((working, joined))
     assert torch.equal(read[0][0], read[1][0])
     assert torch.equal(read[0][1], read[1][1])
@@ -337,31 +345,32 @@ def test_float16_is_rounded_in_float32_as_torch_rounds_it():
 
 def test_a_strategy_that_does_not_compile_keeps_the_int16_layout():
     run = Run(ELEMENTWISE["SGD"], BF16, "split", compiled=False)
-    assert {bucket.rest.dtype for bucket in run.masters.buckets} == {torch.int16}
+    assert {bucket.residual.dtype for bucket in run.masters.buckets} == {torch.int16}
 
 
 @pytest.mark.parametrize("present", [False, True])
-@pytest.mark.parametrize("way", ["bf16", "signed", "unsigned"])
-def test_packing_without_side_effects_is_that_in_place(way, present):
-    generator, dither = torch.Generator().manual_seed(0), Dither()
-    dither.next()
-    lanes = dither.lanes("state", torch.device("cpu"))
+@pytest.mark.parametrize("encoding", ["bf16", "signed", "unsigned"])
+def test_packing_without_side_effects_is_that_in_place(encoding, present):
+    generator, rng = torch.Generator().manual_seed(0), RoundingRNG()
+    rng.next()
+    lanes = rng.lanes("state", torch.device("cpu"))
     values = torch.randn(2**14, generator=generator).pow(3) * torch.exp2(torch.randn(2**14, generator=generator) * 20)
-    values = values.abs() if way == "unsigned" else values
+    values = values.abs() if encoding == "unsigned" else values
     values[64:128], values[200] = 0.0, 1e-38
     here = torch.rand(2**14, generator=generator) < 0.9 if present else None
-    kept = Packed(way, len(values), torch.device("cpu"))
-    kept.pack(
-        values.clone() if here is None else torch.where(here, values, 0.0), dither.chances("state", torch.device("cpu"))
+    kept = QuantizedState(encoding, len(values), torch.device("cpu"))
+    kept.quantize(
+        values.clone() if here is None else torch.where(here, values, 0.0),
+        rng.random_bits("state", torch.device("cpu")),
     )
-    codes, scales = pack(way, values, lanes, here)
+    codes, scales = quantize(encoding, values, lanes, here)
     assert torch.equal(codes.to(kept.codes.dtype).view(torch.uint8), kept.codes.view(torch.uint8))
-    again = Packed(way, len(values), torch.device("cpu"))
+    again = QuantizedState(encoding, len(values), torch.device("cpu"))
     again.codes.copy_(codes)
     if scales is not None:
         again.scales.copy_(scales)
     assert equal(again.tensors, kept.tensors)
-    assert torch.equal(unpack(way, kept.codes, kept.factors()), kept.unpack(values.clone()))
+    assert torch.equal(dequantize(encoding, kept.codes, kept.factors()), kept.dequantize(values.clone()))
 
 
 AGREEING = [
@@ -375,7 +384,7 @@ AGREEING = [
     (FP16, lambda: Split24Float16(DITHER)),
     (torch.float32, Same),
 ]
-DITHER = Dither()
+DITHER = RoundingRNG()
 LANES = DITHER.lanes(WEIGHTS, torch.device("cpu"))
 IN_PLACE = {BFloat16Planes: SplitBFloat16, Float16Planes: SplitFloat16}
 
@@ -390,18 +399,18 @@ def test_arithmetic_without_side_effects_is_that_in_place_also_after_somebody_wr
     weights, spare = torch.zeros(len(values), dtype=dtype), torch.empty(len(values))
     kept = eager.allocate(len(values), dtype, torch.device("cpu"))
     eager.write([weights], kept, values.clone(), spare)
-    rounded, rest = split(form(), values, dtype, LANES)
+    rounded, residual = split(form(), values, dtype, LANES)
     assert torch.equal(rounded.to(dtype).view(torch.int16), weights.view(torch.int16))
-    rest = [row.to(torch.uint8 if form in IN_PLACE else kept.dtype) for row in rest]
-    if rest and form not in IN_PLACE:
-        assert torch.equal(rest[0], kept)
+    residual = [row.to(torch.uint8 if form in IN_PLACE else kept.dtype) for row in residual]
+    if residual and form not in IN_PLACE:
+        assert torch.equal(residual[0], kept)
     foreign = torch.rand(len(values), generator=generator) < 0.3
     weights[foreign] = torch.randn(int(foreign.sum()), generator=generator).to(dtype)
     weights[::7] = 0.0
     weights[::11] = -0.0
     read = kept if form is Separate else torch.empty(len(values))
     eager.read([weights], kept, read, spare)
-    joined = join(form(), weights, rest)
+    joined = join(form(), weights, residual)
     assert torch.equal(joined.view(torch.int32), read.view(torch.int32))
     assert torch.equal(rounded_to(joined, dtype), weights)
 

@@ -31,15 +31,15 @@ class Kept:
         self.form, self.size = form, len(values)
         third = self.size // 3 // 64 * 64
         self.working = [torch.zeros(third, dtype=dtype), torch.zeros(self.size - third, dtype=dtype)]
-        self.rest = form.allocate(self.size, dtype, CPU)
+        self.residual = form.allocate(self.size, dtype, CPU)
         self.write(values)
 
     def write(self, values):
-        self.form.write(self.working, self.rest, values.clone(), torch.empty(self.size))
+        self.form.write(self.working, self.residual, values.clone(), torch.empty(self.size))
 
     def read(self):
         values = torch.empty(self.size)
-        self.form.read(self.working, self.rest, values, torch.empty(self.size))
+        self.form.read(self.working, self.residual, values, torch.empty(self.size))
         return values
 
     @property

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from booster import Booster
-from booster.masters.packed import Packed
+from booster.masters.quantized_state import QuantizedState
 from booster.mixed_precision import BF16NaiveMixedPrecision
 from booster.model.optimizer_kinds import KNOWN, Known, kind_of, known
 
@@ -54,7 +54,7 @@ def test_one_row_adds_an_optimizer(monkeypatch):
     optimizer = boosted()
     assert kind_of(optimizer.unwrap()) == "elementwise"
     kept = [value for state in optimizer.unwrap().state.values() for value in state.values()]
-    assert any(isinstance(value, Packed) for value in kept)
+    assert any(isinstance(value, QuantizedState) for value in kept)
     state = optimizer.state_dict()
     optimizer.load_state_dict(state)
     del state["state"][0]["exp_avg"]

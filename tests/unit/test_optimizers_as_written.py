@@ -10,8 +10,8 @@ from torch import nn
 import booster
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
-from booster.shards.dtensor import check_steps_parts
-from booster.shards.zero import check_parts
+from booster.shards.dtensor import check_steps_shards
+from booster.shards.zero import check_shards
 
 WIDTH, LAYERS, STEPS = 300, 12, 5
 
@@ -642,7 +642,7 @@ def test_a_step_in_a_hook_within_backward_runs_or_is_told_why_not(precision, pas
     assert optimizer.last_step.applied
 
 
-@pytest.mark.parametrize("check", [check_parts, check_steps_parts])
+@pytest.mark.parametrize("check", [check_shards, check_steps_shards])
 def test_attributes_on_parameters_are_refused_where_ranks_step_parts_of_them(check):
     class Registered(OnParameters):
         pass

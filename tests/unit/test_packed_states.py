@@ -15,9 +15,9 @@ from booster import Booster
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, NoScale
 from booster.masters import MasterOptions, Masters, choose_master_update
-from booster.masters.packed import GROUP, Packed
-from booster.masters.packing import StateSigns
-from booster.masters.rounding import Chances, Dither
+from booster.masters.quantized_state import GROUP, QuantizedState
+from booster.masters.rounding import RoundingBits, RoundingRNG
+from booster.masters.state_quantizer import StateSigns
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 from booster.model.optimizer_kinds import declared_states
 from booster.update.context import UpdateContext
@@ -54,19 +54,19 @@ def lion(monkeypatch):
     return Lion
 
 
-def chances(dither, name="state"):
-    dither.next()
-    return dither.chances(name, CPU)
+def random_bits(rng, name="state"):
+    rng.next()
+    return rng.random_bits(name, CPU)
 
 
-def packed(values, way, dither=None):
-    kept = Packed(way, len(values), CPU)
-    kept.pack(values.clone(), chances(dither or Dither()))
+def packed(values, encoding, rng=None):
+    kept = QuantizedState(encoding, len(values), CPU)
+    kept.quantize(values.clone(), random_bits(rng or RoundingRNG()))
     return kept
 
 
 def unpacked(kept):
-    return kept.unpack(torch.empty(kept.codes.numel()))
+    return kept.dequantize(torch.empty(kept.codes.numel()))
 
 
 class Run:
@@ -105,7 +105,7 @@ class Run:
     def kept(self):
         """Every bit of what is packed, in order."""
         states = [self.inner.state[bucket.handles[0]] for bucket in self.masters.buckets if not bucket.whole]
-        return [t.clone() for own in states for v in own.values() if isinstance(v, Packed) for t in v.tensors]
+        return [t.clone() for own in states for v in own.values() if isinstance(v, QuantizedState) for t in v.tensors]
 
     def states(self):
         found = self.optimizer.state
@@ -135,40 +135,40 @@ def test_adamw_on_split24_masters_and_8_bit_states_holds_seven_bytes_a_parameter
 # ---------------------------------------------------------------------- packing
 
 
-@pytest.mark.parametrize("way", ["bf16", "signed", "unsigned"])
-def test_what_was_unpacked_packs_into_the_same_bits_whatever_the_random_numbers(way):
-    dither, generator = Dither(), torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("encoding", ["bf16", "signed", "unsigned"])
+def test_what_was_unpacked_packs_into_the_same_bits_whatever_the_random_numbers(encoding):
+    rng, generator = RoundingRNG(), torch.Generator().manual_seed(0)
     for exponent in (-60, -20, 0, 20, 100):
         values = torch.randn(2**16 + 64, generator=generator).pow(3) * 2.0**exponent
-        kept = packed(values.abs() if way == "unsigned" else values, way, dither)
-        again = packed(unpacked(kept), way, dither)
+        kept = packed(values.abs() if encoding == "unsigned" else values, encoding, rng)
+        again = packed(unpacked(kept), encoding, rng)
         assert equal(kept.tensors, again.tensors)
 
 
-@pytest.mark.parametrize("way", ["signed", "unsigned"])
-def test_every_code_under_a_thousand_scales_comes_back_whatever_the_random_numbers(way):
-    largest = 127 if way == "signed" else 255
-    codes = torch.arange(1 if way == "unsigned" else -127, largest + 1)
+@pytest.mark.parametrize("encoding", ["signed", "unsigned"])
+def test_every_code_under_a_thousand_scales_comes_back_whatever_the_random_numbers(encoding):
+    largest = 127 if encoding == "signed" else 255
+    codes = torch.arange(1 if encoding == "unsigned" else -127, largest + 1)
     codes = torch.cat([codes, codes.new_full((256 - len(codes),), largest)]).view(8, GROUP).clone()
     codes[:, 0] = largest  # what makes the scale
     scales = torch.randint(31 << 8, 254 << 8, (1000,), generator=torch.Generator().manual_seed(0))
-    kept = Packed(way, 256 * 1000, CPU)
+    kept = QuantizedState(encoding, 256 * 1000, CPU)
     kept.codes.copy_(codes.view(-1).repeat(1000))
     kept.scales.copy_(scales.repeat_interleave(8))
     values = unpacked(kept)
     for noise in (0, 2**16 - 1):
-        again = Packed(way, 256 * 1000, CPU)
-        again.pack(values.clone(), Chances(torch.full((64,), noise, dtype=torch.int32)))
+        again = QuantizedState(encoding, 256 * 1000, CPU)
+        again.quantize(values.clone(), RoundingBits(torch.full((64,), noise, dtype=torch.int32)))
         assert equal(kept.tensors, again.tensors)
 
 
-@pytest.mark.parametrize(("way", "step"), [("bf16", 2.0**-8), ("signed", 2 / 127), ("unsigned", 4 / 255)])
-def test_rounding_is_right_on_average_and_never_off_by_more_than_a_step(way, step):
-    dither, rounds = Dither(), 400
+@pytest.mark.parametrize(("encoding", "step"), [("bf16", 2.0**-8), ("signed", 2 / 127), ("unsigned", 4 / 255)])
+def test_rounding_is_right_on_average_and_never_off_by_more_than_a_step(encoding, step):
+    rng, rounds = RoundingRNG(), 400
     values = torch.rand(2**12, generator=torch.Generator().manual_seed(0)) + 0.5
     total = torch.zeros_like(values)
     for _ in range(rounds):
-        found = unpacked(packed(values, way, dither))
+        found = unpacked(packed(values, encoding, rng))
         assert float((found / values - 1).abs().max()) <= 1.5 * step + 2.0**-7
         total += found
     # Of a number that lies half way, the mean of 400 is off by a fortieth of a step; codes are of roots, which bends.
@@ -177,13 +177,13 @@ def test_rounding_is_right_on_average_and_never_off_by_more_than_a_step(way, ste
 
 
 def test_a_second_moment_that_decays_by_a_thousandth_decays_in_8_bits_too():
-    dither = Dither()
+    rng = RoundingRNG()
     values = torch.rand(2**10, generator=torch.Generator().manual_seed(0)) + 0.5
-    kept = packed(values, "unsigned", dither)
+    kept = packed(values, "unsigned", rng)
     for _ in range(500):
         wide = unpacked(kept).mul_(0.999)
         wide[::GROUP] = 1.6  # the largest of a group stays, so that no scale moves the others
-        kept = packed(wide, "unsigned", dither)
+        kept = packed(wide, "unsigned", rng)
     ratio = (unpacked(kept) / values).view(-1, GROUP)[:, 1:].mean()
     assert float(ratio) == pytest.approx(0.999**500, rel=0.05)
 
@@ -248,22 +248,22 @@ def test_a_never_negative_state_does_not_vanish_beside_any_outlier():
 def test_zeros_stay_zero_and_what_is_no_number_stays_none():
     assert unpacked(packed(torch.zeros(64), "unsigned")).count_nonzero() == 0
     assert unpacked(packed(torch.zeros(64), "signed")).count_nonzero() == 0
-    for way in ("bf16", "signed", "unsigned"):
+    for encoding in ("bf16", "signed", "unsigned"):
         for bad in (float("nan"), -float("nan"), float("inf")):  # processors make NaNs with a sign
             values = torch.ones(64)
             values[40] = bad
-            found = unpacked(packed(values, way))
+            found = unpacked(packed(values, encoding))
             assert not found[40].isfinite()
             assert torch.equal(found[:GROUP], values[:GROUP])
 
 
 def test_what_has_a_name_of_its_own_is_rounded_with_random_numbers_of_its_own():
-    dither = Dither()
-    dither.next()
-    drawn = [dither.lanes(name, CPU) for name in ("exp_avg", "exp_avg_sq", "weights")]
+    rng = RoundingRNG()
+    rng.next()
+    drawn = [rng.lanes(name, CPU) for name in ("exp_avg", "exp_avg_sq", "weights")]
     assert not torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[1], drawn[2])
-    assert torch.equal(drawn[0], dither.lanes("exp_avg", CPU))
+    assert torch.equal(drawn[0], rng.lanes("exp_avg", CPU))
 
 
 # ---------------------------------------------------------------------- training
@@ -328,12 +328,12 @@ def test_a_24_bit_master_rounds_to_its_weight_and_joins_to_within_its_last_bit(d
 def test_an_overflow_leaves_states_masters_and_random_numbers_as_they_are_to_the_bit():
     run = Run(ELEMENTWISE["AdamW"], FP16, scale=2.0**7)
     run.train(3)
-    before = run.kept(), run.values(), [p.detach().clone() for p in run.params], run.masters.dither.count
+    before = run.kept(), run.values(), [p.detach().clone() for p in run.params], run.masters.rng.count
     assert run.train(1, poison=(0,)) == [False]
     assert equal(before[0], run.kept())
     assert equal(before[1], run.values())
     assert equal(before[2], run.params)
-    assert run.masters.dither.count == before[3]
+    assert run.masters.rng.count == before[3]
 
 
 def test_an_optimizer_that_raises_leaves_packed_states_as_they_were(lion):
@@ -519,7 +519,7 @@ def test_a_state_that_was_negative_in_one_trial_step_is_signed(lion):
 def test_what_is_known_of_torchs_optimizers_is_what_trial_steps_show(name, monkeypatch):
     optimizer = PACKABLE[name]([nn.Parameter(torch.ones(3))])
     known = StateSigns(optimizer)
-    monkeypatch.setattr("booster.masters.packing.KNOWN", {})
+    monkeypatch.setattr("booster.masters.state_quantizer.KNOWN", {})
     tried = StateSigns(optimizer)
     assert tried.measured or name == "SGD"
     for state in tried.measured - {"ax"}:

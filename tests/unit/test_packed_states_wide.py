@@ -12,7 +12,7 @@ from torch import nn, optim
 
 from benchmarks import memory, mlp
 from booster import Booster
-from booster.masters.packed import Packed
+from booster.masters.quantized_state import QuantizedState
 from booster.memory import estimate
 from booster.mixed_precision import (
     FP32,
@@ -67,7 +67,7 @@ class Run:
             t.clone()
             for own in self.inner.state.values()
             for v in own.values()
-            if isinstance(v, Packed)
+            if isinstance(v, QuantizedState)
             for t in v.tensors
         ]
 
@@ -135,7 +135,7 @@ def test_every_precision_of_float32_weights_trains_on_packed_states(precision):
             assert optimizer.step()
             optimizer.zero_grad()
         losses[states] = float(loss.detach())
-        packed = [v for own in optimizer.unwrap().state.values() for v in own.values() if isinstance(v, Packed)]
+        packed = [v for own in optimizer.unwrap().state.values() for v in own.values() if isinstance(v, QuantizedState)]
         assert bool(packed) == (states == "8bit")
     assert losses["8bit"] == pytest.approx(losses[None], rel=0.05)
     assert losses[None] < 1.0

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from booster import Booster, numerics
-from booster.masters.packed import Packed
+from booster.masters.quantized_state import QuantizedState
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision, FP16NaiveMixedPrecision
 
 HALVES = {"bf16": BF16NaiveMixedPrecision, "fp16": FP16NaiveMixedPrecision}
@@ -85,7 +85,9 @@ def bits(model, optimizer):
     found |= {f"beside weights {place}": rest for place, rest in enumerate(kept.master_tensors())}
     for place, own in enumerate(optimizer.optimizer.state.values()):
         for name, value in own.items():
-            for index, tensor in enumerate(value.tensors if isinstance(value, Packed) else [torch.as_tensor(value)]):
+            for index, tensor in enumerate(
+                value.tensors if isinstance(value, QuantizedState) else [torch.as_tensor(value)]
+            ):
                 found[f"state {place} {name} {index}"] = tensor
     found |= {f"rounding {name}": state for name, state in kept.rounding_state().items()}
     found["random numbers of the user"] = torch.get_rng_state()

@@ -28,17 +28,17 @@ def bucket_with_gradient(value):
 def test_a_gradient_that_is_dropped_is_not_added_to_later_ones():
     bucket = bucket_with_gradient(2.0)
     bucket.clear_gradient(0)
-    assert bucket.part_of_gradient(0, 0) is None
+    assert bucket.grad_shard(0, 0) is None
     bucket.add_gradient(torch.full((bucket.size,), 3.0), {0, 1}, 0)
-    assert bucket.part_of_gradient(0, 0).tolist() == [3.0] * 5
-    assert bucket.part_of_gradient(1, 0).tolist() == [5.0] * 3
+    assert bucket.grad_shard(0, 0).tolist() == [3.0] * 5
+    assert bucket.grad_shard(1, 0).tolist() == [5.0] * 3
 
 
 def test_a_gradient_that_is_dropped_and_started_again_is_zero():
     bucket = bucket_with_gradient(2.0)
     bucket.clear_gradient(0)
     bucket.start_gradient(0, 0)
-    assert bucket.part_of_gradient(0, 0).tolist() == [0.0] * 5
+    assert bucket.grad_shard(0, 0).tolist() == [0.0] * 5
 
 
 def test_dropping_all_gradients_frees_their_memory_and_writes_nothing():
@@ -65,20 +65,20 @@ def test_parts_of_a_gradient_lie_where_those_of_parameters_do(rank):
     bucket.add_gradient(bucket.slice_of(whole, rank).clone(), set(range(4)), rank)
     for index in range(4):
         start, stop = bucket.overlap(index, rank)
-        assert torch.equal(bucket.part_of_gradient(index, rank), bucket.view(whole, index)[start:stop])
+        assert torch.equal(bucket.grad_shard(index, rank), bucket.view(whole, index)[start:stop])
     bucket.clear_gradients()
     bucket.add_gradient(bucket.slice_of(-whole, rank).clone(), {1}, rank)  # of other memory
     start, stop = bucket.overlap(1, rank)
-    assert torch.equal(bucket.part_of_gradient(1, rank), bucket.view(-whole, 1)[start:stop])
-    assert bucket.part_of_gradient(0, rank) is None
+    assert torch.equal(bucket.grad_shard(1, rank), bucket.view(-whole, 1)[start:stop])
+    assert bucket.grad_shard(0, rank) is None
 
 
 def test_views_are_made_of_parts_that_a_rank_has_and_of_nothing_else():
     bucket = FlatParameters([torch.zeros(64) for _ in range(8)], world_size=2)
     bucket.add_gradient(torch.ones(256), set(range(8)), 1)
-    bucket.part_of_gradient(0, 1)
+    bucket.grad_shard(0, 1)
     views = [each for each in gc.get_objects() if type(each) is torch.Tensor and each._base is bucket.gradient]
     assert sorted(view.numel() for view in views if view.numel()) == [64] * 4
-    assert list(bucket.parts_of_gradient(1)) == [4, 5, 6, 7]
+    assert list(bucket.grad_shards(1)) == [4, 5, 6, 7]
     bucket.clear_gradient(5)
-    assert list(bucket.parts_of_gradient(1)) == [4, 6, 7]
+    assert list(bucket.grad_shards(1)) == [4, 6, 7]

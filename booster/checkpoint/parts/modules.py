@@ -22,8 +22,8 @@ from booster.checkpoint.weights import ties_that_differ
 from booster.common.arguments import is_whole
 from booster.common.text import listed
 from booster.interface.model import Choice, Histories, ModelWrapper, Pinned, choice_of, histories_of, pins_of
-from booster.masters.keeps import LoadedWeights
-from booster.model.dtensors import local_part
+from booster.masters.master_state import LoadedWeights
+from booster.model.dtensors import local_shard
 from booster.model.modules import bare, names_of, parents
 from booster.tensors.trees import HALF_DTYPES
 
@@ -124,7 +124,7 @@ class _Entry:
             if not fits(dtype_of(entry), value.dtype):
                 yield f"{self.what}: {key} has dtype {dtype_of(entry)} in the checkpoint and {value.dtype} here"
                 continue
-            in_place = key in own and local_part(own[key]).data_ptr() == local_part(value).data_ptr()
+            in_place = key in own and local_shard(own[key]).data_ptr() == local_shard(value).data_ptr()
             if not in_place or not self._saved.want_in_place(sources[key], value, partial(_itself, value)):
                 self._saved.want(sources[key], value)
 

@@ -23,7 +23,7 @@ from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.masters.masters import has_half_elements
 from booster.model.modules import bare
 from booster.model.optimizer_kinds import inner_optimizers, is_plain, kind_of
-from booster.shards.divided import Divided
+from booster.shards.flat_shard import FlatShard
 from booster.tensors.trees import is_container, tensors
 from booster.update.state_dict import IN_MODEL, PARAMETERS, STATE_KEY
 from booster.update.state_loading import Reading, check_own
@@ -164,7 +164,7 @@ class _Entry:
             )
             own["loss_scaler"] = scale
         rounding = self._saved.masters(name).get("rounding")
-        if kept.keeps_masters:
+        if kept.has_masters:
             held = dict(zip(numbers, _params(optimizer), strict=True))
             weights = {
                 key: self._saved.widest(key, name, self._homes.get(param))
@@ -187,7 +187,7 @@ class _Entry:
     def _takes_master(self, name: str, param: torch.Tensor) -> bool:
         """Whether float32 numbers stand behind `param` here, or did when it trained: one frozen since may train again."""
         kept = update_of(self.optimizer).optimizer_state
-        if not kept.keeps_masters or kept.has_master(param):
+        if not kept.has_masters or kept.has_master(param):
             return kept.has_master(param)
         trained = name in self._saved.masters(self._name).get("weights", {})
         return has_half_elements(param) and (
@@ -196,7 +196,7 @@ class _Entry:
 
 
 def _float(tensor: Held) -> Held:
-    return tensor.with_values(tensor.values.float()) if isinstance(tensor, Divided) else tensor.float()
+    return tensor.with_values(tensor.values.float()) if isinstance(tensor, FlatShard) else tensor.float()
 
 
 def _params(optimizer: OptimizerWrapper) -> list[torch.Tensor]:
@@ -216,7 +216,7 @@ def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
     inner = _inner_states(optimizer.unwrap(), state)
     if not plain:
         update = update_of(optimizer)
-        if update.optimizer_state.keeps_masters or update.shards.sharded or update.shards.selection is not None:
+        if update.optimizer_state.has_masters or update.shards.sharded or update.shards.selection is not None:
             raise CheckpointError(
                 f"the state_dict() of {type(optimizer.unwrap()).__name__} has no states of parameters by their numbers, which "
                 "masters, parts and stages of ranks need; use mixed_precision='fp32', 'bf16' or 'fp16' on one device or with "
@@ -287,7 +287,7 @@ def _cut_within_containers(optimizer: OptimizerWrapper, states: Mapping[str, Map
     return [
         name
         for name, param in zip(names, _params(optimizer), strict=True)
-        if update.optimizer_state.keeps_masters or update.shards.part_of(param) is not param
+        if update.optimizer_state.has_masters or update.shards.shard_of(param) is not param
         if any(
             is_container(value) and next(tensors(value), None) is not None for value in states.get(name, {}).values()
         )

@@ -189,7 +189,7 @@ def add_state_dict_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
         module._register_state_dict_hook(hook)
 
 
-def own_part(tensor: Any) -> torch.Tensor:
+def local_tensor(tensor: Any) -> torch.Tensor:
     """Return what this rank holds of a DTensor, itself; not differentiable. `to_local` makes a view, by way of autograd."""
     local: torch.Tensor = tensor._local_tensor
     if type(local) is not torch.Tensor:  # on its way; to_local waits for it
@@ -198,11 +198,11 @@ def own_part(tensor: Any) -> torch.Tensor:
     return local
 
 
-def own_parts(tensors: Iterable[Any]) -> list[torch.Tensor]:
-    """Return `own_part` of each of `tensors`."""
+def local_tensors(tensors: Iterable[Any]) -> list[torch.Tensor]:
+    """Return `local_tensor` of each of `tensors`."""
     found = list(map(_LOCAL, tensors))
     if not _PLAIN.issuperset(map(type, found)):
-        found = list(map(own_part, tensors))
+        found = list(map(local_tensor, tensors))
     return found
 
 

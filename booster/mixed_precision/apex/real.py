@@ -30,7 +30,7 @@ from booster.update.context import UpdateContext
 from booster.update.gradients import Gradients
 from booster.update.host import HostDecision, HostNorms
 from booster.update.norms import Norms
-from booster.update.optimizer_state import KeptState
+from booster.update.optimizer_state import OptimizerState
 from booster.update.outcome import StepFields, StepResult, UpdateOptions
 from booster.update.update import Update
 
@@ -135,7 +135,7 @@ class RealUpdate(Update):
 def make_real_update(context: UpdateContext, amp: Any) -> RealUpdate:
     """Make the update of an optimizer that `amp`, the real apex.amp, patched."""
     gradients = RealGradients(context, HostNorms(context), amp)
-    return RealUpdate(gradients, HostDecision(gradients, RealApplication(context)), KeptState(context))
+    return RealUpdate(gradients, HostDecision(gradients, RealApplication(context)), OptimizerState(context))
 
 
 def configure(

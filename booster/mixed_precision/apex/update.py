@@ -14,12 +14,12 @@ from torch import nn
 from torch.optim import SGD
 
 from booster.common.torch_internals.tensor_internals import sparse_values, version
-from booster.masters.keeps import KeptMasters
+from booster.masters.master_state import MasterState
 from booster.masters.masters import Masters
 from booster.masters.update import MasterApplication
 from booster.mixed_precision.apex.options import check_dtypes
 from booster.mixed_precision.apex.scale import ApexScales
-from booster.model.dtensors import around, local_part
+from booster.model.dtensors import around, local_shard
 from booster.ranks import agreement
 from booster.tensors.cast_regions import casts_as_here, disable_casts
 from booster.tensors.grads import gradient_values, own_memory, scale_values, unscale_values
@@ -29,7 +29,7 @@ from booster.update.context import UpdateContext
 from booster.update.gradients import Gradients
 from booster.update.host import HostDecision, HostNorms
 from booster.update.norms import Norms
-from booster.update.optimizer_state import KeptState
+from booster.update.optimizer_state import OptimizerState
 from booster.update.outcome import SkippedReason, StepFields, StepResult
 from booster.update.update import Update
 
@@ -234,7 +234,7 @@ class _Left:
 
     def __init__(self, grad: torch.Tensor, shown: torch.Tensor | None) -> None:
         """shown: the gradient that users see, where another."""
-        local = local_part(grad)
+        local = local_shard(grad)
         values = sparse_values(local) if local.is_sparse else local
         self._memory = values.untyped_storage()
         self._address = values.data_ptr()
@@ -337,7 +337,7 @@ class ApexMasterGradients(ApexGradients):
 
     def _unscale_fresh(self, params: list[torch.Tensor], values: list[torch.Tensor], check: bool) -> bool:
         wide = [
-            local_part(p.grad).to_dense().to(torch.float32, copy=True) if self._has_master(p) else value  # type: ignore[arg-type]
+            local_shard(p.grad).to_dense().to(torch.float32, copy=True) if self._has_master(p) else value  # type: ignore[arg-type]
             for p, value in zip(params, values, strict=True)
         ]
         found = super()._unscale_fresh(params, wide, check)
@@ -392,7 +392,7 @@ class ApexMasterGradients(ApexGradients):
                 param.grad = around(total.to(param.dtype), param)
         else:
             own_memory([param])
-            local_part(param.grad).copy_(total.detach())  # type: ignore[arg-type]
+            local_shard(param.grad).copy_(total.detach())  # type: ignore[arg-type]
 
     def _note_left(self) -> None:
         self._left = {
@@ -425,7 +425,7 @@ class ApexMasterGradients(ApexGradients):
                     "which puts their sum there, or run the passes inside b.accumulate()"
                 )
             self._left[param] = now
-            value = local_part(param.grad).to_dense().to(torch.float32, copy=True)
+            value = local_shard(param.grad).to_dense().to(torch.float32, copy=True)
             if not self._in_grad:
                 unscale_values([value], 1.0 / self._left_scale, check=False)
             self._sums[param] = value
@@ -433,7 +433,7 @@ class ApexMasterGradients(ApexGradients):
     def _differs(self, param: torch.Tensor) -> bool:
         """Whether `.grad` is not what was put there: a write through `.data` counts in no version."""
         total = self._sums.get(param)
-        grad = local_part(param.grad)  # type: ignore[arg-type]
+        grad = local_shard(param.grad)  # type: ignore[arg-type]
         return total is None or grad.is_sparse or not torch.equal(grad, total.to(grad.dtype))
 
     def require_backward(self) -> None:
@@ -454,7 +454,9 @@ class ApexUpdate(Update):
 
     gradients: ApexGradients
 
-    def __init__(self, gradients: ApexGradients, application: Application, kept: KeptState, *, verbose: bool) -> None:
+    def __init__(
+        self, gradients: ApexGradients, application: Application, kept: OptimizerState, *, verbose: bool
+    ) -> None:
         super().__init__(gradients, ApexDecision(gradients, application), kept)
         self._verbose = verbose
 
@@ -498,8 +500,8 @@ def make_apex_update(context: UpdateContext, *, masters: Masters | None, verbose
     """Make the update of an optimizer under apex, of `masters` where there are any."""
     norms = HostNorms(context)
     if masters is None:
-        return ApexUpdate(ApexGradients(context, norms), Application(context), KeptState(context), verbose=verbose)
+        return ApexUpdate(ApexGradients(context, norms), Application(context), OptimizerState(context), verbose=verbose)
     gradients = ApexMasterGradients(context, norms, masters)
     return ApexUpdate(
-        gradients, MasterApplication(context, masters=masters), KeptMasters(context, masters), verbose=verbose
+        gradients, MasterApplication(context, masters=masters), MasterState(context, masters), verbose=verbose
     )

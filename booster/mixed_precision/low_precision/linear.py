@@ -18,7 +18,7 @@ from booster.mixed_precision.low_precision.kernels import multiply
 from booster.mixed_precision.low_precision.operands import both, rounded, turned
 from booster.mixed_precision.low_precision.recipes import Product, Recipe, Wide
 from booster.mixed_precision.low_precision.weights import GatheredWeight, RoundedWeight, RoundedWeights
-from booster.model.modules import LinearStandIn
+from booster.model.modules import LinearProxy
 from booster.number_formats import Scaled
 
 
@@ -110,7 +110,7 @@ def _factor(scales: list[torch.Tensor], device: torch.device) -> float | None:
     return None if factor < numbers.tiny or factor > numbers.max else factor
 
 
-class LowPrecisionLinear(LinearStandIn):
+class LowPrecisionLinear(LinearProxy):
     """An `nn.Linear` whose products run in the formats of a recipe; made of one with `of`, under whose names it keeps state.
 
     Inputs of any shape (..., in_features) in float32 or half; the output has autocast's dtype where that is on, else the

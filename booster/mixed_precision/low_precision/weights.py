@@ -54,7 +54,7 @@ class RoundedWeight:
 class GatheredWeight:
     """One weight that a plugin gathered, as products read it: of the bytes that arrived, as long as they are there.
 
-    arrived: see `LinearStandIn.arrived`. Without bytes, as where the operand has other scales, the weight is rounded.
+    arrived: see `LinearProxy.arrived`. Without bytes, as where the operand has other scales, the weight is rounded.
     """
 
     def __init__(self, weight: torch.Tensor, arrived: Callable[[torch.Tensor], Scaled | None]) -> None:

@@ -24,7 +24,7 @@ import torch
 from booster.common.devices import HostCopy
 from booster.common.text import dtype_name
 from booster.masters.formats import Kahan, Nearest
-from booster.masters.keeps import KeptMasters
+from booster.masters.master_state import MasterState
 from booster.tensors.flat import flat_like, is_dense
 from booster.update.update import Update
 
@@ -233,9 +233,9 @@ class _Stored:
 def _stored(update: Update, wanted: Mapping[torch.Tensor, Any]) -> dict[torch.Tensor, _Stored]:
     """Evenly spread elements of what keeps each of the parameters `wanted`. Inside `local()`."""
     found: dict[torch.Tensor, _Stored] = {}
-    if isinstance(update.optimizer_state, KeptMasters):
+    if isinstance(update.optimizer_state, MasterState):
         masters = update.optimizer_state.masters
-        masters.adopt()
+        masters.register_params()
         pieces: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = {}
         formats: dict[torch.Tensor, str] = {}
         for bucket in masters.buckets:

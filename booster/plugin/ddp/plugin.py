@@ -26,7 +26,7 @@ from booster.plugin.ddp.gradient_reducer import GradientReducer
 from booster.plugin.ddp.reduced_module import ReducedModule
 from booster.ranks.communicate import align, broadcast, is_sent
 from booster.shards import Shards
-from booster.shards.replicated import Replica, ReplicatedShards
+from booster.shards.replicated import GradSyncTracker, ReplicatedShards
 
 # torch 2.13 renamed the option and warns about the old name.
 _BUFFERS = (
@@ -100,7 +100,7 @@ class TorchDDPPlugin(Plugin):
             self._ddp_options[_BUFFERS] = False  # on is DDP's default under either name
         self._sync_batchnorm = sync_batchnorm
         # One of each placed module, as long as that lives.
-        self._replicas: WeakKeyDictionary[nn.Module, Replica] = WeakKeyDictionary()
+        self._sync_trackers: WeakKeyDictionary[nn.Module, GradSyncTracker] = WeakKeyDictionary()
         self._reducers: WeakKeyDictionary[nn.Module, GradientReducer] = WeakKeyDictionary()
         self._averages: WeakKeyDictionary[nn.Module, FP8Average] = WeakKeyDictionary()
         self._comm_hook = None if hook is None else (comm_hook[0] if isinstance(comm_hook, tuple) else None, hook)
@@ -158,7 +158,7 @@ class TorchDDPPlugin(Plugin):
             return module
         if not dtypes:  # DistributedDataParallel refuses a model with nothing to train
             self.synchronise(module)
-            self._replicas[module] = Replica(module)
+            self._sync_trackers[module] = GradSyncTracker(module)
             return module
         if policy.release:
             return self._place_released(module)
@@ -171,7 +171,7 @@ class TorchDDPPlugin(Plugin):
         if _BUFFERS not in self._ddp_options and not all(map(is_sent, module.buffers())):
             placed.register_forward_pre_hook(_send_buffers)
         self._hook(placed, device)
-        self._replicas[placed] = Replica(placed)
+        self._sync_trackers[placed] = GradSyncTracker(placed)
         return placed
 
     def switch_refusal(self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy) -> str | None:
@@ -186,7 +186,7 @@ class TorchDDPPlugin(Plugin):
             reducer.leave()
         if isinstance(placed, DistributedDataParallel):
             leave_gradients_alone(placed)
-        for known in (self._replicas, self._averages):
+        for known in (self._sync_trackers, self._averages):
             known.pop(placed, None)
         again = self.place(unwrap_placed(placed), after, device)
         if carried:
@@ -203,7 +203,7 @@ class TorchDDPPlugin(Plugin):
             finds_unused=self._ddp_options["find_unused_parameters"],
         )
         placed = ReducedModule(module, reducer, self._ranks, synchronise_buffers=_BUFFERS not in self._ddp_options)
-        self._reducers[placed], self._replicas[placed] = reducer, Replica(placed)
+        self._reducers[placed], self._sync_trackers[placed] = reducer, GradSyncTracker(placed)
         return placed
 
     @property
@@ -213,7 +213,7 @@ class TorchDDPPlugin(Plugin):
     def make_shards(self, optimizer: Optimizer) -> Shards:
         if self.group is None:
             return Shards(optimizer)
-        return ReplicatedShards(optimizer, self._replicas, self._reducers, self._alike)
+        return ReplicatedShards(optimizer, self._sync_trackers, self._reducers, self._alike)
 
     @property
     def _alike(self) -> dist.ProcessGroup | None:
@@ -243,7 +243,11 @@ class TorchDDPPlugin(Plugin):
         return cast_parameters(module, policy)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        if self._ddp_options["static_graph"] and module in self._replicas and not self._replicas[module].averaged:
+        if (
+            self._ddp_options["static_graph"]
+            and module in self._sync_trackers
+            and not self._sync_trackers[module].averaged
+        ):
             return (
                 nullcontext()
             )  # torch learns the graph in a first pass that it averages; later ones add up with it as well

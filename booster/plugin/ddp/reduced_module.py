@@ -35,7 +35,7 @@ class LaidOut(nn.Module):
     def wait_for_weights(self) -> None:
         """Wait for weights that a step left on their way."""
         if self.layout is not None:
-            self.layout.arriving.wait()
+            self.layout.pending_all_gathers.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -79,7 +79,7 @@ class ReducedModule(LaidOut, PlacedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if graph_task() == -1:  # not recomputed inside a backward
             self._before_forward()
-        with nullcontext() if self.layout is None else self.layout.arriving.in_forward(self.module):
+        with nullcontext() if self.layout is None else self.layout.pending_all_gathers.in_forward(self.module):
             outputs = self.module(*args, **kwargs)
         for output in tensors(outputs):
             if output.requires_grad:

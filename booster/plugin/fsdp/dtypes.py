@@ -68,16 +68,16 @@ class _Slots:
         self._showing = True
         for slot in self._slots:
             param = slot.place[slot.name]
-            if param is slot.param and slot.stand_in is not None:
-                slot.place[slot.name] = slot.stand_in
-            elif param is not slot.stand_in and param.dtype != self._dtype:  # neither gathered nor known
-                slot.param, slot.stand_in = param, Shown.of(param, self._dtype)
-                slot.place[slot.name] = slot.stand_in
+            if param is slot.param and slot.proxy is not None:
+                slot.place[slot.name] = slot.proxy
+            elif param is not slot.proxy and param.dtype != self._dtype:  # neither gathered nor known
+                slot.param, slot.proxy = param, Shown.of(param, self._dtype)
+                slot.place[slot.name] = slot.proxy
 
     def hide(self) -> None:
         self._showing = False
         for slot in self._slots:
-            if slot.stand_in is not None and slot.place[slot.name] is slot.stand_in:
+            if slot.proxy is not None and slot.place[slot.name] is slot.proxy:
                 slot.place[slot.name] = slot.param
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -88,11 +88,11 @@ class _Slots:
 class _Slot:
     """A parameter in the table of its module, and what stands for it there."""
 
-    __slots__ = ("name", "param", "place", "stand_in")
+    __slots__ = ("name", "param", "place", "proxy")
 
     def __init__(self, place: dict[str, Any], name: str, param: torch.Tensor) -> None:
         self.place, self.name, self.param = place, name, param
-        self.stand_in: Shown | None = None
+        self.proxy: Shown | None = None
 
 
 class Shown(torch.Tensor):

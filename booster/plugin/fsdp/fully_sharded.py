@@ -49,7 +49,7 @@ from booster.mixed_precision.policy import (
 )
 from booster.model.dtensors import around
 from booster.model.meta import check_meta, materialise
-from booster.model.modules import LinearStandIn, bare
+from booster.model.modules import LinearProxy, bare
 from booster.plugin.fsdp.dtypes import show_computed_dtypes
 from booster.plugin.fsdp.groups import Group, plan_groups
 from booster.plugin.fsdp.unused import UnusedParameters
@@ -57,7 +57,7 @@ from booster.plugin.fsdp.written import RefuseReplaced, WrittenParameters
 from booster.ranks.communicate import SENT
 from booster.shards.dtensor import check_own
 from booster.shards.fp8_gather import FP8Gather, WeightScales
-from booster.shards.fully_sharded import LeftGathered, forget_scales, recover, reshard
+from booster.shards.fully_sharded import UnshardedParams, forget_scales, recover, reshard
 from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
 from booster.tensors.weak import settle_inputs
 
@@ -78,7 +78,7 @@ def shard_module(
     synchronise: Synchronise | None = None,
     shard_placement: ShardPlacement | None = None,
     gathered: Collection[str] = (),
-    left: LeftGathered | None = None,
+    left: UnshardedParams | None = None,
 ) -> list[Any]:
     """Shard the parameters of `module` over `mesh`, in place; return hooks for `change_dtypes`, which have `remove`.
 
@@ -337,7 +337,7 @@ def _hand_over(model: nn.Module, layers: Collection[str], sharded: Iterable[Any]
         for record in group.fsdp_params
     }
     for layer in map(model.get_submodule, layers):
-        if isinstance(layer, LinearStandIn):
+        if isinstance(layer, LinearProxy):
             layer.arrived = gathers.get(id(layer.weight))
 
 
@@ -490,7 +490,7 @@ class _Rest:
     Nothing else would: users would meet them in place of their own, and what is written to them is lost at the next step.
     """
 
-    def __init__(self, model: FSDPModule, left: LeftGathered | None) -> None:
+    def __init__(self, model: FSDPModule, left: UnshardedParams | None) -> None:
         (self._state,) = fsdp_states([model])
         self._note = None if left is None else torch.compiler.disable(left.note)
 
@@ -510,9 +510,9 @@ def _requires_grad(output: Any) -> bool:
 
 
 class _TakeOver:
-    """Before a forward pass, and before weights are saved: see `LeftGathered`."""
+    """Before a forward pass, and before weights are saved: see `UnshardedParams`."""
 
-    def __init__(self, left: LeftGathered) -> None:
+    def __init__(self, left: UnshardedParams) -> None:
         self._left = left
 
     def __call__(self, module: nn.Module, *args: Any) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from booster.common import arguments
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters, gathered_modules
-from booster.model.dtensors import local_part
+from booster.model.dtensors import local_shard
 from booster.model.meta import arrive
 from booster.model.modules import bare
 from booster.plugin.base import check_joined
@@ -121,7 +121,7 @@ class TorchFSDPPlugin(ShardingPlugin):
             device=device,
             blocks=blocks,
             gathered=gathered_modules(model, policy),
-            synchronise=lambda tensors: align(map(local_part, tensors), self.group),
+            synchronise=lambda tensors: align(map(local_shard, tensors), self.group),
             **self._options,
             left=self._left,
         )

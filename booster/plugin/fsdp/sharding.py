@@ -16,8 +16,8 @@ from booster.plugin.base import Plugin, shared_mesh, world
 from booster.plugin.fsdp.fully_sharded import without_reduction
 from booster.ranks.communicate import align
 from booster.shards import Shards
-from booster.shards.dtensor import check_steps_parts
-from booster.shards.fully_sharded import FullyShardedShards, LeftGathered
+from booster.shards.dtensor import check_steps_shards
+from booster.shards.fully_sharded import FullyShardedShards, UnshardedParams
 
 
 class ShardingPlugin(Plugin):
@@ -30,7 +30,7 @@ class ShardingPlugin(Plugin):
         self._placed: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
         self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._unreduced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._left = LeftGathered()
+        self._left = UnshardedParams()
 
     @abstractmethod
     def _mesh_sizes(self) -> dict[str, int]:
@@ -49,7 +49,7 @@ class ShardingPlugin(Plugin):
         align([*module.parameters(), *module.buffers()], self.group)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        check_steps_parts(optimizer)
+        check_steps_shards(optimizer)
 
     def make_shards(self, optimizer: Optimizer) -> Shards:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}

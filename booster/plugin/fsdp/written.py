@@ -22,8 +22,8 @@ from booster.common.torch_internals.fsdp_internals import (
     versions_of_wholes,
 )
 from booster.common.torch_internals.tensor_internals import storage_key
-from booster.model.dtensors import is_dtensor, local_part
-from booster.shards.fully_sharded import adopt, compared
+from booster.model.dtensors import is_dtensor, local_shard
+from booster.shards.fully_sharded import compared, write_back
 
 _LOOKS = 4  # first passes of training in which all bits are compared, as writes through `.data` leave no other trace
 _SUM = 2**62 - 1
@@ -120,7 +120,7 @@ class WrittenParameters:
                     last.always = True
                     if self._note(param, now != before, shard.dtype != piece.dtype, bool(same.all())):
                         continue
-                adopt(shard, piece, same)
+                write_back(shard, piece, same)
         watch.versions = versions_of_wholes(watch.params)
         watch.always = self._left > 0 or not self._untraced.isdisjoint(watch.params)
         if watch is last:
@@ -139,7 +139,7 @@ class WrittenParameters:
         before, self._places[param] = self._places[param], _places(param)
         if _replaced(before, self._places[param]):
             what = _DROPPED
-        whole = local_part(gathered(param)).contiguous()  # type: ignore[arg-type]
+        whole = local_shard(gathered(param)).contiguous()  # type: ignore[arg-type]
         bits = int(whole.view(_BITS[whole.element_size()]).sum(dtype=torch.int64)) & _SUM
         self._seen[param] = max(what, self._seen.get(param, (0, 0))[0]), bits
         return same

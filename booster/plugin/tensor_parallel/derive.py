@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from booster.model.modules import LinearStandIn
+from booster.model.modules import LinearProxy
 from booster.plugin.forward_order import names_in_forward, parsed, side_of
 from booster.plugin.tensor_parallel.attention import HeadParallel
 from booster.plugin.tensor_parallel.styles import Colwise, EmbeddingParallel, Region, Rowwise, is_conv1d, output_dim
@@ -307,7 +307,7 @@ def within_adapters(module: Any) -> Any:
 
 def _is_linear(module: Any) -> bool:
     module = within_adapters(module)
-    return type(module) is nn.Linear or isinstance(module, LinearStandIn) or (module is not None and is_conv1d(module))
+    return type(module) is nn.Linear or isinstance(module, LinearProxy) or (module is not None and is_conv1d(module))
 
 
 def _is_norm_of(module: nn.Module, size: int) -> bool:

@@ -18,9 +18,9 @@ from booster.plugin.ddp.plugin import TorchDDPPlugin
 from booster.plugin.ddp.reduced_module import ReducedModule
 from booster.plugin.zero.sliced_gradients import BucketReducer, SliceReducer, ZeroDDP
 from booster.shards import Shards
-from booster.shards.arriving import WaitsForWeights
-from booster.shards.replicated import Replica
-from booster.shards.zero import ZeroShards, check_parts
+from booster.shards.pending_all_gathers import AllGatherHook
+from booster.shards.replicated import GradSyncTracker
+from booster.shards.zero import ZeroShards, check_shards
 from booster.shards.zero_buckets import ModuleBuckets
 
 
@@ -134,10 +134,10 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             reducer = BucketReducer(layout, fp8=self._fp8 is not None, finds_unused=finds_unused)
             placed.lay_out(layout, reducer if self._keeps_slices else None)
         if self._overlaps:
-            self._waiting[placed] = WaitsForWeights(layout.arriving).listen(bare(placed))
+            self._waiting[placed] = AllGatherHook(layout.pending_all_gathers).listen(bare(placed))
         self._layouts[placed] = layout
-        if placed not in self._replicas:
-            self._replicas[placed] = Replica(placed)
+        if placed not in self._sync_trackers:
+            self._sync_trackers[placed] = GradSyncTracker(placed)
         return placed
 
     def place_again(
@@ -170,7 +170,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if self.group is not None:
-            check_parts(optimizer)
+            check_shards(optimizer)
 
     def make_shards(self, optimizer: Optimizer) -> Shards:
         if self.group is None:
@@ -182,7 +182,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             layouts,
             reduced=self._keeps_slices,
             overlaps=self._overlaps,
-            replicas=self._replicas,
+            sync_trackers=self._sync_trackers,
             reducers=self._reducers,
             ranks=self._alike,
         )

@@ -41,7 +41,7 @@ class SliceReducer(GradientReducer):
         self._dtype = dtype
 
     def buckets(self) -> Sequence[Sequence[torch.Tensor]]:
-        self._layout.divide_rest()
+        self._layout.shard_remaining()
         return [bucket.params for bucket in self._layout.buckets]
 
     def send(self, index: int, params: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -188,7 +188,7 @@ class ZeroDDP(LaidOut, DistributedDataParallel):
             return super().forward(*inputs, **kwargs)
         if self.slices is not None:
             self.slices.abandon()
-        with self.layout.arriving.in_forward(self.module):
+        with self.layout.pending_all_gathers.in_forward(self.module):
             return super().forward(*inputs, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:

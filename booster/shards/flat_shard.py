@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-class Divided:
+class FlatShard:
     """This rank's stretch of a tensor: elements from `start` on, in memory order, of which other ranks have the rest.
 
     values: 1-dim. shape, stride: of the whole, whose elements fill one stretch of memory. `torch.distributed.checkpoint` asks
@@ -38,9 +38,9 @@ class Divided:
         """Return the number of dimensions of the whole."""
         return len(self.shape)
 
-    def with_values(self, values: torch.Tensor) -> Divided:
+    def with_values(self, values: torch.Tensor) -> FlatShard:
         """Return the same stretch with other values."""
-        return Divided(values, self.start, self.shape, self.stride)
+        return FlatShard(values, self.start, self.shape, self.stride)
 
     def boxes(self) -> Iterator[tuple[torch.Size, torch.Size, torch.Tensor]]:
         """Yield (offsets, sizes, view of `values`) of boxes of the whole that make up the stretch, in memory order."""

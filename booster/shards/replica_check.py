@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from booster.common import arguments
 from booster.common.devices import HostCopy
 from booster.common.text import listed
-from booster.model.dtensors import local_part
+from booster.model.dtensors import local_shard
 from booster.ranks.agreement import all_names
 from booster.ranks.communicate import communication_device, exchange
 from booster.tensors.grads import tensor_norms
@@ -44,7 +44,7 @@ class _Part(NamedTuple):
     rows: torch.Tensor
 
 
-class Likeness:
+class ReplicaCheck:
     """Compares, in a few steps, the numbers of param_groups and `Shards.replicated_params` among the ranks that hold them.
 
     Two norms of each weight are read, and three numbers of all of them are sent, which a device does without a wait: they are
@@ -87,13 +87,13 @@ class Likeness:
 def trained(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the parameters of `optimizer` that train and that norms can be taken of."""
     held = (param for group in optimizer.param_groups for param in group["params"] if param.requires_grad)
-    return [param for param in held if param.dtype in _DTYPES and type(local_part(param.detach())) is torch.Tensor]
+    return [param for param in held if param.dtype in _DTYPES and type(local_shard(param.detach())) is torch.Tensor]
 
 
 def _part(shards: Shards, ranks: dist.ProcessGroup, params: Sequence[torch.Tensor], *, rates: bool) -> _Part:
     """Return norms of orders 1 and 2 of each of `params`, where those are, behind the numbers of groups if `rates`."""
     named = list(_rates(shards.optimizer)) if rates else []
-    values = [local_part(param.detach()) for param in params]
+    values = [local_shard(param.detach()) for param in params]
     known = torch.tensor(
         [0.0 if isinstance(rate, torch.Tensor) else float(rate) for _, rate in named], dtype=torch.float64
     )

@@ -13,9 +13,9 @@ import torch
 from torch.optim import Optimizer
 
 from booster.common.torch_internals.optimizer_internals import unhooked
-from booster.masters.packed import Packed, Way
-from booster.masters.rounding import Dither
-from booster.masters.stand_in import State
+from booster.masters.optimizer_proxy import State
+from booster.masters.quantized_state import Encoding, QuantizedState
+from booster.masters.rounding import RoundingRNG
 from booster.model.optimizer_kinds import KNOWN, Sign, declared_states, known
 from booster.model.optimizer_states import probe_of, untouched
 
@@ -96,20 +96,20 @@ class FlatBucket(Protocol):
     def clear_padding(self, values: torch.Tensor) -> None: ...
 
 
-class Packing:
+class StateQuantizer:
     """How the states of one optimizer are kept; `states` is "bf16" or "8bit".
 
-    In the optimizer's state a `Packed` takes the place of a tensor of the bucket's size. Parameters without dimensions,
+    In the optimizer's state a `QuantizedState` takes the place of a tensor of the bucket's size. Parameters without dimensions,
     states that are no float32 tensors, and averages of weights (ASGD's) stay as they are.
     """
 
-    def __init__(self, optimizer: Optimizer, states: States, dither: Dither) -> None:
+    def __init__(self, optimizer: Optimizer, states: States, rng: RoundingRNG) -> None:
         self._states = states
         self._signs = StateSigns(optimizer)
-        self._dither = dither
+        self._rng = rng
         self._name = type(optimizer).__name__
 
-    def way_of(self, name: str, value: Any, bucket: FlatBucket) -> Way | None:
+    def encoding_of(self, name: str, value: Any, bucket: FlatBucket) -> Encoding | None:
         """Return how `value`, the entry `name` of the state of `bucket`, is packed; None: it stays as it is."""
         flat = isinstance(value, torch.Tensor) and value.shape == (bucket.size,) and value.dtype == torch.float32
         sign = self._signs[name] if flat else "fp32"
@@ -117,31 +117,31 @@ class Packing:
             return None
         return "bf16" if self._states == "bf16" else sign
 
-    def pack(
+    def quantize(
         self,
         bucket: FlatBucket,
         state: State,
-        packed: dict[str, Packed] | None = None,
+        packed: dict[str, QuantizedState] | None = None,
         spare: torch.Tensor | None = None,
     ) -> None:
         """Pack the entries of `state`, of the handle of `bucket`, in place; float32 ones are overwritten.
 
-        packed: memory to use again, by name. spare: scratch, as of `Packed.pack`.
+        packed: memory to use again, by name. spare: scratch, as of `QuantizedState.quantize`.
         Raises RuntimeError for a negative number where there was none in trials.
         """
         for name, value in state.items():
-            way = self.way_of(name, value, bucket)
-            if way is None:
+            encoding = self.encoding_of(name, value, bucket)
+            if encoding is None:
                 continue
             bucket.clear_padding(value)
-            if way == "unsigned" and name in self._signs.watched and float(value.amin()) < 0:
+            if encoding == "unsigned" and name in self._signs.watched and float(value.amin()) < 0:
                 raise RuntimeError(
                     f"the state {name!r} of {self._name} was never negative in trial steps, and is now; declare it before "
                     f"boost(): register_elementwise({self._name}, states={{{name!r}: 'signed'}})"
                 )
             kept = (packed or {}).get(name)
-            kept = Packed(way, bucket.size, value.device) if kept is None else kept
-            kept.pack(value, self._dither.chances(name, value.device), spare)
+            kept = QuantizedState(encoding, bucket.size, value.device) if kept is None else kept
+            kept.quantize(value, self._rng.random_bits(name, value.device), spare)
             state[name] = kept
 
     @contextmanager
@@ -159,23 +159,23 @@ class Packing:
         """
         handle = bucket.handles[0]
         state = states.get(handle, {})
-        before = {name: value for name, value in state.items() if isinstance(value, Packed)}
+        before = {name: value for name, value in state.items() if isinstance(value, QuantizedState)}
         for name, value in before.items():
-            state[name] = value.unpack(scratch(name), spare)
+            state[name] = value.dequantize(scratch(name), spare)
         try:
             yield
         except BaseException:
             state.update(before)
             raise
         if handle in states:
-            self.pack(bucket, states[handle], before, spare)
+            self.quantize(bucket, states[handle], before, spare)
 
 
-def unpacked(state: State) -> State:
+def dequantized(state: State) -> State:
     """Return `state` with new float32 tensors in the place of what is packed."""
     return {
-        name: value.unpack(torch.empty(value.codes.numel(), dtype=torch.float32, device=value.codes.device))
-        if isinstance(value, Packed)
+        name: value.dequantize(torch.empty(value.codes.numel(), dtype=torch.float32, device=value.codes.device))
+        if isinstance(value, QuantizedState)
         else value
         for name, value in state.items()
     }

@@ -1,7 +1,7 @@
 """Optimizer state in 16 or 8 bits an element, and how it becomes float32 and comes back.
 
-Between steps a state of a flat bucket is a `Packed`. While its bucket is stepped it is float32, in scratch that the
-next bucket uses again; see `packing.py`. There are three encodings:
+Between steps a state of a flat bucket is a `QuantizedState`. While its bucket is stepped it is float32, in scratch that the
+next bucket uses again; see `quantizer.py`. There are three encodings:
 
 ========  =====================================================  ==================
 way       an element                                             bytes an element
@@ -37,7 +37,7 @@ Nothing but zero in a whole group becomes zero where a state is unsigned: the up
 Rounding
 --------
 Up or down by chance, the nearer the likelier. Of a second moment 0.1 % changes in a step, and steps of 8 bits are 1 % or more:
-rounded to nearest it would stay what it is for ever. The random numbers are those of `Dither`.
+rounded to nearest it would stay what it is for ever. The random numbers are those of `RoundingRNG`.
 
 Exact again
 -----------
@@ -53,34 +53,34 @@ from typing import Literal
 
 import torch
 
-from booster.masters.rounding import Chances, plain_nan_
+from booster.masters.rounding import RoundingBits, plain_nan_
 
-Way = Literal["bf16", "signed", "unsigned"]
+Encoding = Literal["bf16", "signed", "unsigned"]
 
 GROUP = 32
 SMALLEST = 2.0**-96  # of a scale: the smallest code of its group is still a normal number
 LEVELS = {"signed": 127.0, "unsigned": 255.0}
 
 
-class Packed:
+class QuantizedState:
     """A state of a bucket of `size` elements, a multiple of 64.
 
     codes: bfloat16, int8 or uint8. scales: int16, one for 32 elements, None with "bf16".
     """
 
-    __slots__ = ("codes", "scales", "way")
+    __slots__ = ("codes", "scales", "encoding")
 
-    def __init__(self, way: Way, size: int, device: torch.device) -> None:
-        self.way = way
-        dtype = {"bf16": torch.bfloat16, "signed": torch.int8, "unsigned": torch.uint8}[way]
+    def __init__(self, encoding: Encoding, size: int, device: torch.device) -> None:
+        self.encoding = encoding
+        dtype = {"bf16": torch.bfloat16, "signed": torch.int8, "unsigned": torch.uint8}[encoding]
         self.codes = torch.zeros(size, dtype=dtype, device=device)
-        self.scales = None if way == "bf16" else torch.zeros(size // GROUP, dtype=torch.int16, device=device)
+        self.scales = None if encoding == "bf16" else torch.zeros(size // GROUP, dtype=torch.int16, device=device)
 
     @classmethod
-    def of(cls, way: Way, codes: torch.Tensor, scales: torch.Tensor | None = None) -> Packed:
+    def of(cls, encoding: Encoding, codes: torch.Tensor, scales: torch.Tensor | None = None) -> QuantizedState:
         """Return that of these tensors, which are not copied."""
         made = cls.__new__(cls)
-        made.way, made.codes, made.scales = way, codes, scales
+        made.encoding, made.codes, made.scales = encoding, codes, scales
         return made
 
     @property
@@ -92,21 +92,21 @@ class Packed:
         return [self.codes] if self.scales is None else [self.codes, self.scales]
 
     def factors(self) -> torch.Tensor | None:
-        """Return new float32 numbers, one for a group, that `unpack` multiplies by; None with "bf16".
+        """Return new float32 numbers, one for a group, that `dequantize` multiplies by; None with "bf16".
 
         The levels are in them; of unsigned numbers their root, so that nothing becomes denormal.
         """
         if self.scales is None:
             return None
         wide = self.scales.to(torch.int32).bitwise_and_(0xFFFF).bitwise_left_shift_(15).view(torch.float32)
-        return (wide if self.way == "signed" else wide.sqrt_()).mul_(LEVELS[self.way] ** -2)
+        return (wide if self.encoding == "signed" else wide.sqrt_()).mul_(LEVELS[self.encoding] ** -2)
 
-    def unpack(self, values: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Tensor:
+    def dequantize(self, values: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Tensor:
         """Write the numbers into float32 `values`, and return it. spare: float32 scratch of its size, made if there is none."""
         factors = self.factors()
         if factors is None:
             return values.copy_(self.codes)
-        if self.way == "unsigned":
+        if self.encoding == "unsigned":
             values.copy_(self.codes)
             values.mul_(values)
         else:  # at most 127 * 127, in half as many bytes as float32 takes
@@ -115,30 +115,30 @@ class Packed:
             codes.copy_(self.codes)
             values.copy_(codes.mul_(torch.abs(codes, out=sizes)))
         values.view(-1, GROUP).mul_(factors[:, None])
-        return values.mul_(values) if self.way == "unsigned" else values
+        return values.mul_(values) if self.encoding == "unsigned" else values
 
-    def pack(self, values: torch.Tensor, chances: Chances, spare: torch.Tensor | None = None) -> None:
-        """Keep float32 `values`, which are overwritten. spare: as of `unpack`."""
+    def quantize(self, values: torch.Tensor, random_bits: RoundingBits, spare: torch.Tensor | None = None) -> None:
+        """Keep float32 `values`, which are overwritten. spare: as of `dequantize`."""
         if self.scales is None:
             plain_nan_(values)  # any other could round to infinity, or to zero
             bits = values.view(torch.int32)
-            bits.view(-1, 64).add_(chances.lanes)
+            bits.view(-1, 64).add_(random_bits.lanes)
             self.codes.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
             return
         if spare is None:
             spare = torch.empty(len(values), dtype=torch.float32, device=values.device)
-        signed = self.way == "signed"
+        signed = self.encoding == "signed"
         sizes = torch.abs(values, out=spare) if signed else values.abs_()  # no NaN is negative then
         groups = sizes.view(-1, GROUP)
         # Bits of positive numbers are in the order of the numbers, NaN last; for integers torch's CPU kernel is faster.
         largest = torch.amax(groups.view(torch.int32), 1).view(torch.float32)
         least = largest.clamp(min=SMALLEST)
         # Zero stays zero; a comparison would take longer than the sign.
-        self.scales.copy_(narrow_scales(least * largest.sign(), chances.of_scales(len(least))))
+        self.scales.copy_(narrow_scales(least * largest.sign(), random_bits.of_scales(len(least))))
         # The levels go into the factor of a group, under the root: a pass less over the elements.
-        groups.mul_(least.reciprocal_().mul_(LEVELS[self.way] ** (2 if signed else 4))[:, None])
+        groups.mul_(least.reciprocal_().mul_(LEVELS[self.encoding] ** (2 if signed else 4))[:, None])
         sizes = sizes.sqrt_() if signed else sizes.sqrt_().sqrt_()
-        sizes.view(-1, 64).add_(chances.fractions)
+        sizes.view(-1, 64).add_(random_bits.fractions)
         if signed:
             self.codes.copy_(sizes.copysign_(values))
         else:
@@ -147,11 +147,11 @@ class Packed:
             self.codes.clamp_(min=1)
 
 
-def narrow_scales(found: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
+def narrow_scales(found: torch.Tensor, random_bits: torch.Tensor) -> torch.Tensor:
     """Return the bits 15 to 30 of the scales `found`, float32 and not negative, rounded by chance, as int32.
 
-    chances: those of `scale_chances`, in a shape like that of `found`.
+    chances: those of `scale_random_bits`, in a shape like that of `found`.
     """
     if not found.is_cpu:  # see `rounding.plain_nan_`
         found = torch.where(found != found, math.nan, found)
-    return (found.view(torch.int32) + chances).bitwise_right_shift_(15)
+    return (found.view(torch.int32) + random_bits).bitwise_right_shift_(15)

@@ -25,11 +25,11 @@ def read_entries(group: Entries) -> Entries:
     return entries | ({"foreach": False} if "foreach" in entries else {})
 
 
-def step_stand_in(
-    stand_in: type, attributes: Entries, group: Entries, rate: Any, masters: torch.Tensor, state: State
+def step_proxy(
+    proxy: type, attributes: Entries, group: Entries, rate: Any, masters: torch.Tensor, state: State
 ) -> tuple[Entries, State]:
     """Step a new stand-in on `masters`, in place by their `.grad`. Returns the group and the state afterwards."""
-    optimizer: Any = stand_in()
+    optimizer: Any = proxy()
     for key, value in attributes.items():
         setattr(optimizer, key, value)
     own = {**group, "params": [masters]}
@@ -45,9 +45,9 @@ def keeps_state(optimizer: Optimizer, group: Entries, device: torch.device) -> b
     """Return whether a first step of `optimizer` creates state for a parameter; tries it on one of a few zeros."""
     masters = torch.zeros(1, dtype=torch.float32, device=device)
     masters.grad = torch.zeros(1, dtype=torch.float32, device=device)
-    own = stand_in_class(type(optimizer)), instance_attributes(optimizer)
+    own = proxy_class(type(optimizer)), instance_attributes(optimizer)
     with untouched(optimizer, group):
-        return bool(step_stand_in(*own, read_entries(group), group.get("lr"), masters, {})[1])
+        return bool(step_proxy(*own, read_entries(group), group.get("lr"), masters, {})[1])
 
 
 def instance_attributes(optimizer: Optimizer) -> Entries:
@@ -61,7 +61,7 @@ def instance_attributes(optimizer: Optimizer) -> Entries:
     }
 
 
-def stand_in_class(cls: type[Optimizer]) -> type:
+def proxy_class(cls: type[Optimizer]) -> type:
     """Return a class with the functions of `cls` and its bases that is no Optimizer, without what torch wraps them in."""
     members: Entries = {}
     for base in reversed(cls.__mro__[:-1]):

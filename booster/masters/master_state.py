@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from booster.masters.masters import Masters, Weights, has_half_elements
+from booster.masters.optimizer_proxy import State
 from booster.masters.rounding import rounded
-from booster.masters.stand_in import State
 from booster.model.dtensors import is_dtensor
 from booster.model.modules import names_of
 from booster.shards import Shards
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.context import UpdateContext
-from booster.update.optimizer_state import KeptState
+from booster.update.optimizer_state import OptimizerState
 from booster.update.state_dict import IN_MODEL
 
 _WIDE = (torch.float32, torch.float64)
@@ -109,10 +109,10 @@ def holds(value: torch.Tensor, dtype: torch.dtype) -> bool:
     return torch.equal(local, local.to(dtype).to(local.dtype))
 
 
-class KeptMasters(KeptState):
+class MasterState(OptimizerState):
     """The masters of half parameters, and the optimizer's state, whose tensors are those of buckets."""
 
-    keeps_masters = True
+    has_masters = True
 
     def __init__(self, context: UpdateContext, masters: Masters) -> None:
         super().__init__(context)
@@ -131,7 +131,7 @@ class KeptMasters(KeptState):
     def has_master(self, param: torch.Tensor) -> bool:
         return param.requires_grad and has_half_elements(param)
 
-    def adopts(self, param: torch.Tensor) -> bool:
+    def loads_without_copy(self, param: torch.Tensor) -> bool:
         return False  # they are copied into buckets
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -143,20 +143,20 @@ class KeptMasters(KeptState):
     def load_rounding(self, state: Mapping[str, Any]) -> None:
         self.masters.load_rounding({"rounding": state})
 
-    def dissolve(self) -> dict[torch.Tensor, torch.Tensor]:
-        return self.masters.dissolve()
+    def restore_params(self) -> dict[torch.Tensor, torch.Tensor]:
+        return self.masters.restore_params()
 
     def weights_in_model(self) -> list[str]:
         return [name for name, param in self._named().items() if param.requires_grad and param.dtype in _WIDE]
 
     def master_tensors(self) -> list[torch.Tensor]:
-        return [bucket.rest for bucket in self.masters.buckets if bucket.rest is not None]
+        return [bucket.residual for bucket in self.masters.buckets if bucket.residual is not None]
 
     def scratch_tensors(self) -> list[torch.Tensor]:
         return [] if self.masters.scratch is None else self.masters.scratch.tensors()
 
     def wait_for_copies(self) -> None:
-        self.masters.settle()
+        self.masters.sync()
 
     def watch(self, model: nn.Module) -> None:
         self._watched = [name for name, param in self._named().items() if param.dtype in HALF_DTYPES]
@@ -165,7 +165,7 @@ class KeptMasters(KeptState):
 
     def take_loaded(self) -> None:
         if self._loaded.values:
-            self.masters.adopt()
+            self.masters.register_params()
 
     def read_masters(self, masters: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[torch.Tensor, torch.Tensor]]:
         params, weights = self._named(), masters["weights"]
@@ -185,8 +185,8 @@ class KeptMasters(KeptState):
                     f"the optimizer state's master of {name} has shape {tuple(weights[name].shape)}, and the parameter "
                     f"{tuple(params[name].shape)}. Nothing was loaded"
                 )
-        rest = {name: weight for name, weight in weights.items() if name not in own}
-        return {**masters, "weights": rest}, {params[name]: weights[name] for name in own}
+        residual = {name: weight for name, weight in weights.items() if name not in own}
+        return {**masters, "weights": residual}, {params[name]: weights[name] for name in own}
 
     def _named(self) -> dict[str, torch.Tensor]:
         held = (param for group in self.optimizer.param_groups for param in group["params"])
@@ -194,12 +194,12 @@ class KeptMasters(KeptState):
 
     def read_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> Callable[[], None]:
         saved = own.get("masters")
-        self.masters.adopt()
+        self.masters.register_params()
         weights = {} if saved is None else self.masters.read_state_dict(saved)
         states = self.masters.read_optimizer_state_dict(state_dict)
 
         def take_over() -> None:
-            self.masters.adopt()  # weights that were loaded since
+            self.masters.register_params()  # weights that were loaded since
             self.masters.take_over(states, weights)
             if saved is not None:
                 self.masters.load_rounding(saved)
@@ -214,5 +214,5 @@ def _take_loaded(
     if not loaded.values:
         return {}
     params = {names[param]: param for param in masters.params() if param in names}
-    values = shards.cut_weights(loaded.take(watched), names)
+    values = shards.local_weights(loaded.take(watched), names)
     return {params[name]: value for name, value in values.items() if name in params}

@@ -15,7 +15,7 @@ from booster.common.torch_internals.autograd_internals import is_compiled
 from booster.common.torch_internals.tensor_internals import storage_key
 
 
-class Arriving:
+class PendingAllGathers:
     """Flat stretches of weights that other ranks are sending, each with the works to wait for.
 
     Whoever reads a weight outside of `in_forward` calls `wait` first; it costs nothing where nothing is on its way.
@@ -52,7 +52,7 @@ class Arriving:
             self._in_forward = False
             self.wait()
 
-    def wait_outside(self) -> None:
+    def wait_unless_in_forward(self) -> None:
         """`wait`, unless called from within `in_forward`."""
         if not self._in_forward:
             self.wait()
@@ -77,9 +77,9 @@ class Arriving:
 
 
 class _Waiting(TorchFunctionMode):
-    def __init__(self, arriving: Arriving) -> None:
+    def __init__(self, pending_all_gathers: PendingAllGathers) -> None:
         super().__init__()
-        self._arriving = arriving
+        self._arriving = pending_all_gathers
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,19 +90,19 @@ class _Waiting(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class WaitsForWeights:
+class AllGatherHook:
     """A hook of the user's own module, for calls that do not come through the boosted one. Copies of it wait for nothing."""
 
-    def __init__(self, arriving: Arriving | None = None) -> None:
-        self._arriving = None if arriving is None else weakref.ref(arriving)
+    def __init__(self, pending_all_gathers: PendingAllGathers | None = None) -> None:
+        self._arriving = None if pending_all_gathers is None else weakref.ref(pending_all_gathers)
 
     def __call__(self, *_: Any, **__: Any) -> None:
-        arriving = None if self._arriving is None else self._arriving()
-        if arriving is not None:
-            arriving.wait_outside()
+        pending_all_gathers = None if self._arriving is None else self._arriving()
+        if pending_all_gathers is not None:
+            pending_all_gathers.wait_unless_in_forward()
 
     def __reduce__(self) -> Any:
-        return WaitsForWeights, ()
+        return AllGatherHook, ()
 
     def listen(self, module: nn.Module) -> list[Any]:
         """Be called before the forward of `module`, and before its state dict is made or loaded; returns what has `remove`."""

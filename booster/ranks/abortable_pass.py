@@ -12,14 +12,14 @@ from booster.common.torch_internals.tensor_internals import TorchDispatchMode, p
 _WAITS = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
 
 
-class LeftByOthers(Exception):
+class LeftByOtherRank(Exception):
     """A rank has left the pass that this one is in."""
 
 
-class Trial(TorchDispatchMode):
+class AbortablePass(TorchDispatchMode):
     """Before each collective inside, ranks of its group wait in `store` until all have come to it, or one of the job has left.
 
-    Then none of them begins it: LeftByOthers is raised. Each collective is decided once, by who writes first, so that all of
+    Then none of them begins it: LeftByOtherRank is raised. Each collective is decided once, by who writes first, so that all of
     its ranks do the same. Messages between two ranks, as of pipelines, are not waited for. name: the same on all ranks, and no
     other's in `store`.
     """
@@ -53,7 +53,7 @@ class Trial(TorchDispatchMode):
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
         if self._store.get(key) == b"left":
-            raise LeftByOthers
+            raise LeftByOtherRank
         if number > 1:  # all have left the collective before this one
             for gone in (f"{self._name}/{group.group_name}/{number - 1}{end}" for end in ("", "/come")):
                 self._store.delete_key(gone)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from booster.shards.divided import Divided
+from booster.shards.flat_shard import FlatShard
 
 SHAPES = [(7,), (3, 4), (4, 1, 3), (2, 3, 2, 2), (1, 1), (5, 1)]
 
@@ -19,7 +19,7 @@ def test_every_stretch_is_at_most_2n_minus_1_boxes_that_hold_its_elements(shape,
     whole = flat.view([shape[dim] for dim in dims]).permute([dims.index(dim) for dim in range(len(shape))])
     for start in range(numel + 1):
         for stop in range(start, numel + 1):
-            part = Divided(flat[start:stop].clone(), start, shape, whole.stride())
+            part = FlatShard(flat[start:stop].clone(), start, shape, whole.stride())
             boxes = list(part.boxes())
             assert len(boxes) <= 2 * len(shape) - 1
             seen = torch.full(shape, -1)

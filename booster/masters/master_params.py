@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from booster.masters.masters import Masters
-from booster.masters.stand_in import State
+from booster.masters.optimizer_proxy import State
 from booster.masters.states import state_of_bucket
-from booster.model.dtensors import local_part
+from booster.model.dtensors import local_shard
 from booster.tensors.flat import flat_like, shaped_like
 
 
-class Lent:
+class MasterParams:
     """All masters of an optimizer as parameters in the shapes that the user knows, in its groups and as keys of its state.
 
     For whole parameters these are the handles of their buckets, which the optimizer knows from its steps; for flat buckets
@@ -28,7 +28,7 @@ class Lent:
                 f"a method of {type(masters.optimizer).__name__} beside step() would need all states on the device at once, "
                 "and offload_states=True keeps them in the host's memory; leave it False"
             )
-        masters.settle()
+        masters.sync()
         self._masters, self._state, self._scale = masters, masters.optimizer.state, grad_scale
         self._copies = {bucket: bucket.copied() for bucket in masters.buckets}
         self._flat = [bucket for bucket in masters.buckets if not bucket.whole]
@@ -79,7 +79,7 @@ class Lent:
         """Make masters, weights and states of what was written."""
         masters = self._masters
         if self._changed:
-            masters.dither.next()
+            masters.rng.next()
         for bucket in self._flat:
             self._state.pop(bucket.handles[0], None)
         if masters.takes(self._written):
@@ -98,7 +98,7 @@ class Lent:
                 else:
                     values |= {param: self._tensors[param].detach() for param in bucket.params}
             masters.rebuild(self._written, values)
-        masters.dither.drawn.clear()
+        masters.rng.drawn.clear()
 
     # ------------------------------------------------------------------ inside
 
@@ -135,7 +135,7 @@ class Lent:
         if left is None:
             param.grad = None
             return
-        if left is not given or not torch.equal(local_part(given), local_part(self._unscaled(own, given.dtype))):
+        if left is not given or not torch.equal(local_shard(given), local_shard(self._unscaled(own, given.dtype))):
             own.copy_(left * self._scale)  # type: ignore[operator]
         param.grad = own
 
