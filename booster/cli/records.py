@@ -27,7 +27,7 @@ def report(argv: Sequence[str]) -> int:
         nargs="?",
         const=True,  # a string would have to be a legal name
         metavar="FILE",
-        help="write one page with pictures instead of tables; FOLDER/report.html without a name",
+        help="write one page with pictures instead of tables (needs matplotlib); FOLDER/report.html without a name",
     )
     parser.add_argument(
         "folder", type=values.file_path, nargs="?", metavar="FOLDER", help="the folder given to Booster.record"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -15,7 +16,7 @@ from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPreci
 from booster.numerics import read_run
 from booster.numerics.record.run import Run, Step
 from booster.numerics.reports.page import page
-from booster.numerics.reports.svg import Band, bars, lines, map_of
+from booster.numerics.reports.pictures import Band, bars, lines, map_of
 
 VOID = {"meta"}
 
@@ -103,8 +104,8 @@ def test_the_page_loads_nothing_and_runs_nothing(tmp_path):
 
 
 def test_names_of_parameters_are_text():
-    assert "&lt;b&gt;" in bars([("<b>", 1.0)], width=300)
-    Reader(map_of(['a"><x>'], ["1"], [[0.5]], width=300, says=lambda share: "<i>"))
+    assert "&lt;b&gt; $x$" in bars([("<b> $x$", 1.0)], width=300)
+    Reader(map_of(['a"><x>'], ["1"], [[0.5]], width=300))
 
 
 def step(number, loss, **more):
@@ -165,8 +166,8 @@ def test_the_names_of_bands_are_whole_and_do_not_touch_each_other(width):
     picture = map_of(names, columns, [[0.5] * 43] * 6, width=width, bands=bands)
     words = [
         (float(x), float(y), anchor, text)
-        for x, y, anchor, text in re.findall(
-            r'<text x="([\d.]+)" y="([\d.]+)" text-anchor="(\w+)">([^<]*)</text>', picture
+        for anchor, x, y, text in re.findall(
+            r'text-anchor: (\w+)[^>]* x="([\d.]+)" y="([\d.]+)">([^<]*)</text>', picture
         )
     ]
     assert {"lost", "subnormal", "normal", "inf"} <= {text for *_, text in words}
@@ -192,15 +193,24 @@ def test_a_long_run_makes_no_large_page(tmp_path):
         assert len(text) < 400_000
 
 
+def points(picture):
+    """Return the corners of the line of a picture."""
+    (path,) = re.findall(r'd="M ([^"]*)"[^>]*stroke: var\(--accent\)', picture)
+    return [tuple(map(float, point.split())) for point in path.strip().split("L ")]
+
+
 def test_a_line_goes_through_its_values_and_leaves_out_what_is_not_finite():
-    text = lines([1, 2, 3], [0.0, INF, 4.0], width=168, height=134)
-    (path,) = re.findall(r'class="line" d="M([^"]*)"', text)
-    points = [tuple(map(float, point.split(","))) for point in path.split("L")]
-    assert [x for x, _ in points] == [58.0, 158.0]
-    assert points[0][1] > points[1][1], "larger is higher"
-    corners = lines([1, 2, 3], [1.0, 2.0, 2.0], width=168, corners=True)
-    (path,) = re.findall(r'class="line" d="M([^"]*)"', corners)
-    assert [point.split(",")[0] for point in path.split("L")] == ["58.0", "108.0", "108.0", "158.0"]
+    drawn = points(lines([1, 2, 3], [0.0, INF, 4.0], width=182, height=134))
+    assert [x for x, _ in drawn] == [58.0, 158.0]
+    assert drawn[0][1] > drawn[1][1], "larger is higher"
+    corners = points(lines([1, 2, 3], [1.0, 2.0, 2.0], width=182, corners=True))
+    assert [x for x, _ in dict.fromkeys(corners)] == [58.0, 108.0, 108.0, 158.0]
+
+
+def test_pictures_without_matplotlib_say_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'booster-amp\[report\]'"):
+        bars([("a", 1.0)], width=300)
 
 
 def test_the_command_writes_the_page(tmp_path, capsys):

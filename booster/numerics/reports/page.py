@@ -1,4 +1,4 @@
-"""A record as one HTML page with pictures, which loads nothing from elsewhere and runs no script."""
+"""A record as one HTML page with pictures: one file, which loads nothing and runs no script."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from html import escape
 from booster.common.text import raised
 from booster.numerics.record.run import Run, Step
 from booster.numerics.record.underflow import Underflow, edges
+from booster.numerics.reports.pictures import STYLE, Band, bars, lines, map_of
 from booster.numerics.reports.summary import MOST_CULPRITS, STILL, WORTH_SAYING, OptimizerSummary, by_tensor, summarise
-from booster.numerics.reports.svg import COLOURS, SHAPES, Band, Marks, bars, lines, map_of
 
 _WIDE, _NARROW = 720, 340  # pixels; of each picture there are two, because text in one that shrinks cannot be read
 _MOST_ROWS = 40
 _MOST_COLUMNS = 60
 
-_STYLE = f"""{COLOURS}{SHAPES}
+_STYLE = f"""{STYLE}
 body {{ background: var(--paper); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 16px;
   max-width: 720px; }}
 h1 {{ font-size: 22px; margin: 8px 0; overflow-wrap: anywhere; }}
@@ -71,7 +71,6 @@ def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Seq
     yield from (f"<p>{escape(sentence)}</p>" for sentence in summary.skips())
     numbers = [step.number for step in steps]
     skipped = [step.number for step in steps if not step.applied]
-    marks = Marks(skipped, "skipped")
     if summary.loss is not None:
         # What made a step overflow would make all other losses look alike.
         losses = [step.loss if step.applied else None for step in steps]
@@ -81,14 +80,14 @@ def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Seq
             "Loss",
             "Mean over the passes of a step and over ranks."
             + (" Crosses: skipped steps, whose losses are left out." if skipped else ""),
-            lambda width: lines(numbers, losses, width=width, logarithm=base, marks=marks),
+            lambda width: lines(numbers, losses, width=width, logarithm=base, marks=skipped),
         )
     if summary.is_scaled:
         scales = [step.loss_scale for step in steps]
         yield _panel(
             "Loss scale",
             "Crosses: skipped steps." if skipped else "No step was skipped.",
-            lambda width: lines(numbers, scales, width=width, height=160, logarithm=2, marks=marks, corners=True),
+            lambda width: lines(numbers, scales, width=width, height=160, logarithm=2, marks=skipped, corners=True),
         )
     if summary.grad_norm is not None:
         norms = [step.grad_norm for step in steps]
@@ -98,7 +97,7 @@ def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Seq
             "Gradient norm",
             f"Of all gradients of the optimizer, before clipping.{share}",
             lambda width: lines(
-                numbers, norms, width=width, logarithm=10, strip=clips, strip_name="clipped", marks=marks
+                numbers, norms, width=width, logarithm=10, strip=clips, strip_name="clipped", marks=skipped
             ),
         )
     yield from _culprits(summary)
@@ -224,7 +223,6 @@ def _map_of_exponents(rows: Sequence[Underflow], format: str) -> Callable[[int],
         width=width,
         bands=bands,
         axis="magnitude",
-        says=lambda share: f"{share:.0%} of the most frequent",
     )
 
 

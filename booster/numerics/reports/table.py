@@ -16,7 +16,7 @@ from booster.numerics.record.run import Run, read_run
 from booster.numerics.record.samples import Sample
 from booster.numerics.record.underflow import Underflow, best_scale, merge
 from booster.numerics.reports.page import exponent_maps
-from booster.numerics.reports.svg import standalone
+from booster.numerics.reports.pictures import standalone
 
 _COLUMNS = ("name", "format", "zero", "of it lost", "subnormal", "headroom", "still", "stored as")
 _PICTURE = 720  # pixels

@@ -28,7 +28,7 @@ def show(run: Run, console: Any = None) -> None:
         from rich.markup import escape
     except ImportError as error:
         raise ImportError(
-            "the summary is drawn by rich: pip install rich; or use --json or --html, which need nothing"
+            "the summary is drawn by rich: pip install rich; or use --json, which needs nothing"
         ) from error
     console = console or Console()
     summary = summarise(run)
