@@ -24,8 +24,17 @@ _COMMANDS = {
     "compare": "say where two runs part by more than their formats explain",
     "advise": "train a few steps in every precision, and say which to take",
 }
-_HOMES = {"check": "machine", "env": "machine", "report": "records", "compare": "records"}
-"""The files of this folder with a command that does not bear its name."""
+_HOMES = {
+    "run": "booster.cli.run",
+    "check": "booster.cli.machine",
+    "env": "booster.cli.machine",
+    "estimate": "booster.cli.estimate",
+    "checkpoint": "booster.cli.checkpoint",
+    "report": "booster.cli.records",
+    "compare": "booster.cli.records",
+    "advise": "booster.cli.advise",
+}
+"""The module of each command, imported when the command is called."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,8 +58,7 @@ def _status(arguments: list[str]) -> int:
     try:
         if arguments and arguments[0] in _COMMANDS:
             name = arguments[0]
-            home = import_module(f"booster.cli.{_HOMES.get(name, name)}")
-            status: int = getattr(home, name)(arguments[1:])
+            status: int = getattr(import_module(_HOMES[name]), name)(arguments[1:])
             return status
         parser = _parser()
         parser.parse_args(arguments)

@@ -275,13 +275,13 @@ def _report(failures: dict[int, Any], attempt: Attempt, deaths: dict[int, int]) 
     )
     if ended and _extra(first).get("is_cut_off"):
         lines.append(f"booster run: rank(s) {ended} had ended before, without an error: they came to their end earlier")
-    told = [(other, str(_extra(failure).get("py_callstack", ""))) for other, failure in ordered]
-    told = [(other, callstack) for other, callstack in told if callstack]
-    if told:
-        other, callstack = told[0]
+    tracebacks = [(other, str(_extra(failure).get("py_callstack", ""))) for other, failure in ordered]
+    tracebacks = [(other, callstack) for other, callstack in tracebacks if callstack]
+    if tracebacks:
+        other, callstack = tracebacks[0]
         lines.append(f"booster run: the first traceback, of rank {other}:\n{callstack.rstrip()}")
-    if not told or told[0][0] != rank:  # the cause comes last, where it is read first
-        after = "\n" if told else ""
+    if not tracebacks or tracebacks[0][0] != rank:  # the cause comes last, where it is read first
+        after = "\n" if tracebacks else ""
         lines.append(
             f"{after}booster run: the first to end was rank {rank}: {how}{_by_whom(first)}. It left no Python traceback; see "
             "its output above"
