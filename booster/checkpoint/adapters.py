@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.checkpoint.agree import agreed, exchange, is_first
+from booster.checkpoint.export import replaced
 from booster.checkpoint.folder import write_beside
 from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.serving import Source, sources_of
 from booster.checkpoint.tensor_file import write_tensors
-from booster.checkpoint.weights import replaced
 from booster.common.text import listed
 from booster.common.torch_internals.tensor_internals import gather_whole
 from booster.interface.model import ModelWrapper

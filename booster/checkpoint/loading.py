@@ -13,16 +13,16 @@ from booster.checkpoint import parts
 from booster.checkpoint.agree import agreed, exchange, is_first
 from booster.checkpoint.folder import checkpoints, damage, manifest_now, standing
 from booster.checkpoint.hashing import new_hash
-from booster.checkpoint.layout import note_written
-from booster.checkpoint.manifest import MANIFEST, CheckpointError, Chunk, Tensor
+from booster.checkpoint.manifest import MANIFEST, CheckpointError, Chunk, Tensor, dtype_of
 from booster.checkpoint.objects import Loaded, Objects, named
 from booster.checkpoint.parts.others import extra_of
 from booster.checkpoint.parts.part import Found
 from booster.checkpoint.saved import Saved
 from booster.checkpoint.storage import read_entries
-from booster.checkpoint.tensor_file import dtype_of
+from booster.checkpoint.tensor_file import entries_of, entry_of
+from booster.checkpoint.tensor_layout import note_written
 from booster.checkpoint.way_back import load_module, read_by_torch
-from booster.checkpoint.weights import Fitting, entries_of, entry_of, half_read, weights_for
+from booster.checkpoint.weight_files import Fitting, half_read, weights_for
 from booster.common.text import listed
 from booster.common.untrusted_files import printable
 from booster.interface.model import ModelWrapper

@@ -5,25 +5,73 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from booster.checkpoint.hashing import HASH, hash_of_file
-from booster.checkpoint.header import SAFETENSORS_DTYPES, num_bytes, sizes
-from booster.common.untrusted_files import json_cost, parse_json, printable, read_regular
+from booster.common.untrusted_files import (
+    TEXT,
+    JsonForm,
+    check_form,
+    json_cost,
+    parse_json,
+    printable,
+    read_regular,
+    whole,
+)
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT, VERSION = "booster checkpoint", 2
-_VERSION_OF_SHA256 = 1  # is read, and differs in the hashes of files alone
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_DTYPES}
-_MOST_DIVIDED = (
-    6  # dimensions in which a tensor is cut; what booster writes is cut in as many as a mesh has, or a stretch
-)
-_ROOM = 24 * 2**20  # bytes of memory that a text may take beside the smallest tensors
 LARGEST_NUMBER = 2**63 - 1  # that a manifest holds, of a step too
+_ROOM = 24 * 2**20  # bytes of memory that a text may take beside the smallest tensors
+# Dimensions in which a tensor may be cut: saves cut it in as many as a mesh has, or along one. Its corners are 2 to that power.
+_MOST_CUTS = 6
+
+SAFETENSORS_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float4_e2m1fn_x2: "F4",
+}
+PAIRS = torch.float4_e2m1fn_x2  # of which the format counts numbers, and torch pairs of them
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_DTYPES}
+
+_NUMBER = whole(0, LARGEST_NUMBER)
+_SIZES = JsonForm(  # torch has no tensor of more than 64 dimensions
+    lambda value: isinstance(value, list) and len(value) <= 64 and all(map(_NUMBER.holds, value)), "a list of sizes"
+)
+_NAME = JsonForm(lambda name: Path(name).name == name not in ("", MANIFEST) and "\0" not in name, "a file's name")
+_DTYPE = JsonForm(lambda name: isinstance(name, str) and name in _DTYPES, "a dtype that this torch has")
+_CHUNK = {"file": TEXT, "key": TEXT, "offsets": _SIZES, "sizes": _SIZES}
+_CONTENT = {
+    "step": _NUMBER,
+    "world_size": _NUMBER,
+    "versions": {"*": TEXT},
+    "files": {"*": {"bytes": _NUMBER, "digest": TEXT, "hash": JsonForm(lambda kind: kind == HASH, repr(HASH))}},
+    "tensors": {"*": {"dtype": _DTYPE, "shape": _SIZES, "chunks": [_CHUNK]}},
+}
 
 
 class CheckpointError(RuntimeError):
@@ -38,7 +86,13 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class File:
-    """One file beside the manifest: its size, the hexadecimal hash of its bytes, and which hash that is."""
+    """One file beside the manifest.
+
+    Attributes:
+        bytes: its size.
+        digest: the hash of its bytes, in hexadecimal digits.
+        hash: which hash that is.
+    """
 
     bytes: int
     digest: str
@@ -47,7 +101,14 @@ class File:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: the entry of `file` that holds it, where it begins in the whole tensor, and its shape."""
+    """A box of a tensor.
+
+    Attributes:
+        file: which holds it.
+        key: its name there.
+        offsets: where it begins in the whole tensor, by dimension.
+        sizes: its shape.
+    """
 
     file: str
     key: str
@@ -57,7 +118,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor under its whole name and shape. dtype: torch's name, as "bfloat16". chunks: disjoint, covering it."""
+    """A tensor under its whole name and shape.
+
+    Attributes:
+        dtype: torch's name, as "bfloat16".
+        shape: of the whole.
+        chunks: disjoint, covering it.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -66,7 +133,15 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """step: as given to `save`. world_size: how many processes saved. versions: of booster and torch, for people."""
+    """What the file says.
+
+    Attributes:
+        step: as given to `save`.
+        world_size: how many processes saved.
+        versions: of booster and torch, for people.
+        files: by name, all but this one.
+        tensors: by whole name.
+    """
 
     step: int
     world_size: int
@@ -120,21 +195,16 @@ def read_manifest(folder: Path) -> Manifest:
         if outer["format"] != FORMAT:
             raise ValueError(f"its format is {outer['format']!r}")
         version = outer["version"]
-        if (
-            version in (VERSION, _VERSION_OF_SHA256)
-            and hashlib.sha256(_canonical(outer["content"])).hexdigest() != outer["sha256"]
-        ):
+        if version == VERSION and hashlib.sha256(_canonical(outer["content"])).hexdigest() != outer["sha256"]:
             raise ValueError("its content does not match its hash")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
-    if version not in (VERSION, _VERSION_OF_SHA256):
-        raise CheckpointError(
-            f"{path} is of version {version!r} of the format; this booster reads versions up to {VERSION}"
-        )
+    if version != VERSION:
+        raise CheckpointError(f"{path} is of version {version!r} of the format; this booster reads version {VERSION}")
     try:
         return _of(outer["content"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} does not say what a manifest says: {error!r}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} does not say what a manifest says: {error}") from error
 
 
 def read_text(folder: Path, name: str) -> bytes:
@@ -170,7 +240,7 @@ def problems(folder: Path, manifest: Manifest) -> Iterator[str]:
             size = path.stat().st_size
             if size != expected.bytes:
                 yield f"{name} has {size} bytes, and {expected.bytes} were written"
-            elif hash_of_file(path, expected.hash) != expected.digest:
+            elif hash_of_file(path) != expected.digest:
                 yield f"{name} holds other bytes than were written"
         except FileNotFoundError:
             yield f"{name} is missing"
@@ -182,11 +252,12 @@ def _canonical(content: Any) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
-def _of(content: Mapping[str, Any]) -> Manifest:
-    files = {name: _file(entry) for name, entry in content["files"].items()}
+def _of(content: Any) -> Manifest:
+    """Return what `content` says. Raises ValueError where it has another form, or claims what cannot be."""
+    check_form("it", content, _CONTENT)
+    files = {name: File(entry["bytes"], entry["digest"]) for name, entry in content["files"].items()}
     for name in files:
-        if not name or Path(name).name != name or name == MANIFEST or "\0" in name:
-            raise ValueError(f"{name!r} is not the name of a file of a checkpoint")
+        check_form("a file", name, _NAME)
     tensors = {name: _tensor(name, entry) for name, entry in content["tensors"].items()}
     claimed: Counter[str] = Counter()
     keys = set()
@@ -201,29 +272,31 @@ def _of(content: Mapping[str, Any]) -> Manifest:
     for name, size in claimed.items():
         if size > files[name].bytes:
             raise ValueError(f"{name} has {files[name].bytes} bytes, and its tensors would have {size}")
-    versions = {str(name): _text(version) for name, version in content["versions"].items()}
-    return Manifest(_whole(content["step"]), _whole(content["world_size"]), versions, files, tensors)
-
-
-def _file(entry: Mapping[str, Any]) -> File:
-    if "sha256" in entry:  # of format 1
-        return File(_whole(entry["bytes"]), _text(entry["sha256"]), "sha256")
-    if entry["hash"] != HASH:
-        raise ValueError(f"{entry['hash']!r} is no hash of this format")
-    return File(_whole(entry["bytes"]), _text(entry["digest"]))
+    return Manifest(content["step"], content["world_size"], content["versions"], files, tensors)
 
 
 def _tensor(name: str, entry: Mapping[str, Any]) -> Tensor:
-    dtype, shape = _text(entry["dtype"]), sizes(entry["shape"])
-    if dtype not in _DTYPES:
-        raise ValueError(f"{name} has the dtype {dtype!r}, which this torch does not have")
-    num_bytes(_DTYPES[dtype], shape)
-    chunks = [Chunk(_text(c["file"]), _text(c["key"]), sizes(c["offsets"]), sizes(c["sizes"])) for c in entry["chunks"]]
+    shape = tuple(entry["shape"])
+    num_bytes(_DTYPES[entry["dtype"]], shape)
+    chunks = [Chunk(c["file"], c["key"], tuple(c["offsets"]), tuple(c["sizes"])) for c in entry["chunks"]]
     # What has no elements covers nothing, and would be found in place of a chunk that begins where it does.
     kept = [chunk for chunk in chunks if 0 not in chunk.sizes] if 0 not in shape else _whole_chunk(shape, chunks)
     if not all(len(c.offsets) == len(c.sizes) == len(shape) for c in chunks) or not _are_the_whole(shape, kept):
         raise ValueError(f"the parts of {name} do not make up its shape {shape}, each element once")
-    return Tensor(dtype, shape, tuple(kept))
+    return Tensor(entry["dtype"], shape, tuple(kept))
+
+
+def dtype_of(tensor: Tensor) -> torch.dtype:
+    """Return the dtype that a manifest's entry names."""
+    return _DTYPES[tensor.dtype]
+
+
+def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Return the bytes of a tensor; raises ValueError where no machine can address them."""
+    taken = math.prod(shape) * dtype.itemsize
+    if taken > LARGEST_NUMBER:
+        raise ValueError(f"a tensor of shape {tuple(shape)}")
+    return taken
 
 
 def _whole_chunk(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -241,7 +314,7 @@ def _are_the_whole(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
         return True
     whole = Chunk("", "", (0,) * len(shape), shape)
     cut = [dim for dim, size in enumerate(shape) if any(c.offsets[dim] != 0 or c.sizes[dim] != size for c in chunks)]
-    if len(cut) > _MOST_DIVIDED:
+    if len(cut) > _MOST_CUTS:
         raise ValueError(f"a tensor is cut in {len(cut)} dimensions")
     jumps: Counter[tuple[int, ...]] = Counter()
     for chunk, sign in ((whole, -1), *((chunk, 1) for chunk in chunks)):
@@ -249,15 +322,3 @@ def _are_the_whole(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
             corner = tuple(chunk.offsets[dim] + end * chunk.sizes[dim] for dim, end in zip(cut, ends, strict=True))
             jumps[corner] += sign * (-1) ** sum(ends)
     return not any(jumps.values())
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= LARGEST_NUMBER:
-        raise ValueError(f"{str(value)[:40]!r} is no number from 0 on")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{str(value)[:40]!r} is no text")
-    return value

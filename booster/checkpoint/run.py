@@ -233,8 +233,7 @@ class RunCheckpoints:
         merge: bool,
     ) -> None:
         from booster.checkpoint.adapters import check_merges, merged
-        from booster.checkpoint.saving import save_weights
-        from booster.checkpoint.serving import check_served
+        from booster.checkpoint.serving import check_served, save_weights
 
         arguments.flag("shard", shard)
         arguments.flag("use_safetensors", use_safetensors)

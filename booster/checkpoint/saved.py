@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from booster.checkpoint.agree import agree_on_success, agreed, exchange, first_failure
-from booster.checkpoint.layout import (
-    Held,
-    can_be_read_into,
-    decode,
-    empty_like_whole,
-    note_written,
-    reference,
-    references,
-)
-from booster.checkpoint.manifest import CheckpointError, Tensor, check_sizes, read_manifest
+from booster.checkpoint.manifest import CheckpointError, Tensor, check_sizes, dtype_of, read_manifest
 from booster.checkpoint.storage import ManifestReader, load_into
-from booster.checkpoint.tensor_file import dtype_of
-from booster.checkpoint.tree import read_tree
+from booster.checkpoint.tensor_layout import Held, can_be_read_into, empty_like_whole, note_written
+from booster.checkpoint.tree import decode, read_tree, reference, references
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.shards.flat_shard import FlatShard
 from booster.update.state_dict import STATE_KEY
@@ -62,87 +53,8 @@ class Saved:
 
     def masters_behind(self, kind: str, module: str) -> dict[str, str]:
         """Return the tensors with the float32 numbers behind half weights of a module, by the weights' names in it."""
-        told = self.tree.get("masters")
-        if told is None:
-            return self._masters_by_name(module) if kind == "models" else {}
         prefix = f"{kind}/{module}/"
-        return {weight[len(prefix) :]: master for weight, master in told.items() if weight.startswith(prefix)}
-
-    def whose_masters(self, model: str, weights: Iterable[str]) -> str:
-        """Say that a checkpoint of an earlier version leaves open whether masters are those of `weights` of `model`."""
-        if "masters" in self.tree:
-            return ""
-        others = {
-            other
-            for optimizer, owners in self._owners().items()
-            if len(owners) > 1 and model in owners and not self.masters(optimizer)["weights"].keys().isdisjoint(weights)
-            for other in owners
-        }
-        return (
-            f"models {sorted(others)} have parameters of the same names, and this checkpoint, of an earlier version, does not "
-            f"say whose masters are whose: those of {model!r} are its half weights"
-            if others
-            else ""
-        )
-
-    def masters_of_equals(self, model: str, masters: Mapping[str, str]) -> dict[str, str]:
-        """Return more masters, by name, of weights of `model` that are to the bit those of a name in `masters`.
-
-        Checkpoints of earlier versions tell no tied names: there a matrix without a master that equals one with a master, and
-        is no constant, is taken for another name of it. Reads both. Of others nothing is left to find.
-        """
-        if "masters" in self.tree:
-            return {}
-        names = {key: reference(value) for key, value in self.tree["models"][model].items()}
-        alike: dict[tuple[Any, ...], list[str]] = {}
-        for key, name in names.items():
-            entry = self.entry(name)
-            if entry is not None and len(entry.shape) > 1:
-                alike.setdefault((entry.shape, entry.dtype), []).append(key)
-        pairs = [
-            (key, other)
-            for keys in alike.values()
-            for key in keys
-            if key not in masters
-            for other in keys
-            if other in masters
-        ]
-        for key in {key for pair in pairs for key in pair}:
-            self.want(names[key], None)
-        self.read(None)
-        found = {}
-        for key, other in pairs:
-            one, two = (decode(self.tree["models"][model][each], self._targets) for each in (key, other))
-            if torch.equal(one, two) and bool((one != one.flatten()[0]).any()):
-                found[key] = masters[other]
-        return found
-
-    def _masters_by_name(self, model: str) -> dict[str, str]:
-        """What checkpoints of earlier versions tell: no tied names, and nothing where two models could be meant."""
-        return {
-            key: name
-            for optimizer, owners in self._owners().items()
-            if owners == [model]
-            for key, value in self.masters(optimizer).get("weights", {}).items()
-            if (name := reference(value)) is not None
-        }
-
-    def _owners(self) -> dict[str, list[str]]:
-        """By optimizer that keeps masters, the models that have all its names, in the same shapes."""
-        found = {}
-        for optimizer in self.tree["optimizers"]:
-            masters = {key: self.entry(reference(v)) for key, v in self.masters(optimizer).get("weights", {}).items()}
-            found[optimizer] = [
-                model
-                for model, tree in self.tree["models"].items()
-                if all(
-                    master is not None
-                    and (weight := self.entry(reference(tree.get(key)))) is not None
-                    and weight.shape == master.shape
-                    for key, master in masters.items()
-                )
-            ]
-        return {optimizer: owners for optimizer, owners in found.items() if self.masters(optimizer).get("weights")}
+        return {w.removeprefix(prefix): master for w, master in self.tree["masters"].items() if w.startswith(prefix)}
 
     def widest(self, param: str, optimizer: str, home: tuple[str, str] | None) -> str | None:
         """Return where the widest numbers of a parameter are: its master's, else those of its weight.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,54 +17,38 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from booster.checkpoint import parts
 from booster.checkpoint.agree import agreed, exchange, first_failure, is_first
-from booster.checkpoint.collect import collect, settle
 from booster.checkpoint.folder import (
     checkpoints,
     make_folder,
     name_of,
     prune,
     publish,
-    remove,
     staging_folder,
     write_synced,
     writing,
 )
 from booster.checkpoint.hashing import hash_of, new_hash
-from booster.checkpoint.layout import Held, SavePlanner, refuse_made_of_tensors, storable
 from booster.checkpoint.loading import rehearse
 from booster.checkpoint.lock import Lock
-from booster.checkpoint.manifest import (
-    LARGEST_NUMBER,
-    MANIFEST,
-    STATE,
-    CheckpointError,
-    File,
-    Manifest,
-    check_text,
-    read_manifest,
-)
+from booster.checkpoint.manifest import LARGEST_NUMBER, MANIFEST, STATE, CheckpointError, File, Manifest, check_text
 from booster.checkpoint.objects import Objects
-from booster.checkpoint.serving import (
-    Layers,
-    Served,
-    Source,
-    ends_that_differ,
-    layers_of,
-    served,
-    sources_of,
-    together,
-    write_config,
-)
-from booster.checkpoint.storage import ManifestWriter
-from booster.checkpoint.weights import Read, Stored, Written, export
+from booster.checkpoint.parts.part import Collection, Tensors, leaves_out_frozen
+from booster.checkpoint.storage import ManifestWriter, WholeSavePlanner
+from booster.checkpoint.tensor_layout import Held, storable
+from booster.checkpoint.tree import OWN
 from booster.common.installed import version_of
+from booster.common.text import listed
 from booster.common.untrusted_files import json_cost
 from booster.interface.model import ModelWrapper
-from booster.mixed_precision.policy import dtypes_read
 from booster.model.dtensors import is_dtensor
 from booster.model.modules import bare
 from booster.shards.flat_shard import FlatShard
+from booster.update.state_dict import STATE_KEY
+
+_logger = logging.getLogger(__name__)
+ROUNDING = f"/{STATE_KEY}/masters/rounding/"
 
 
 @dataclass(frozen=True)
@@ -86,6 +70,112 @@ def snapshot(objects: Objects, run: Mapping[str, Any], group: dist.ProcessGroup 
     """Return the state of `objects` now; the tensors are those of the running job. A collective."""
     new_hash()  # raises now, and not in the thread that writes, where xxhash is missing
     return Snapshot(*collect(objects, run, group))
+
+
+def collect(
+    objects: Objects, run: Mapping[str, Any], group: dist.ProcessGroup | None
+) -> tuple[Tensors, dict[str, Any]]:
+    """Return this rank's tensors by their names in the checkpoint, and the tree of all ranks; a collective.
+
+    run: what is known of the run as a whole, JSON-like. Tensors are those of the running job, not copies.
+    """
+    into = Collection(0 if group is None else dist.get_rank(group), frozen=not leaves_out_frozen(run))
+    tree: dict[str, Any] = {} if into.rank else {"run": dict(run)}
+    with agreed(group):
+        for kind in parts.PARTS:
+            tree |= kind(objects).collect(into)
+    shared = {name: storable(tensor) for name, tensor in into.shared.items()}
+    tensors, own = settle(shared, group, buffers_of(objects))
+    merged = _merged(exchange(tree, group))
+    return tensors | into.own, {**merged, OWN: own} if any(own) else merged
+
+
+def settle(
+    shared: Tensors, group: dist.ProcessGroup | None, buffers: Container[str], *, all_kept: bool = True
+) -> tuple[Tensors, list[dict[str, str]]]:
+    """Return what this rank writes of `shared`, and by rank the names of what it keeps under another name; a collective.
+
+    Torch's planner takes each plain tensor that several ranks hold from any of them, which is right where they are equal to
+    the bit. Where they are not, the first rank that holds it writes it. Of `buffers`, what is below "extra", and random states
+    of rounding, which go with the size of a rank's part, others write theirs under a name of their own, or nothing without
+    `all_kept`. Of all else, as weights that drifted apart, a WARNING.
+    """
+    if group is None:
+        return shared, [{}]
+    plain = {name: _digest(tensor) for name, tensor in shared.items() if _is_plain(tensor)}
+    rank, told = dist.get_rank(group), exchange(plain, group)
+    kept, own, drifted = dict(shared), [dict[str, str]() for _ in told], []
+    for name in sorted({name for each in told for name in each}):
+        holders = [index for index, each in enumerate(told) if name in each]
+        if len({told[index][name] for index in holders}) == 1:
+            continue
+        may_differ = name in buffers or name == "extra" or name.startswith("extra/") or ROUNDING in name
+        drifted += [] if may_differ else [name]
+        for index in holders[1:]:
+            if may_differ and all_kept:
+                own[index][name] = f"{name}#{index}"
+        if rank in holders[1:]:
+            value = kept.pop(name)
+            if name in own[rank]:
+                kept[own[rank][name]] = value
+    if drifted and rank == 0:
+        _logger.warning(
+            "%d tensors differ between ranks that should have the same, and those of the first rank are saved: %s. Learning "
+            "rates, data of schedules, random numbers or writes that differ by rank let replicas drift apart",
+            len(drifted),
+            listed(drifted, 4),
+        )
+    return kept, own
+
+
+def _is_plain(tensor: Held) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided  # type: ignore[union-attr]
+
+
+def _digest(tensor: Held) -> str:
+    """Say by which tensors of other numbers, or in another order, are told apart; on a device without a copy to the host."""
+    bits = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)  # type: ignore[union-attr]
+    form = f"{tensor.dtype} {list(tensor.shape)} "
+    if bits.device.type == "cpu":
+        return form + hash_of(memoryview(bits.numpy()))  # type: ignore[arg-type]
+    width = max(w for w in (1, 2, 4, 8) if bits.numel() % w == 0)
+    whole = bits.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width])
+    return form + str([whole[::step].sum(dtype=torch.int64).item() for step in (1, 2, 3)])
+
+
+def buffers_of(objects: Objects) -> set[str]:
+    """The names in a checkpoint of the buffers of models and criteria."""
+    return {
+        f"{kind}/{name}/{key}"
+        for kind, modules in (("models", objects.models), ("criteria", objects.criteria))
+        for name, module in modules.items()
+        for key, _ in (bare(module.module) if isinstance(module, ModelWrapper) else module).named_buffers(
+            remove_duplicate=False
+        )
+    }
+
+
+def _merged(trees: list[dict[str, Any]]) -> dict[str, Any]:
+    """One tree: what the first rank says, more keys where others hold other layers, and what is each rank's own."""
+    of_ranks = {key: [tree.pop(key) for tree in trees] for kind in parts.PARTS for key in kind.of_ranks}
+    merged = trees[0]
+    for tree in trees[1:]:
+        _add_keys(merged, tree)
+    if all(extra in (merged["extra"], None) for extra in of_ranks["extras"]):  # None: a rank that gave nothing
+        del of_ranks["extras"]
+    return {**merged, **of_ranks}
+
+
+def _add_keys(tree: Any, other: Any) -> None:
+    if isinstance(tree, dict) and isinstance(other, dict):
+        for key, value in other.items():
+            if key in tree:
+                _add_keys(tree[key], value)
+            else:
+                tree[key] = value
+    elif isinstance(tree, list) and isinstance(other, list):
+        for one, two in zip(tree, other, strict=True):
+            _add_keys(one, two)
 
 
 def reserve(root: Path, step: int | None, group: dist.ProcessGroup | None) -> tuple[Path, int]:
@@ -142,7 +232,7 @@ def write(
             dcp.save(
                 taken.tensors,
                 storage_writer=writer,
-                planner=SavePlanner(),
+                planner=WholeSavePlanner(),
                 process_group=group,
                 no_dist=group is None,
             )
@@ -176,75 +266,6 @@ def write(
         if lock is not None:
             lock.release()
     return final
-
-
-def save_weights(
-    model: ModelWrapper,
-    path: Path,
-    *,
-    group: dist.ProcessGroup | None,
-    shard: bool,
-    prefix: str | None,
-    size_per_shard: int,
-    use_safetensors: bool,
-    weights: Served | None,
-    half: torch.dtype | None,
-    wide: torch.dtype,
-    merge: Callable[[nn.Module, Iterable[str]], tuple[nn.Module, dict[str, Source]]] | None,
-) -> None:
-    """Write the whole weights of `model` to `path`, see `Booster.save_model`; a collective.
-
-    Each rank writes what it has as a checkpoint, which the first one turns into plain files tensor by tensor: nobody ever
-    holds the whole model. half: in which the forward reads all weights, also those that ranks hold in float32; None where it
-    reads them as they are stored. wide: see `serving.served`. merge: gives the model without adapters, and what is written of
-    the tensors of these names, of the model with them; None writes them as they are.
-    """
-    own = bare(model.module)
-    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    if weights is not None:
-        read = dtypes_read(own, half, weights=True)
-        tensors = {name: value.to(read.get(name, value.dtype)) for name, value in tensors.items()}
-    for name, tensor in tensors.items():
-        refuse_made_of_tensors(name, tensor)
-    buffers = dict(own.named_buffers(remove_duplicate=False))
-    written, _ = settle({name: storable(t) for name, t in tensors.items()}, group, buffers, all_kept=False)
-    taken = Snapshot(written, {"random": []})
-    between = write(path.with_name(f".{path.name}.whole"), taken, step=0, keep_last=None, group=group)
-    said = exchange(asdict(layers_of(own)), group) if weights is not None else []
-    with agreed(group):
-        if is_first(group):
-            try:
-                manifest, quantization = read_manifest(between), None
-                if merge is None:
-                    described, sources = own, sources_of(own, manifest.tensors, unpack=weights is not None)
-                else:
-                    described, sources = merge(own, manifest.tensors)
-                entries = {name: source.of(manifest.tensors) for name, source in sources.items()}
-                if weights is not None:
-                    layers = together((Layers(**each) for each in said), sources)
-                    entries, quantization = served(entries, weights, layers, wide)
-                export(
-                    between,
-                    manifest,
-                    entries,
-                    path,
-                    shard=shard,
-                    prefix=prefix,
-                    size_per_shard=size_per_shard,
-                    use_safetensors=use_safetensors,
-                )
-                if shard:
-                    whole = Stored(between, manifest.tensors).whole
-                    apart = ends_that_differ(described, partial(_same, entries, whole))
-                    write_config(path, described, entries, quantization, untied=apart is not None)
-            finally:
-                remove(between)
-
-
-def _same(entries: Mapping[str, Written], read: Read, one: str, other: str) -> bool:
-    """Whether two names are written with the same numbers, or one of them is not written."""
-    ends = [entries[name] for name in (one, other) if name in entries]
-    return len(ends) < 2 or torch.equal(*(end.make(read).float() for end in ends))
 
 
 def _host_copy(tensor: Held) -> Held:

@@ -5,21 +5,27 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from booster.checkpoint.folder import write_beside
-from booster.checkpoint.manifest import CheckpointError, Tensor
-from booster.checkpoint.tensor_file import dtype_of
-from booster.checkpoint.weights import Read, Written
+from booster.checkpoint.agree import agreed, exchange, is_first
+from booster.checkpoint.export import Read, Stored, Written, export
+from booster.checkpoint.folder import remove, write_beside
+from booster.checkpoint.manifest import CheckpointError, Tensor, dtype_of, read_manifest
+from booster.checkpoint.saving import Snapshot, settle, write
+from booster.checkpoint.tensor_layout import refuse_made_of_tensors, storable
 from booster.common import arguments
 from booster.common.text import listed
 from booster.frozen import FORMS, Form, FrozenLinear, origins_of
-from booster.model.modules import places_of
+from booster.interface.model import ModelWrapper
+from booster.mixed_precision.policy import dtypes_read
+from booster.model.modules import bare, places_of
 from booster.number_formats import E4M3, INT8, NumberFormat, Scaled, Scaling, scale_to
 
 _logger = logging.getLogger(__name__)
@@ -321,3 +327,72 @@ class _Int8(_EightBits):
             "ignore": left,
             "kv_cache_scheme": None,
         }
+
+
+def save_weights(
+    model: ModelWrapper,
+    path: Path,
+    *,
+    group: dist.ProcessGroup | None,
+    shard: bool,
+    prefix: str | None,
+    size_per_shard: int,
+    use_safetensors: bool,
+    weights: Served | None,
+    half: torch.dtype | None,
+    wide: torch.dtype,
+    merge: Callable[[nn.Module, Iterable[str]], tuple[nn.Module, dict[str, Source]]] | None,
+) -> None:
+    """Write the whole weights of `model` to `path`, see `Booster.save_model`; a collective.
+
+    Each rank writes what it has as a checkpoint, which the first one turns into plain files tensor by tensor: nobody ever
+    holds the whole model. half: in which the forward reads all weights, also those that ranks hold in float32; None where it
+    reads them as they are stored. wide: see `serving.served`. merge: gives the model without adapters, and what is written of
+    the tensors of these names, of the model with them; None writes them as they are.
+    """
+    own = bare(model.module)
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    if weights is not None:
+        read = dtypes_read(own, half, weights=True)
+        tensors = {name: value.to(read.get(name, value.dtype)) for name, value in tensors.items()}
+    for name, tensor in tensors.items():
+        refuse_made_of_tensors(name, tensor)
+    buffers = dict(own.named_buffers(remove_duplicate=False))
+    written, _ = settle({name: storable(t) for name, t in tensors.items()}, group, buffers, all_kept=False)
+    taken = Snapshot(written, {"random": []})
+    between = write(path.with_name(f".{path.name}.whole"), taken, step=0, keep_last=None, group=group)
+    said = exchange(asdict(layers_of(own)), group) if weights is not None else []
+    with agreed(group):
+        if is_first(group):
+            try:
+                manifest, quantization = read_manifest(between), None
+                if merge is None:
+                    described, sources = own, sources_of(own, manifest.tensors, unpack=weights is not None)
+                else:
+                    described, sources = merge(own, manifest.tensors)
+                entries = {name: source.of(manifest.tensors) for name, source in sources.items()}
+                if weights is not None:
+                    layers = together((Layers(**each) for each in said), sources)
+                    entries, quantization = served(entries, weights, layers, wide)
+                export(
+                    between,
+                    manifest,
+                    entries,
+                    path,
+                    shard=shard,
+                    prefix=prefix,
+                    size_per_shard=size_per_shard,
+                    use_safetensors=use_safetensors,
+                )
+                if shard:
+                    whole = Stored(between, manifest.tensors).whole
+                    apart = ends_that_differ(described, partial(_same, entries, whole))
+                    write_config(path, described, entries, quantization, untied=apart is not None)
+            finally:
+                remove(between)
+
+
+def _same(entries: Mapping[str, Written], read: Read, one: str, other: str) -> bool:
+    """Whether two names are written with the same numbers, or one of them is not written."""
+    ends = [entries[name] for name in (one, other) if name in entries]
+    return len(ends) < 2 or torch.equal(*(end.make(read).float() for end in ends))

@@ -38,14 +38,42 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from booster.checkpoint import layout
 from booster.checkpoint.folder import sync_folder
-from booster.checkpoint.header import SAFETENSORS_DTYPES
-from booster.checkpoint.layout import Held
-from booster.checkpoint.manifest import CheckpointError, Chunk, File, Manifest, Tensor
-from booster.checkpoint.tensor_file import dtype_of, read_tensors, write_tensors
-from booster.checkpoint.weights import Entry, entries_of, entry_of, read_box
+from booster.checkpoint.manifest import SAFETENSORS_DTYPES, CheckpointError, Chunk, File, Manifest, Tensor, dtype_of
+from booster.checkpoint.tensor_file import Entry, entries_of, entry_of, read_box, read_verified, write_tensors
+from booster.checkpoint.tensor_layout import Held
 from booster.common.untrusted_files import open_regular
+from booster.shards.flat_shard import FlatShard
+
+
+class WholeLoadPlanner(dcp.DefaultLoadPlanner):
+    """Torch's planner for tensors under their whole names, some of them `FlatShard`."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """As torch's, which also makes real what is on the meta device, and for that takes tensors alone."""
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """As torch's, which looks for parts in tensors alone."""
+        held = self.state_dict[index.fqn]
+        return held.box_at(index.offset) if isinstance(held, FlatShard) else super().lookup_tensor(index)
+
+
+class WholeSavePlanner(dcp.DefaultSavePlanner):
+    """Torch's planner for tensors under their whole names, some of them `FlatShard`."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """As torch's, which looks for parts in tensors alone."""
+        held = self.state_dict[index.fqn]
+        return held.box_at(index.offset) if isinstance(held, FlatShard) else super().lookup_object(index)
 
 
 class ManifestWriter(StorageWriter):
@@ -215,7 +243,7 @@ class ManifestReader(StorageReader):
                 rest.append((chunk, item))
         targets = {key: target for key, (_, target) in direct.items()}
         try:
-            problem = read_tensors(self.folder / name, self.manifest.files[name], targets)
+            problem = read_verified(self.folder / name, self.manifest.files[name], targets)
         except OSError as error:
             problem = f"{name} cannot be read: {error}"
         if problem is not None:
@@ -268,7 +296,7 @@ def load_into(targets: dict[str, Held], reader: ManifestReader, group: dist.Proc
         dcp.load(
             targets,
             storage_reader=reader,
-            planner=layout.LoadPlanner(),
+            planner=WholeLoadPlanner(),
             process_group=group,
             no_dist=group is None,
         )

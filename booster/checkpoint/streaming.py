@@ -12,9 +12,10 @@ from typing import IO
 import torch
 from torch import nn
 
-from booster.checkpoint.layout import note_written
 from booster.checkpoint.manifest import CheckpointError
-from booster.checkpoint.weights import Entry, entries_of, half_read, is_safetensors, pieces, read_entry, weight_files
+from booster.checkpoint.tensor_file import Entry, entries_of, pieces, read_entry
+from booster.checkpoint.tensor_layout import note_written
+from booster.checkpoint.weight_files import half_read, is_safetensors, weight_files
 from booster.common.text import listed
 from booster.common.untrusted_files import open_regular
 from booster.frozen import Form, FrozenLinear, note_origin

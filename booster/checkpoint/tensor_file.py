@@ -1,27 +1,215 @@
-"""Files of tensors in the safetensors format: written, and read and verified in one pass."""
+"""Safetensors files: what one holds, its tensors read in parts or whole and verified, and new ones written.
+
+The `safetensors` package checks headers: each byte of the data belongs to one tensor. Bytes are read and written here instead:
+
+- The package maps a file into memory. Pages that were read count as the process's until the file is closed, in the end a second
+  copy of the weights; and a file that another process cuts short meanwhile ends this one.
+- It writes tensors that are all in memory at once.
+- It cannot hash what it reads, so `b.load` would read every file once more.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from booster.checkpoint.hashing import BLOCK, Hash, new_hash
-from booster.checkpoint.header import PAIRS, SAFETENSORS_DTYPES, entry_for, header_length, num_bytes, places_of
-from booster.checkpoint.manifest import CheckpointError, File, Tensor
-from booster.common.untrusted_files import open_regular
+from booster.checkpoint.hashing import BLOCK, new_hash
+from booster.checkpoint.manifest import PAIRS, SAFETENSORS_DTYPES, CheckpointError, Chunk, File, num_bytes
+from booster.checkpoint.tensor_layout import can_be_read_into
+from booster.common.untrusted_files import open_regular, parse_json
 
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+_LARGEST = 100_000_000  # bytes of a header, as the package allows
+_ROOM = 16 * 2**20  # bytes of memory that a header may take, and half of those that its file has
+_BUFFER = 2**22  # bytes of a tensor in memory at a time, where it is read in pieces
 _ALIGNMENT = 8  # bytes, of the header; data follow at once
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file.
+
+    Attributes:
+        file: the safetensors file.
+        name: its key there.
+        dtype: torch's.
+        shape: in elements of `dtype`.
+        start: where its bytes begin, from the beginning of the file.
+    """
+
+    file: Path
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def entries_of(file: Path) -> dict[str, Entry]:
+    """Return what the safetensors file `file` holds, by name; raises CheckpointError where its header is none, or wrong."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError("files of weights and checkpoints need safetensors: pip install safetensors") from error
+    if sys.byteorder != "little":
+        raise CheckpointError(f"the numbers of {file} are little-endian, and this machine is not")
+    try:
+        with open_regular(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            length = int.from_bytes(opened.read(8), "little")
+            if length > min(size - 8, _LARGEST):
+                raise ValueError(f"its header of {length} bytes does not fit into {size}")
+            # Read once more here, since the package bounds no memory and takes the last of two tensors of one name.
+            header = parse_json(opened.read(length), _ROOM + size // 2)
+        with safe_open(str(file), "pt"):
+            header.pop("__metadata__", None)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
+    return {name: _entry(file, name, said, 8 + length) for name, said in header.items()}
+
+
+def _entry(file: Path, name: str, said: Mapping[str, Any], begin: int) -> Entry:
+    """Return one tensor of a header that the package has taken."""
+    if said["dtype"] not in _DTYPES:
+        raise CheckpointError(f"{file}: {name} has the dtype {said['dtype'][:40]!r}, which booster does not read")
+    dtype, shape = _DTYPES[said["dtype"]], said["shape"]
+    if dtype == PAIRS and shape:  # the format counts numbers of 4 bits, torch pairs of them
+        shape = [*shape[:-1], shape[-1] // 2]
+    return Entry(file, name, dtype, tuple(shape), begin + said["data_offsets"][0])
+
+
+def entry_of(entries: Mapping[str, Entry], path: Path, chunk: Chunk, dtype: torch.dtype) -> Entry:
+    """Return the entry of `path` that holds `chunk`; raises CheckpointError where it is another."""
+    entry = entries.get(chunk.key)
+    if entry is None or (entry.dtype, entry.shape) != (dtype, chunk.sizes):
+        holds = "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+        raise CheckpointError(f"{path} holds {holds} as {chunk.key}, and should hold {dtype} {list(chunk.sizes)}")
+    return entry
+
+
+# ---- reading ----
+
+
+def pieces(opened: IO[bytes], entry: Entry, unit: int = 1) -> Iterator[torch.Tensor]:
+    """Yield the numbers of `entry`, 1-dim, in pieces of a few MB that are overwritten by the next; multiples of `unit`.
+
+    opened: its file, open for reading in binary. unit: as many numbers as belong together, such as those of a row.
+    """
+    width = entry.dtype.itemsize
+    step = max(1, _BUFFER // (width * unit)) * unit
+    buffer = bytearray(min(step, entry.numel) * width)
+    opened.seek(entry.start)
+    for start in range(0, entry.numel, step):
+        view = memoryview(buffer)[: min(step, entry.numel - start) * width]
+        _fill(opened, view, entry)
+        yield torch.frombuffer(view, dtype=entry.dtype)
+
+
+def _fill(opened: IO[bytes], memory: memoryview, entry: Entry) -> None:
+    if opened.readinto(memory) != len(memory):  # type: ignore[attr-defined]
+        raise CheckpointError(f"{entry.file} ended while {entry.name} was read")
+
+
+def read_entry(opened: IO[bytes], entry: Entry, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the numbers of `entry`, read into a contiguous tensor of its shape; None makes one of its dtype on the host.
+
+    opened: its file, open for reading in binary.
+    """
+    whole = torch.empty(entry.shape, dtype=entry.dtype) if into is None else into
+    if can_be_read_into(whole, entry.shape, entry.dtype):
+        opened.seek(entry.start)
+        _fill(opened, bytes_of(whole), entry)
+        return whole
+    flat, start = whole.view(-1), 0
+    for piece in pieces(opened, entry):
+        flat[start : start + len(piece)].copy_(piece)
+        start += len(piece)
+    return whole
+
+
+def read_box(opened: IO[bytes], entry: Entry, box: Sequence[slice], into: torch.Tensor) -> None:
+    """Read a box of `entry`, a slice for each dimension, into a tensor of its shape.
+
+    Straight into its memory where the box has whole rows and the same dtype, else some MB at a time. opened: its file.
+    """
+    if not box:
+        into.copy_(read_entry(opened, entry))
+        return
+    of_row, within, done = entry.shape[1:], (slice(None), *box[1:]), 0
+    row = torch.Size(of_row).numel()
+    shape = (box[0].stop - box[0].start, *of_row)
+    rows = replace(entry, shape=shape, start=entry.start + box[0].start * row * entry.dtype.itemsize)
+    if tuple(into.shape) == shape and into.is_contiguous():
+        read_entry(opened, rows, into)
+        return
+    for piece in pieces(opened, rows, max(1, row)):
+        block = piece.view(-1, *of_row)[within]
+        into[done : done + len(block)].copy_(block)
+        done += len(block)
+
+
+def read_verified(path: Path, expected: File, targets: Mapping[str, torch.Tensor]) -> str | None:
+    """Read whole tensors of a file into `targets`, comparing every byte of the file with its hash meanwhile.
+
+    targets: by their keys in the file, contiguous and in host memory; they hold anything where the file is damaged. Returns
+    what is wrong with the file, or None. The file is read once, a block at a time; one without targets may be of any kind.
+    """
+    with open_regular(path, buffered=False) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected.bytes:
+            return f"{path.name} has {size} bytes, and {expected.bytes} were written"
+        digest, scratch, position = new_hash(), memoryview(bytearray(BLOCK)), 0
+
+        def read_into(memory: memoryview) -> None:
+            done = 0
+            while done < len(memory):
+                # A block is hashed while it is still in the processor's cache.
+                num = file.readinto(memory[done : done + BLOCK])  # type: ignore[attr-defined]
+                if not num:
+                    raise ValueError("it ends early")
+                digest.update(memory[done : done + num])
+                done += num
+
+        def skip(number: int) -> None:
+            for done in range(0, number, BLOCK):
+                read_into(scratch[: min(BLOCK, number - done)])
+
+        try:
+            entries = entries_of(path) if targets else {}
+            for entry in sorted((entries[key] for key in targets), key=lambda entry: (entry.start, entry.numel)):
+                target = targets[entry.name]
+                if (entry.dtype, entry.shape) != (target.dtype, tuple(target.shape)):
+                    raise ValueError(f"{entry.name} is {entry.dtype} {list(entry.shape)}")
+                skip(entry.start - position)
+                read_into(bytes_of(target))
+                position = entry.start + entry.num_bytes
+            skip(size - position)
+        except (ValueError, KeyError, CheckpointError) as error:
+            return f"{path.name} is not the file that was written: {error!r}"
+    return None if digest.hexdigest() == expected.digest else f"{path.name} holds other bytes than were written"
+
+
+# ---- writing ----
 
 
 def write_tensors(
     path: Path,
-    entries: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     tensor_of: Callable[[str], torch.Tensor],
 ) -> File:
     """Write a new safetensors file and wait until the disk has it; returns its size and hash.
@@ -32,113 +220,24 @@ def write_tensors(
     end = 0
     for key, (dtype, shape) in entries.items():
         start, end = end, end + num_bytes(dtype, shape)
-        header[key] = entry_for(dtype, shape, start, end)
+        counted = [*shape[:-1], 2 * shape[-1]] if dtype == PAIRS and shape else [*shape]
+        header[key] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": counted, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("xb") as file:
         digest = new_hash()
-        _write(file, memoryview(len(text).to_bytes(8, "little") + text), digest)
+
+        def write(data: memoryview) -> None:
+            for start in range(0, len(data), BLOCK):
+                digest.update(data[start : start + BLOCK])
+                file.write(data[start : start + BLOCK])
+
+        write(memoryview(len(text).to_bytes(8, "little") + text))
         for key in entries:
-            tensor = tensor_of(key).detach().cpu().resolve_conj().resolve_neg().contiguous()
-            _write(file, bytes_of(tensor), digest)
+            write(bytes_of(tensor_of(key).detach().cpu().resolve_conj().resolve_neg().contiguous()))
         file.flush()
         os.fsync(file.fileno())
         return File(file.tell(), digest.hexdigest())
-
-
-def dtype_of(tensor: Tensor) -> torch.dtype:
-    """Return the dtype that a manifest's entry names."""
-    dtype = getattr(torch, tensor.dtype, None)
-    if dtype not in SAFETENSORS_DTYPES:
-        raise CheckpointError(f"the manifest names the dtype {tensor.dtype!r}, which this torch does not have")
-    return dtype
-
-
-def fits(saved: torch.dtype, own: torch.dtype) -> bool:
-    """Return whether numbers of dtype `saved` may be loaded into `own`: as they are, or rounded to another precision."""
-    return saved == own or (saved.is_floating_point and own.is_floating_point and PAIRS not in (saved, own))
-
-
-def read_tensors(path: Path, expected: File, targets: Mapping[str, torch.Tensor]) -> str | None:
-    """Read whole tensors of a safetensors file into `targets`, comparing every byte of the file with its hash meanwhile.
-
-    targets: by their keys in the file, contiguous and in host memory; they hold anything where the file is damaged. Returns
-    what is wrong with the file, or None. The file is read once, a block at a time.
-    """
-    with open_regular(path, buffered=False) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != expected.bytes:
-            return f"{path.name} has {size} bytes, and {expected.bytes} were written"
-        stream = _Stream(file, new_hash(expected.hash))
-        try:
-            for start, end, key in _places(stream, size, targets):
-                stream.skip_to(start)
-                stream.read_into(bytes_of(targets[key]))
-                if stream.position != end:
-                    raise ValueError(f"{key} has {end - start} bytes")
-            stream.skip_to(size)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            return f"{path.name} is not the file that was written: {error!r}"
-    return None if stream.digest.hexdigest() == expected.digest else f"{path.name} holds other bytes than were written"
-
-
-class _Stream:
-    """A file that is hashed as it is read, from its beginning."""
-
-    def __init__(self, file: IO[bytes], digest: Hash) -> None:
-        self._file = file
-        self.digest = digest
-        self.position = 0
-        self._scratch: memoryview | None = None
-
-    def read(self, num: int) -> bytes:
-        data = bytearray(num)
-        self.read_into(memoryview(data))
-        return bytes(data)
-
-    def skip_to(self, position: int) -> None:
-        if position < self.position:
-            raise ValueError("two tensors share bytes")
-        if position > self.position and self._scratch is None:
-            self._scratch = memoryview(bytearray(BLOCK))
-        while position > self.position:
-            assert self._scratch is not None
-            self.read_into(self._scratch[: min(BLOCK, position - self.position)])
-
-    def read_into(self, memory: memoryview) -> None:
-        done = 0
-        while done < len(memory):
-            num = self._file.readinto(memory[done : done + BLOCK])  # type: ignore[attr-defined]
-            if not num:
-                raise ValueError("it ends early")
-            self.digest.update(memory[done : done + num])
-            done += num
-        self.position += done
-
-
-def _places(stream: _Stream, size: int, targets: Mapping[str, torch.Tensor]) -> list[tuple[int, int, str]]:
-    """Return where the bytes of `targets` begin and end in the file, in order, from the header that `stream` is at.
-
-    The header is not verified yet, so nothing in it is believed but what fits.
-    """
-    if not targets:  # then it may be a file of another kind
-        return []
-    length = header_length(stream.read(min(8, size)), size)
-    there = places_of(stream.read(length), size)
-    places = []
-    for key, tensor in targets.items():
-        place = there[key]
-        if (place.dtype, place.shape) != (tensor.dtype, tuple(tensor.shape)):
-            raise ValueError(f"{key} is {place.dtype} {list(place.shape)}")
-        places.append((place.start, place.stop, key))
-    return sorted(places)
-
-
-def _write(file: IO[bytes], data: memoryview, digest: Hash) -> None:
-    for start in range(0, len(data), BLOCK):
-        block = data[start : start + BLOCK]
-        digest.update(block)
-        file.write(block)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -1,19 +1,177 @@
-"""What a checkpoint says beside its tensors: the JSON tree of names, read and held to its form."""
+"""What a checkpoint says beside its tensors: a tree of names, as JSON, in which a reference stands in each tensor's place.
+
+`encode` makes it of what objects say of themselves, and `decode` gives that back, without a pickle. `read_tree` reads the file
+and holds it to its form, so that what loads it may index without asking.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from booster.checkpoint.hashing import hash_of
-from booster.checkpoint.layout import reference, references
 from booster.checkpoint.manifest import STATE, CheckpointError, Manifest, read_text, room_of
-from booster.common.untrusted_files import parse_json
+from booster.checkpoint.tensor_layout import Held, refuse_made_of_tensors
+from booster.common.untrusted_files import ANY, TEXT, check_form, one_of, parse_json
+from booster.model.dtensors import is_dtensor
+from booster.shards.flat_shard import FlatShard
 from booster.update.state_dict import STATE_KEY
 
 BESIDE = "beside"  # of an optimizer: states of no parameter, by keys of its own
-_KINDS = ("models", "criteria", "optimizers", "dataloaders", "lr_schedulers", "pins", "run")
+OWN = (
+    "own"  # key of the tree: by rank, under which name of the checkpoint it has a tensor of its own, by the common name
+)
+_TAG = "__booster__"  # the key of everything that JSON has no form for
+_ORDER = "order"  # of a reference to a tensor whose dimensions lie in memory otherwise than in a file
+
+
+def encode(value: Any, where: str, tensors: dict[str, Held]) -> Any:
+    """Return `value` as what `json.dumps` takes; its tensors go into `tensors`, under names that begin with `where`.
+
+    Takes None, booleans, numbers, strings, lists, tuples, sets of them, mappings with any of these as keys, tensors, dtypes
+    and devices. Raises TypeError that names the place of anything else.
+    """
+    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
+    if isinstance(value, (torch.Tensor, FlatShard)):
+        refuse_made_of_tensors(where, value)
+        tensors[where] = value if isinstance(value, FlatShard) else value.detach()
+        order = None if isinstance(value, FlatShard) or is_dtensor(value) else _order_of(value)
+        return {_TAG: "tensor", "name": where, **({} if order is None else {_ORDER: order})}
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {_TAG: type(value).__name__, "value": str(value).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        items = [[key, encode(entry, f"{where}/{key}", tensors)] for key, entry in value.items()]
+        if all(isinstance(key, str) and key != _TAG for key, _ in items):
+            return dict(items)
+        keys = [encode(key, f"{where}/keys", tensors) for key, _ in items]
+        return {_TAG: "dict", "items": [[key, entry] for key, (_, entry) in zip(keys, items, strict=True)]}
+    if type(value) in (list, tuple, set, frozenset):
+        entries = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+        coded = [encode(entry, f"{where}/{index}", tensors) for index, entry in enumerate(entries)]
+        return coded if type(value) is list else {_TAG: type(value).__name__, "items": coded}
+    number = getattr(value, "item", None)
+    if callable(number) and getattr(value, "shape", None) == ():  # a scalar of numpy
+        return encode(number(), where, tensors)
+    raise TypeError(
+        f"{where} is a {type(value).__name__}, which a checkpoint does not hold: give tensors, numbers, strings, lists, "
+        "tuples, dicts of these, or an object with state_dict() and load_state_dict()"
+    )
+
+
+def _order_of(tensor: torch.Tensor) -> list[int] | None:
+    """Return the dimensions of a tensor from the slowest in memory to the fastest; None where that is their own order, or where
+    the memory has gaps.
+
+    In another order products of the same numbers end in other bits, as those with eigenvectors, which LAPACK makes by columns.
+    """
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def has_order(value: Any) -> bool:
+    """Return whether an entry of what `encode` gave refers to a tensor that `decode` lays out in another order of memory."""
+    return isinstance(value, dict) and _ORDER in value
+
+
+def _laid(held: Held, order: Any) -> Held:
+    """Return `held` with its dimensions in memory in the order of `_order_of`, where this rank has all of it."""
+    if order is None or isinstance(held, FlatShard) or is_dtensor(held):
+        return held
+    if not isinstance(order, list) or sorted(map(repr, order)) != sorted(map(repr, range(held.dim()))):
+        raise ValueError(f"{str(order)[:80]} is no order of {held.dim()} dimensions")
+    return held.permute(order).contiguous().permute([order.index(dim) for dim in range(held.dim())])
+
+
+def decode(value: Any, tensors: Mapping[str, Held]) -> Any:
+    """Return what `encode` was given. Raises ValueError for what it did not write."""
+    if isinstance(value, list):
+        return [decode(entry, tensors) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: decode(entry, tensors) for key, entry in value.items()}
+    kind = value[_TAG]
+    if kind == "tensor":
+        return _laid(tensors[value["name"]], value.get(_ORDER))
+    if kind == "float":
+        return float(value["value"])
+    if kind == "dtype":
+        return _dtype(value["value"])
+    if kind == "device":
+        return torch.device(value["value"])
+    if kind == "dict":
+        return {decode(key, tensors): decode(entry, tensors) for key, entry in value["items"]}
+    made = {"tuple": tuple, "set": set, "frozenset": frozenset}.get(kind)
+    if made is None:
+        raise ValueError(f"{kind!r} is no kind of value that a checkpoint holds")
+    return made(decode(entry, tensors) for entry in value["items"])
+
+
+def reference(value: Any) -> str | None:
+    """Return the name of the tensor that an entry of what `encode` gave refers to; None for any other entry.
+
+    Raises ValueError for a reference without a name.
+    """
+    if not isinstance(value, dict) or value.get(_TAG) != "tensor":
+        return None
+    if not isinstance(value.get("name"), str):
+        raise ValueError("a tensor is referred to by no name")
+    return str(value["name"])
+
+
+def references(tree: Any) -> Iterator[str]:
+    """Yield the names of the tensors that all entries of what `encode` gave refer to, in order, however deep it is."""
+    left = [tree]
+    while left:
+        value = left.pop()
+        name = reference(value)
+        if name is not None:
+            yield name
+        elif isinstance(value, (dict, list)):
+            left += reversed(value.values() if isinstance(value, dict) else value)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return dtype
+
+
+# ---- read from a file ----
+
+_OBJECT: dict[str, Any] = {}
+_OBJECTS = {"*": _OBJECT}
+_OPTIMIZER = {
+    "class": TEXT,
+    "state": _OBJECTS,
+    "groups": [{"options": _OBJECT, "params": _OBJECT}],
+    f"{BESIDE}?": _OBJECT,
+    STATE_KEY: {"loss_scaler": _OBJECT},
+}
+_FORM = {
+    **dict.fromkeys(("models?", "criteria?", "dataloaders?"), _OBJECTS),
+    **dict.fromkeys(("lr_schedulers?", "run?"), _OBJECT),
+    "pins?": {"*": {"names?": [TEXT], "skips?": {"*": [one_of(int, "a whole number")]}}},
+    "optimizers?": {"*": _OPTIMIZER},
+    "masters?": {"*": TEXT},
+    "random": [_OBJECT],
+    "loaders": [_OBJECTS],
+    "carried?": [_OBJECTS],
+    "extra": ANY,
+    "extras?": [ANY],
+    f"{OWN}?": [{"*": TEXT}],
+}
 
 
 def read_tree(folder: Path, manifest: Manifest) -> dict[str, Any]:
@@ -25,80 +183,40 @@ def read_tree(folder: Path, manifest: Manifest) -> dict[str, Any]:
     if STATE not in manifest.files:
         raise CheckpointError(f"{folder} is damaged: its manifest names no {STATE}")
     try:
-        text, expected = read_text(folder, STATE), manifest.files[STATE]
+        text = read_text(folder, STATE)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if hash_of(text, expected.hash) != expected.digest:
+    if hash_of(text) != manifest.files[STATE].digest:
         raise CheckpointError(f"{STATE} holds other bytes than were written")
     try:
         tree = parse_json(text, room_of(folder))
-        _check(tree)
+        check_form("it", tree, _FORM)
+        tree = {key.removesuffix("?"): {} for key, form in _FORM.items() if isinstance(form, dict)} | tree
+        _check_names(tree)
         _check_references(tree, manifest)
     except ValueError as error:
         raise CheckpointError(f"{path} does not say what a checkpoint says: {error}") from error
-    return dict.fromkeys(_KINDS, {}) | tree
+    return tree
 
 
-def _check(tree: Any) -> None:
-    _mapping("it", tree)
-    for kind in _KINDS:
-        _mapping(kind, tree.get(kind, {}))
-    for kind in ("models", "criteria", "dataloaders"):
-        _each(kind, tree.get(kind, {}), _mapping)
-    for name, pins in tree.get("pins", {}).items():
-        _mapping(f"pins {name!r}", pins)
-        _texts(f"the names of pins {name!r}", pins.get("names", []))
-        _each(f"the skips of pins {name!r}", _mapping("skips", pins.get("skips", {})), _numbers)
-    for name, optimizer in tree.get("optimizers", {}).items():
-        _check_optimizer(f"optimizers {name!r}", optimizer)
-    _check_masters(tree)
-    for kind in ("random", "loaders", "carried"):
-        for own in _list(kind, tree.get(kind, [])):
-            _mapping(kind, own)
-            if kind != "random":
-                _each(kind, own, _mapping)
-    _list("extras", tree.get("extras", []))
-    for own in _list("own", tree.get("own", [])):
-        _texts("own tensors", list(_mapping("own", own).values()))
-    missing = {"extra", "random", "loaders"} - tree.keys()
-    if missing:
-        raise ValueError(f"it has no {', '.join(sorted(missing))}")
-
-
-def _check_optimizer(name: str, optimizer: Any) -> None:
-    _mapping(name, optimizer)
-    if not isinstance(optimizer.get("class"), str):
-        raise ValueError(f"{name} is of no class")
-    _each(f"the state of {name}", _mapping(f"the state of {name}", optimizer.get("state")), _mapping)
-    for group in _list(f"the groups of {name}", optimizer.get("groups")):
-        _mapping(f"a group of {name}", group)
-        _mapping(f"the options of a group of {name}", group.get("options"))
-        _mapping(f"the parameters of a group of {name}", group.get("params"))
-    _mapping(f"the state of {name} of no parameter", optimizer.get(BESIDE, {}))
-    own = _mapping(f"{STATE_KEY} of {name}", optimizer.get(STATE_KEY))
-    _mapping(f"the loss scale of {name}", own.get("loss_scaler"))
-    params = {param for group in optimizer["groups"] for param in group["params"]}
-    _of_these(f"the state of {name}", optimizer["state"], params)
-    if own.get("masters") is not None:
-        masters = _mapping(f"the masters of {name}", own["masters"])
-        weights = _mapping(f"the masters of {name}", masters.get("weights", {}))
-        _of_these(f"the masters of {name}", weights, params)
-        for param, value in weights.items():
-            if not isinstance(reference(value), str):  # a load would take the half weight in its place
-                raise ValueError(f"the master of {param} in {name} is no tensor, but {_kind(value)}")
-
-
-def _check_masters(tree: Mapping[str, Any]) -> None:
-    """Which master stands behind which weight: masters of the optimizers there, and weights of the modules."""
-    told = _mapping("masters", tree.get("masters", {}))
-    _texts("masters", list(told.values()))
+def _check_names(tree: Mapping[str, Any]) -> None:
+    """States and masters are of parameters that the groups name, and a master behind a weight is one of an optimizer."""
     kept: set[Any] = set()
-    for optimizer in tree.get("optimizers", {}).values():
-        kept |= {
-            reference(value) for value in ((optimizer[STATE_KEY].get("masters") or {}).get("weights", {})).values()
-        }
-    modules = [f"{kind}/{name}/" for kind in ("models", "criteria") for name in tree.get(kind, {})]
-    for weight, master in told.items():
+    for name, optimizer in tree["optimizers"].items():
+        params = {param for group in optimizer["groups"] for param in group["params"]}
+        _of_these(f"the state of optimizers {name!r}", optimizer["state"], params)
+        masters = optimizer[STATE_KEY].get("masters")
+        if masters is None:
+            continue
+        check_form(f"the masters of optimizers {name!r}", masters, {"weights?": _OBJECT})
+        weights = masters.get("weights", {})
+        _of_these(f"the masters of optimizers {name!r}", weights, params)
+        for param, value in weights.items():
+            if reference(value) is None:  # a load would take the half weight in its place
+                raise ValueError(f"the master of {param} in optimizers {name!r} is no tensor")
+            kept.add(reference(value))
+    modules = [f"{kind}/{name}/" for kind in ("models", "criteria") for name in tree[kind]]
+    for weight, master in tree["masters"].items():
         if master not in kept or not weight.startswith(tuple(modules)):
             raise ValueError(f"it tells of a master {master!r} behind {weight!r}, and one of them is not in it")
 
@@ -108,7 +226,7 @@ def _check_references(tree: Mapping[str, Any], manifest: Manifest) -> None:
     tensors = manifest.tensors
     if missing := sorted({name for name in references(tree) if name not in tensors}):
         raise ValueError(f"it refers to tensors {missing[:3]}, which the checkpoint does not hold")
-    for name, own in (pair for each in tree.get("own", []) for pair in each.items()):
+    for name, own in (pair for each in tree.get(OWN, []) for pair in each.items()):
         if name not in tensors or own not in tensors:
             raise ValueError(f"it has {own!r} for {name!r}, which the checkpoint does not hold")
         if not name.startswith("extra/") and (tensors[name].shape, tensors[name].dtype) != (
@@ -116,7 +234,7 @@ def _check_references(tree: Mapping[str, Any], manifest: Manifest) -> None:
             tensors[own].dtype,
         ):
             raise ValueError(f"{own} is no tensor like {name}")
-    for weight, master in tree.get("masters", {}).items():
+    for weight, master in tree["masters"].items():
         if weight in tensors and tensors[weight].shape != tensors[master].shape:
             raise ValueError(f"the master of {weight} has shape {tensors[master].shape}, not {tensors[weight].shape}")
 
@@ -124,34 +242,3 @@ def _check_references(tree: Mapping[str, Any], manifest: Manifest) -> None:
 def _of_these(what: str, found: Mapping[str, Any], params: Collection[str]) -> None:
     if unknown := sorted(found.keys() - params):
         raise ValueError(f"{what} names {unknown[:3]}, and none of its groups has such a parameter")
-
-
-def _each(what: str, found: Mapping[str, Any], check: Callable[[str, Any], Any]) -> None:
-    for name, value in found.items():
-        check(f"{what} {name!r}", value)
-
-
-def _mapping(what: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} is no object, but {_kind(value)}")
-    return value
-
-
-def _list(what: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{what} is no list, but {_kind(value)}")
-    return value
-
-
-def _texts(what: str, value: Any) -> None:
-    if not all(isinstance(entry, str) for entry in _list(what, value)):
-        raise ValueError(f"{what} are no texts")
-
-
-def _numbers(what: str, value: Any) -> None:
-    if not all(type(entry) is int for entry in _list(what, value)):
-        raise ValueError(f"{what} are no whole numbers")
-
-
-def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"a value of the kind {type(value).__name__}"

@@ -112,10 +112,10 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    from booster.checkpoint.export import Written, export
     from booster.checkpoint.folder import damage, standing
     from booster.checkpoint.manifest import CheckpointError, read_manifest
     from booster.checkpoint.saved import Saved
-    from booster.checkpoint.weights import Written, export
 
     folder = _newest(standing(options.folder))
     problems = damage(folder)
@@ -128,11 +128,8 @@ def _convert(options: argparse.Namespace) -> int:
         models = sorted({name.split("/")[1] for name in manifest.tensors if name.startswith("models/")})
         raise CheckpointError(f"{folder} holds no model {options.model!r}; choose one of {models}")
     if options.masters:
-        saved = Saved(folder)
-        if untold := saved.whose_masters(options.model, names):
-            raise CheckpointError(f"{folder}: {untold}; convert it without --masters")
-        masters = {key: name for key, name in saved.masters_behind("models", options.model).items() if key in names}
-        names |= masters | saved.masters_of_equals(options.model, masters)
+        masters = Saved(folder).masters_behind("models", options.model)
+        names |= {key: name for key, name in masters.items() if key in names}
     export(
         folder,
         manifest,

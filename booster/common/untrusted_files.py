@@ -9,6 +9,8 @@ import math
 import os
 import secrets
 import stat
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -118,6 +120,67 @@ def parse_json(data: bytes, most: int = ROOM) -> Any:
         )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+@dataclass(frozen=True)
+class JsonForm:
+    """What one value of a JSON text must be.
+
+    Attributes:
+        holds: whether a value is so.
+        words: what it is then, for messages.
+    """
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+def whole(least: int, most: int) -> JsonForm:
+    """Return the form of whole numbers, which booleans are not."""
+    return JsonForm(
+        lambda value: type(value) is int and least <= value <= most, f"a whole number from {least} to {most}"
+    )
+
+
+def one_of(kind: type, words: str) -> JsonForm:
+    """Return the form of values of a type."""
+    return JsonForm(lambda value: isinstance(value, kind), words)
+
+
+TEXT = one_of(str, "a text")
+ANY = JsonForm(lambda value: True, "anything")
+
+
+def check_form(what: str, value: Any, form: Any) -> None:
+    """Raise ValueError, which names the place, where `value`, read from JSON, has not its form.
+
+    what: the value, in words. form: a `JsonForm`; a list of one form, for a list of such values; a dict, for an object: forms
+    by key, "key?" where that may be missing, and "*" for all that are not named, which without it are not looked at.
+    """
+    if isinstance(form, JsonForm):
+        if not form.holds(value):
+            raise ValueError(f"{what} is {shown(value)}, and not {form.words}")
+    elif not isinstance(value, type(form)):
+        raise ValueError(f"{what} is {shown(value)}, and {'no list' if isinstance(form, list) else 'no object'}")
+    elif isinstance(form, list):
+        for number, entry in enumerate(value):
+            check_form(f"{what}[{number}]", entry, form[0])
+    else:
+        missing = [key for key in form if key != "*" and not key.endswith("?") and key not in value]
+        if missing:
+            raise ValueError(f"{what} needs {', '.join(sorted(missing))}")
+        for key, entry in value.items():
+            inner = form.get(key, form.get(f"{key}?", form.get("*")))
+            if inner is not None:
+                check_form(f"{key!r} of {what}" if "*" in form else key, entry, inner)
+
+
+def shown(value: Any) -> str:
+    """Return what stands for a value in a message: itself where it is short."""
+    if isinstance(value, (list, dict)):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = repr(value) if not isinstance(value, int) or abs(value) < 2**64 else "a number of more than 64 bits"
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _refuse(path: Path, mode: int) -> None:

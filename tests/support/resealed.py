@@ -6,7 +6,8 @@ import json
 
 from booster.checkpoint.hashing import hash_of
 from booster.checkpoint.manifest import MANIFEST, STATE, File, read_manifest
-from booster.checkpoint.weights import Entry, named_in, read_entry
+from booster.checkpoint.tensor_file import Entry, read_entry
+from booster.checkpoint.weight_files import named_in
 from booster.common.untrusted_files import open_regular
 
 

@@ -1,11 +1,7 @@
 """The float32 numbers behind half weights go with them: of every model of a checkpoint, and under every name of a tied one."""
 
-import json
-from itertools import pairwise
-
 import pytest
 import torch
-from resealed import reseal
 from safetensors.torch import load_file
 from torch import nn
 
@@ -151,87 +147,6 @@ def test_of_two_names_with_different_weights_the_last_counts_as_in_torch():
     for state in ({"table.weight": one, "head.weight": two}, {"head.weight": two, "table.weight": one}):
         job.models["0"].load_state_dict(state, strict=False)
         assert torch.equal(job.masters()["0"]["head.weight"], two)
-
-
-def without_whose(folder):
-    """Make of a checkpoint one of an earlier version, which did not say whose masters are whose."""
-    tree = json.loads((folder / "state.json").read_bytes())
-    assert tree.pop("masters")
-    reseal(folder, tree)
-
-
-def test_an_earlier_checkpoint_of_one_model_has_its_masters_by_name(tmp_path):
-    source = Job("bf16_naive", ("0",))
-    folder = source.save(tmp_path)
-    without_whose(folder)
-    assert equal(Job("fp32", ("0",), seed=7).load(tmp_path).masters()["0"], source.masters()["0"])
-
-
-@pytest.mark.parametrize("half", HALF)
-def test_convert_of_an_earlier_checkpoint_writes_masters_under_every_name_of_a_tied_weight(tmp_path, half):
-    source = Job(half, ("0",))
-    folder = source.save(tmp_path / "saved")
-    without_whose(folder)
-    written = tmp_path / "weights.safetensors"
-    assert command(["convert", str(folder), str(written), "--masters", "--model", "0"]) == 0
-    assert equal(load_file(written), source.masters()["0"])
-
-
-def test_convert_of_an_earlier_checkpoint_leaves_frozen_weights_that_are_no_other_name_as_they_are(tmp_path):
-    booster = Booster("cpu", BF16NaiveMixedPrecision())
-    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("trained", "constant", "other")})
-    model["constant"].requires_grad_(False).weight.fill_(0.5)
-    model["other"].requires_grad_(False)
-    with torch.no_grad():
-        model["trained"].weight.fill_(0.5)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model["trained"].parameters(), lr=1e-4))
-    booster.backward(model["trained"](torch.ones(2, 4, dtype=torch.bfloat16)).float().sum(), optimizer)
-    optimizer.step()
-    folder = booster.save(tmp_path / "saved", model, optimizer)
-    without_whose(folder)
-    written = tmp_path / "weights.safetensors"
-    assert command(["convert", str(folder), str(written), "--masters"]) == 0
-    dtypes = {key: value.dtype for key, value in load_file(written).items()}
-    wide = {key for key, dtype in dtypes.items() if dtype == torch.float32}
-    assert wide == {"trained.weight", "trained.bias"}
-
-
-def test_an_earlier_checkpoint_that_leaves_open_whose_masters_are_whose_says_so(tmp_path, caplog, capsys):
-    source = Job("bf16_naive")
-    folder = source.save(tmp_path)
-    without_whose(folder)
-    loaded = Job("fp32", seed=7).load(tmp_path)
-    assert "whose masters" in caplog.text
-    assert equal(loaded.masters()["g"], {key: value.float() for key, value in source.models["g"].state_dict().items()})
-    with pytest.raises(SystemExit):
-        command(["convert", str(folder), str(tmp_path / "g"), "--masters", "--model", "g"])
-    assert "whose masters" in capsys.readouterr().err
-    caplog.clear()
-    assert equal(Job("bf16_naive", seed=7).load(tmp_path).masters()["d"], source.masters()["d"])
-    assert "whose masters" not in caplog.text
-
-
-def test_an_earlier_checkpoint_of_models_with_other_names_has_all_masters(tmp_path):
-    booster = Booster("cpu", BF16NaiveMixedPrecision())
-
-    def made(booster, sizes, shift):
-        models, optimizers = {}, {}
-        for name, prefix in (("g", "one"), ("d", "two")):
-            torch.manual_seed(shift)
-            model = nn.Sequential()
-            for number, (width, after) in enumerate(pairwise(sizes)):
-                model.add_module(f"{prefix}{number}", nn.Linear(width, after))
-            models[name], optimizers[name], *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        return models, optimizers
-
-    models, optimizers = made(booster, (4, 5, 3), 0)
-    folder = booster.save(tmp_path, models, optimizers)
-    without_whose(folder)
-    wide = Booster("cpu", "fp32")
-    others, theirs = made(wide, (4, 5, 3), 1)
-    wide.load(tmp_path, others, theirs)
-    for name, optimizer in optimizers.items():
-        assert equal(dict(others[name].state_dict()), optimizer.state_dict()["booster"]["masters"]["weights"])
 
 
 @pytest.mark.parametrize("half", ["bf16_naive", "bf16_naive fp32", "fp16_naive"])

@@ -30,7 +30,7 @@ from booster.checkpoint import CheckpointError, damage, latest
 from booster.checkpoint.hashing import hash_of
 from booster.checkpoint.lock import Lock, lock_of
 from booster.checkpoint.manifest import Chunk, File, Manifest, Tensor, _are_the_whole, room_of
-from booster.checkpoint.weights import entries_of
+from booster.checkpoint.tensor_file import entries_of
 from booster.cli import main
 from booster.cli.nodes import read_hostfile
 from booster.common.untrusted_files import json_cost, open_regular, parse_json
@@ -130,14 +130,14 @@ CLAIMS = {
         "bytes",
     ),
     "more than addresses": (claim(shape=[2**40, 2**40]), "."),
-    "a negative shape": (claim(shape=[-16, -8]), "no sizes"),
-    "a shape of floats": (claim(shape=[16.0, 8]), "no sizes"),
-    "a shape of truths": (claim(shape=[True, True]), "no sizes"),
-    "negative offsets": (claim_of_chunk(offsets=[-1, 0]), "no sizes"),
+    "a negative shape": (claim(shape=[-16, -8]), "not a list of sizes"),
+    "a shape of floats": (claim(shape=[16.0, 8]), "not a list of sizes"),
+    "a shape of truths": (claim(shape=[True, True]), "not a list of sizes"),
+    "negative offsets": (claim_of_chunk(offsets=[-1, 0]), "not a list of sizes"),
     "a dtype of another width": (other_width, "."),
     "no dtype of numbers": (claim(dtype="nn"), "dtype"),
     "bytes of two tensors": (one_key_twice, "part of two tensors"),
-    "a name that is no text": (claim_of_chunk(key=7), "no text"),
+    "a name that is no text": (claim_of_chunk(key=7), "key is 7, and not a text"),
     "a file outside": (claim_of_chunk(file="../../x"), "does not list"),
 }
 
@@ -226,10 +226,10 @@ READ_IN_LITTLE_MEMORY = """
 import resource, sys
 from pathlib import Path
 from booster.checkpoint import CheckpointError
-from booster.checkpoint.weights import entries_of
+from booster.checkpoint.tensor_file import entries_of
 from booster.checkpoint.manifest import read_manifest
 from booster.checkpoint.tree import read_tree
-from booster.checkpoint.weights import weight_files
+from booster.checkpoint.weight_files import weight_files
 folder, size = Path(sys.argv[1]), int(sys.argv[2])
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + min(size, 2**27) + 64 * 2**20,) * 2)
@@ -501,25 +501,11 @@ def pickled(callable_of, *arguments):
     return b"\x80\x02}X\x01\x00\x00\x00w" + f"c{module}\n{name}\n".encode() + b"(" + parts + b"tRs."
 
 
-@pytest.mark.parametrize(
-    "asks",
-    [
-        pickled("torch FloatTensor", 100),  # numbers that were in memory before
-        pickled("torch FloatStorage", 100),
-        pickled("torch.storage UntypedStorage", 100),
-        pickled("builtins bytearray", 2**30),
-        pickled("torch Size"),
-        pickled("builtins set"),
-        pickled("posix system", 1),
-    ],
-)
+@pytest.mark.parametrize("asks", ["posix system", "builtins exec", "builtins eval"])
 def test_a_file_that_asks_for_anything_but_its_tensors_is_refused(asks, tmp_path):
     torch.save({"w": torch.ones(4)}, tmp_path / BIN)
-    rewritten(tmp_path / BIN, asks)
-    with pytest.raises(CheckpointError, match="weights need no such thing"):
-        list(read_weights(tmp_path))
-    (tmp_path / BIN).write_bytes(asks)
-    with pytest.raises(CheckpointError, match="is not a file of weights"):
+    rewritten(tmp_path / BIN, pickled(asks, 1))
+    with pytest.raises(CheckpointError, match=f"is not a file of weights: .*{asks.split(' ')[1]}.*safetensors"):
         list(read_weights(tmp_path))
 
 
@@ -528,16 +514,6 @@ def test_a_compressed_file_of_weights_is_refused_before_it_is_unpacked(tmp_path)
     rewritten(tmp_path / BIN, compression=zipfile.ZIP_DEFLATED)
     assert (tmp_path / BIN).stat().st_size < 10_000
     with pytest.raises(CheckpointError, match="compressed"):
-        list(read_weights(tmp_path))
-
-
-def test_a_file_of_the_old_format_that_leaves_a_storage_unread_is_refused(tmp_path):
-    torch.save({"w": torch.ones(4)}, tmp_path / BIN, _use_new_zipfile_serialization=False)
-    data = (tmp_path / BIN).read_bytes()
-    end = data.rindex(b"\x80\x02]q\x00X")  # the list of storages
-    (tmp_path / BIN).write_bytes(data[:end] + b"\x80\x02].")
-    assert torch.load(tmp_path / BIN, weights_only=True)["w"].shape == (4,), "torch takes what was in memory"
-    with pytest.raises(CheckpointError, match="no values of 1 of its 1 storages"):
         list(read_weights(tmp_path))
 
 

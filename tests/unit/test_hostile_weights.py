@@ -3,16 +3,13 @@
 A failure names its seed: `KINDS[kind](path, random.Random(seed))` makes the same file.
 """
 
-import io
 import json
 import os
-import pickletools
 import random
 import resource
 import shutil
 import sys
 import time
-import zipfile
 
 import pytest
 import torch
@@ -23,7 +20,7 @@ from test_hostile_checkpoints import edited
 from test_load_weights import net, on_meta, saved
 
 from booster import Booster, load_weights
-from booster.checkpoint import CheckpointError, streaming, weights
+from booster.checkpoint import CheckpointError, export, streaming, tensor_file
 from booster.cli import main
 
 
@@ -60,68 +57,6 @@ def shards(path, draw):
         spoil(draw.choice([file, path / "model.safetensors.index.json"]), draw)
 
 
-def torch_file(path, draw):
-    """A file of torch.save, as an archive or in the form before that, of which the pickle or other bytes are changed."""
-    file, archive = path / "pytorch_model.bin", draw.randrange(3) > 0
-    torch.save(net().state_dict(), file, _use_new_zipfile_serialization=archive)
-    if archive and draw.randrange(3):
-        with zipfile.ZipFile(file) as old:
-            records = [(record, old.read(record)) for record in old.infolist()]
-        of_pickle = draw.choice([changed, instructed])
-        with zipfile.ZipFile(file, "w") as new:
-            for record, data in records:
-                name = record.filename.rpartition("/")[2]
-                if name == "data.pkl":
-                    data = of_pickle(data, draw)
-                elif draw.randrange(8) == 0 and name != "version":
-                    data = changed(data, draw)
-                if draw.randrange(40):
-                    new.writestr(record.filename, data)
-    elif not archive and draw.randrange(3):
-        file.write_bytes(instructed(file.read_bytes(), draw, draw.choice([3, 4])))
-    else:
-        spoil(file, draw)
-
-
-PIECES = [
-    b"]",
-    b"}",
-    b")",
-    b"(",
-    b"a",
-    b"e",
-    b"s",
-    b"u",
-    b"t",
-    b"R",
-    b"b",
-    b"N",
-    b"0",
-    b"2",
-    b".",
-    b"\x85",
-    b"\x86",
-    b"K\x01",
-    b"Q",
-]
-
-
-def instructed(data, draw, ahead=0):
-    """Change a pickle in its instructions; ahead: so many others lie before it in `data`."""
-    stream, begins, starts = io.BytesIO(data), 0, []
-    for _ in range(ahead + 1):
-        begins = stream.tell()
-        starts = [begins + place for _, _, place in pickletools.genops(io.BytesIO(data[begins:]))]
-        list(pickletools.genops(stream))
-    ends = [*starts[1:], stream.tell()]
-    pieces = [data[start:end] for start, end in zip(starts, ends, strict=True)]
-    for _ in range(draw.choice([1, 1, 2])):
-        place = draw.randrange(len(pieces))
-        piece = draw.choice([draw.choice(pieces), draw.choice(PIECES), b""])
-        pieces[place : place + draw.choice([0, 1, 1])] = [piece]
-    return data[:begins] + b"".join(pieces) + data[ends[-1] :]
-
-
 def changed(data, draw):
     data = bytearray(data)
     for _ in range(draw.choice([1, 1, 3])):
@@ -134,24 +69,7 @@ def spoil(path, draw):
     path.write_bytes(changed(path.read_bytes(), draw))
 
 
-def torch_shards(path, draw):
-    """Two files of torch.save with an index, of which the index or one file is changed, or one holds what the other does."""
-    state = net().state_dict()
-    names = sorted(state)
-    where = {name: f"pytorch_model-0000{1 + index % 2}-of-00002.bin" for index, name in enumerate(names)}
-    for file in sorted(set(where.values())):
-        twice = draw.randrange(8) == 0
-        own = {name: state[name] for name in names if where[name] == file or twice}
-        torch.save(own, path / file, _use_new_zipfile_serialization=draw.randrange(3) > 0)
-    index = {"metadata": {"total_size": 0}, "weight_map": where}
-    if draw.randrange(2):
-        edited(index, draw)
-    (path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    if draw.randrange(2):
-        spoil(draw.choice(sorted(path.iterdir())), draw)
-
-
-KINDS = {"one": one_file, "shards": shards, "torch": torch_file, "torch shards": torch_shards}
+KINDS = {"one": one_file, "shards": shards}
 
 
 def said_by(path):
@@ -163,7 +81,7 @@ def said_by(path):
         files = list(path.iterdir())
     said = {}
     for file in files:
-        own = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+        own = load_file(file)
         assert not own.keys() & said.keys()
         said |= own
     return said
@@ -184,9 +102,6 @@ def same_bits(a, b):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts memory in the units of Linux")
-@pytest.mark.filterwarnings(
-    "ignore:.*:UserWarning"
-)  # of torch, of pickles of protocols and storages that it does not like
 @pytest.mark.crossed
 @pytest.mark.parametrize("number", [20, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,8 +112,6 @@ def test_changed_weights_are_refused_with_nothing_touched_or_load_as_others_read
         "packed": lambda model: load_weights(model, path, storage_dtype="int8"),
         "load_model": lambda model: booster.load_model(booster.boost(model)[0], path),
     }
-    if kind.startswith("torch"):  # which load_weights does not read in parts
-        readers = {"load_model": readers["load_model"]}
     outcomes = {"refused": 0, "loaded": 0}
     for seed in range(number):
         shutil.rmtree(path, ignore_errors=True)
@@ -325,7 +238,7 @@ def test_a_boosted_model_is_as_it_was_or_told_where_its_file_is_cut_short_while_
     model, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
     before = state(model)
     new = precision == "bf16_naive"  # what masters take over is read before anything is touched
-    cut_while_read(monkeypatch, weights, path, 1 if new else 3)
+    cut_while_read(monkeypatch, tensor_file, path, 1 if new else 3)
     with pytest.raises(
         CheckpointError, match="ended while" if new else "ended while.*weights of this model hold parts"
     ):
@@ -348,8 +261,8 @@ def test_a_conversion_reads_the_header_of_a_file_once(tmp_path, monkeypatch):
     booster, looked = Booster("cpu"), []
     model, *_ = booster.boost(Wide(50))
     folder = booster.save(tmp_path, model, step=1)
-    real = weights.entries_of
-    monkeypatch.setattr(weights, "entries_of", lambda file: looked.append(file.name) or real(file))
+    real = export.entries_of
+    monkeypatch.setattr(export, "entries_of", lambda file: looked.append(file.name) or real(file))
     for options in ([], ["--torch"], ["--shard", "1"]):
         out = tmp_path / f"out{len(options)}{''.join(options[:1])}"
         assert main(["checkpoint", "convert", *options, str(folder), str(out)]) == 0
@@ -367,7 +280,7 @@ def test_a_checkpoint_that_is_cut_short_while_it_is_converted_is_an_error_and_wr
     booster = Booster("cpu")
     model, *_ = booster.boost(net(width=64))
     folder = booster.save(tmp_path, model, step=1)
-    cut_while_read(monkeypatch, weights, folder / "tensors-00000.safetensors", 2)
+    cut_while_read(monkeypatch, export, folder / "tensors-00000.safetensors", 2)
     assert main(["checkpoint", "convert", str(folder), str(tmp_path / "out")]) == 1
     assert "ended while" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
@@ -414,12 +327,12 @@ def test_chunks_of_columns_are_put_together_and_one_that_is_cut_short_is_an_erro
     in_columns(folder)
     booster.load(folder, model)
     assert same_bits(state(model), state(source))
-    (path,), real = folder.glob("*.safetensors"), weights.pieces
+    (path,), real = folder.glob("*.safetensors"), tensor_file.pieces
 
     def cut(*args):
         os.truncate(path, 4096)
         return real(*args)
 
-    monkeypatch.setattr(weights, "pieces", cut)
+    monkeypatch.setattr(tensor_file, "pieces", cut)
     with pytest.raises(CheckpointError, match="safetensors ended while models/0/weight"):
         booster.load(folder, booster.boost(torch.nn.Linear(8, 1000))[0])

@@ -151,7 +151,9 @@ def test_compute_dtype_is_what_frozen_layers_multiply_in_and_all_else_keeps_the_
 def test_tensors_are_read_in_pieces_of_whole_rows(tmp_path, storage, monkeypatch):
     path = saved(net(), tmp_path / "w")
     whole = load_weights(on_meta(), path, storage_dtype=storage, device="cpu").state_dict()
-    monkeypatch.setattr("booster.checkpoint.weights._BUFFER", 76)  # bytes: two rows and a part of one, or half of one
+    monkeypatch.setattr(
+        "booster.checkpoint.tensor_file._BUFFER", 76
+    )  # bytes: two rows and a part of one, or half of one
     assert same(load_weights(on_meta(), path, storage_dtype=storage, device="cpu").state_dict(), whole)
 
 

@@ -22,7 +22,7 @@ from booster.cli import main
 ROOT = Path(__file__).resolve().parents[2]
 NOTHING = "it says what is not protected, or what to do"  # and so there is nothing to test
 FILES, FUZZED = "unit/test_hostile_files.py", "unit/test_hostile_checkpoints.py"
-WEIGHTS, PICKLES = "unit/test_hostile_weights.py", "unit/test_hostile_pickles.py"
+WEIGHTS = "unit/test_hostile_weights.py"
 RECORDS, JOBS, PORTS = "unit/test_hostile_records.py", "unit/test_two_jobs.py", "distributed/test_open_ports.py"
 RUN, LAUNCHER, HERE = "unit/test_cli_run.py", "distributed/test_launcher.py", "unit/test_security.py"
 
@@ -31,12 +31,9 @@ CLAIMS = {
     "a checkpoint or weights file": {
         "loading runs no code": [
             f"{FILES} a_file_that_asks_for_anything_but_its_tensors_is_refused",
-            f"{PICKLES} an_archive_at_the_end_of_an_older_file_does_not_hide_its_pickle",
-            f"{PICKLES} an_archive_with_two_directories_is_refused",
             f"{HERE} no_shell_no_pickle_and_no_code_of_a_file_is_run_by_the_library",
         ],
-        "A tensor has just the bytes": [
-            f"{PICKLES} what_a_file_has_not_just_the_bytes_of_is_refused",
+        "Safetensors is the safe form": [
             f"{WEIGHTS} changed_weights_are_refused_with_nothing_touched_or_load_as_others_read_them",
             f"{WEIGHTS} names_of_one_tensor_whose_numbers_differ_in_a_file_are_refused",
         ],
@@ -54,7 +51,14 @@ CLAIMS = {
             "a_position_that_no_loader_was_in_is_refused_at_the_load_and_nothing_is_touched",
         ],
     },
-    "the memory that such a file takes": {
+    "a file of `torch.save` from": {
+        "that it runs no code": [
+            f"{FILES} a_file_that_asks_for_anything_but_its_tensors_is_refused",
+            f"{FILES} a_file_of_something_else_than_tensors_by_name_is_refused",
+        ],
+        "Have it written": NOTHING,
+    },
+    "the memory that a checkpoint": {
         "what the model and optimizer take": [
             f"{FUZZED} a_changed_and_sealed_checkpoint_is_an_error_or_loads_as_it_says_and_nothing_between",
             f"{FILES} a_text_takes_the_size_of_the_files_and_64_mib_at_most_or_is_refused",
@@ -62,14 +66,12 @@ CLAIMS = {
         "Of that, manifest and state": [
             f"{FILES} the_largest_texts_that_are_read_take_no_more",
             f"{FILES} a_text_takes_the_size_of_the_files_and_64_mib_at_most_or_is_refused",
-            f"{PICKLES} what_a_pickle_makes_takes_the_file_and_64_mib_at_most_and_seconds",
             f"{HERE} what_texts_may_take_is_what_is_written_of_them",
         ],
     },
     "the time that such a file takes": {
         "seconds, for what is small": [
             f"{FUZZED} a_changed_and_sealed_checkpoint_is_an_error_or_loads_as_it_says_and_nothing_between",
-            f"{PICKLES} what_a_pickle_makes_takes_the_file_and_64_mib_at_most_and_seconds",
             f"{WEIGHTS} a_conversion_reads_the_header_of_a_file_once",
         ],
         "An endless dataset": NOTHING,
@@ -281,14 +283,14 @@ def test_no_shell_no_pickle_and_no_code_of_a_file_is_run_by_the_library(tmp_path
 
 
 def test_what_texts_may_take_is_what_is_written_of_them():
-    from booster.checkpoint import header, manifest
+    from booster.checkpoint import manifest, tensor_file
     from booster.common.untrusted_files import ROOM
 
     text = (ROOT / "SECURITY.md").read_text()
-    (row,) = (line for line in text.splitlines() if line.startswith("| the memory that such a file takes"))
+    (row,) = (line for line in text.splitlines() if line.startswith("| the memory that a checkpoint"))
     of_text = manifest.room_for_text(0) // 2**20
     assert manifest.room_for_text(2**30) == manifest.room_for_text(0) + 2**28
-    assert re.findall(r"(\d+) MiB", row) == ["64", str(of_text), str(header._ROOM // 2**20), *[str(ROOM // 2**20)] * 2]
+    assert re.findall(r"(\d+) MiB", row) == ["64", str(of_text), str(tensor_file._ROOM // 2**20), str(ROOM // 2**20)]
 
 
 def test_hashes_find_damage_and_are_no_signature(tmp_path):

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.checkpoint.layout import placed_like, reference
-from booster.checkpoint.manifest import CheckpointError
+from booster.checkpoint.manifest import CheckpointError, dtype_of
 from booster.checkpoint.parts.part import Collection, Found, Part, Step, leaves_out_frozen
 from booster.checkpoint.saved import Saved
-from booster.checkpoint.tensor_file import dtype_of, fits
+from booster.checkpoint.tensor_layout import placed_like
+from booster.checkpoint.tree import reference
 from booster.checkpoint.way_back import load_module, may_refuse, read_by_torch
-from booster.checkpoint.weights import ties_that_differ
+from booster.checkpoint.weight_files import fits, ties_that_differ
 from booster.common.arguments import is_whole
 from booster.common.text import listed
 from booster.interface.model import Choice, Histories, ModelWrapper, Pinned, choice_of, histories_of, pins_of
@@ -97,9 +97,6 @@ class _Entry:
             return
         current = self.module.state_dict()
         sources = self._sources(saved, current)
-        rounded = [key for key, value in current.items() if not self._is_half(sources.get(key), value)]
-        if self._kind == "models" and (untold := self._saved.whose_masters(self._name, rounded)):
-            self._saved.notes.append(untold)
         left_out = self._kind == "models" and leaves_out_frozen(self._saved.tree["run"])
         frozen = _frozen_names(self.module) if left_out else frozenset()
         missing = [key for key in current if key not in saved and not _is_of(key, frozen)]
@@ -151,9 +148,6 @@ class _Entry:
         sources = {key: reference(value) for key, value in saved.items()}
         wide = self._saved.masters_behind(self._kind, self._name)
         module = bare(self.module.module) if isinstance(self.module, ModelWrapper) else self.module
-        for names in names_of(module).values() if "masters" not in self._saved.tree else ():
-            behind = [wide[name] for name in names if name in wide]
-            wide |= dict.fromkeys(names, behind[0]) if behind else {}
         watched = LoadedWeights.watched(module)
         for key in wide.keys() & sources.keys() & current.keys():
             if key in watched or not self._is_half(sources[key], current[key]):
@@ -177,7 +171,7 @@ _PILOTED = (
 
 
 class PinnedModules(Part):
-    """Modules that were pinned to float32 during the run; other precisions, and checkpoints of earlier versions, have none."""
+    """Modules that were pinned to float32 during the run; other precisions have none."""
 
     turn = 3
 
@@ -215,7 +209,7 @@ class PinnedModules(Part):
 
 
 class Chosen(Part):
-    """Which layers were measured to gain by a low precision; others, and checkpoints of earlier versions, have none."""
+    """Which layers were measured to gain by a low precision; others have none."""
 
     turn = 3
 
@@ -267,7 +261,7 @@ def _is_choice(state: Any) -> bool:
 
 
 class Scales(Part):
-    """What the scales of low-precision layers follow from; other precisions, and checkpoints of earlier versions, have none."""
+    """What the scales of low-precision layers follow from; other precisions have none."""
 
     turn = 3
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.checkpoint.layout import Held, has_order, reference, references
 from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.objects import Objects
 from booster.checkpoint.parts.part import Collection, Found, Part, Step
 from booster.checkpoint.saved import Saved
-from booster.checkpoint.tree import BESIDE
+from booster.checkpoint.tensor_layout import Held
+from booster.checkpoint.tree import BESIDE, has_order, reference, references
 from booster.common.text import listed
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of

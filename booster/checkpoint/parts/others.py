@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from booster.checkpoint.layout import reference
+from booster.checkpoint.manifest import dtype_of
 from booster.checkpoint.parts.part import Collection, Found, Part, Step
-from booster.checkpoint.tensor_file import dtype_of
+from booster.checkpoint.tree import reference
 from booster.checkpoint.way_back import way_back
 from booster.common.random_states import SharedRandom, of_torch, random_state, set_random_state, shared_random
 from booster.data import DRAWS, OWN_STATE, DataLoaderWrapper, skips
@@ -178,7 +178,7 @@ def _takers(extra: Any, state: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class Carried(Part):
-    """What each rank alone carries from step to step, see `Plugin.carried`; checkpoints of earlier versions have none."""
+    """What each rank alone carries from step to step, see `Plugin.carried`."""
 
     of_ranks = ("carried",)
 

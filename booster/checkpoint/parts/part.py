@@ -9,9 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from booster.checkpoint.layout import Held, encode
 from booster.checkpoint.objects import Objects
 from booster.checkpoint.saved import Saved
+from booster.checkpoint.tensor_layout import Held
+from booster.checkpoint.tree import encode
 
 Tensors = dict[str, Held]
 WITHOUT_FROZEN = {"frozen weights": "left out"}

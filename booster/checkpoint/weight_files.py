@@ -1,0 +1,195 @@
+"""Files of weights that other programs write: found, and what is in them fitted to a model.
+
+Safetensors is the safe form, of which tensors are read in place. Files of `torch.save` are read by torch, which runs no code.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.checkpoint.manifest import PAIRS, SAFETENSORS_DTYPES, CheckpointError
+from booster.checkpoint.tensor_file import Entry, entries_of
+from booster.checkpoint.tensor_layout import empty_like_whole, placed_like
+from booster.common.untrusted_files import ROOM, names_a_regular_file, open_regular, parse_json, read_regular
+from booster.interface.model import ModelWrapper
+from booster.model.dtensors import local_shard
+from booster.model.modules import bare, places_of
+
+# (name of one file, ending) as transformers looks for them.
+SAFETENSORS, TORCH = ("model", ".safetensors"), ("pytorch_model", ".bin")
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the files of weights that `path` means: itself, or those of a folder, by its index where it has one."""
+    if names_a_regular_file(path):
+        return [path]
+    indices = sorted(path.glob("*.index.json")) if path.is_dir() else []
+    if len(indices) == 1:
+        try:
+            most = (
+                sum(file.stat().st_size for file in path.iterdir() if file != indices[0] and names_a_regular_file(file))
+                // 2
+                + ROOM
+            )
+            names = sorted(set(parse_json(read_regular(indices[0], most), most)["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{indices[0]} is no index of weights: {error!r}") from error
+        if not all(isinstance(name, str) and name and Path(name).name == name for name in names):
+            raise CheckpointError(f"{indices[0]} names files outside its folder")
+        missing = [name for name in names if not names_a_regular_file(path / name)]
+        if missing:
+            raise CheckpointError(f"{path} lacks {missing}, which {indices[0].name} names")
+        return [path / name for name in names]
+    single = [path / "".join(kind) for kind in (SAFETENSORS, TORCH) if names_a_regular_file(path / "".join(kind))]
+    if not single:
+        raise CheckpointError(
+            f"{path} is neither a file of weights nor a folder with an index or {''.join(SAFETENSORS)}"
+        )
+    return single[:1]
+
+
+def is_safetensors(file: Path) -> bool:
+    """Return whether a file is one of safetensors, by its name or how it begins."""
+    with open_regular(file) as opened:
+        return file.suffix == ".safetensors" or opened.read(9)[8:] == b"{"  # the header's length, and its JSON
+
+
+def named_in(path: Path) -> Iterator[tuple[str, Entry | torch.Tensor]]:
+    """Yield every tensor in files of weights by its name: where it lies in a safetensors file; of `torch.save`, read."""
+    for file in weight_files(path):
+        yield from entries_of(file).items() if is_safetensors(file) else read_torch_file(file)
+
+
+def read_torch_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of a file of `torch.save`, mapped from it where it is an archive, as those since torch 1.6 are.
+
+    Raises CheckpointError for all that is no dict of dense tensors by name, before the first of them.
+    """
+    try:
+        with open_regular(file) as opened:  # nothing that makes whoever opens it wait
+            mapped = zipfile.is_zipfile(opened)
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # whatever torch raises for a file that is none of its own
+        # Torch gives the reason last. Before, it advises to load without weights_only, which would run what is in the file.
+        said = [
+            line for line in str(error).split("\n") if line.strip() and not line.startswith("Check the documentation")
+        ]
+        reason = (said or [type(error).__name__])[-1].strip().partition(". Please use")[0].rstrip(".")
+        raise CheckpointError(
+            f"{file} is not a file of weights: {reason}; write its tensors as safetensors, with safetensors.torch.save_file or "
+            "save_pretrained"
+        ) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"{file} is not a file of weights: it holds a {type(state).__name__}, not tensors by name"
+        )
+    for name, value in state.items():
+        if not isinstance(name, str) or type(value) not in (torch.Tensor, nn.Parameter):
+            raise CheckpointError(f"{file} is not a file of weights: it holds a {type(value).__name__} as {name!r:.80}")
+        if value.layout is not torch.strided or value.dtype not in (*SAFETENSORS_DTYPES, torch.complex128):
+            raise CheckpointError(f"{file} is not a file of weights: {name:.80} is {value.layout} of {value.dtype}")
+    yield from ((name, value.detach()) for name, value in state.items())
+
+
+@dataclass
+class Fitting:
+    """What files of weights have for a module. state: what it must be given, read, and divided as it is there. in_place: where
+    an entry's numbers are to be read to, with the tensor. left_out: names that one side alone has, in words."""
+
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    in_place: dict[str, tuple[Entry, torch.Tensor]] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+
+def weights_for(
+    module: nn.Module,
+    path: Path,
+    own: Mapping[str, torch.Tensor],
+    read: Callable[[Mapping[str, Entry], Mapping[str, torch.Tensor]], None],
+    *,
+    strict: bool,
+) -> Fitting:
+    """Return what the files of weights in `path` have for this rank of `module`, of which nothing is written to yet.
+
+    own: tensors of `module`, by name, that may be read into. read: reads entries into new tensors. Raises CheckpointError that
+    lists all names and shapes that differ.
+    """
+    current = module.state_dict()
+    partial = getattr(getattr(module, "module", None), "is_partial", False)
+    found, unread = Fitting(), dict[str, Entry]()
+    different, unknown, seen = [], [], set()
+    for name, value in named_in(path):
+        here = current.get(name)
+        if name in seen:
+            different.append(f"{name} is in two files")
+        seen.add(name)
+        if here is None:
+            unknown.append(name)
+        elif tuple(here.shape) != tuple(value.shape):
+            different.append(f"{name} has shape {tuple(value.shape)} in the file and {tuple(here.shape)} in the model")
+        elif not fits(value.dtype, here.dtype):
+            different.append(f"{name} has dtype {value.dtype} in the file and {here.dtype} in the model")
+        elif isinstance(value, torch.Tensor):
+            found.state[name] = placed_like(value.to(here.device), here)
+        elif name in own and _memory(own[name]) == _memory(here):
+            found.in_place[name] = value, here
+        else:
+            unread[name] = value
+            found.state[name] = empty_like_whole(value.shape, value.dtype, here)
+    read(unread, {name: found.state[name] for name in unread})
+    found.state |= {name: placed_like(found.state[name], current[name]) for name in unread}
+    different += ties_that_differ(module, found.state)
+    # Files of other programs hold a tied weight once.
+    names = found.state.keys() | found.in_place.keys()
+    held = {id(current[name]) for name in names} | {_memory(current[name]) for name in names}
+    missing = [
+        name
+        for name, here in current.items()
+        if name not in names and isinstance(here, torch.Tensor) and _memory(here) not in held
+    ]
+    found.left_out = [f"{name} is not in the file" for name in missing]
+    found.left_out += [] if partial else [f"{name} is not in the model" for name in unknown]
+    if different or (strict and found.left_out):
+        raise CheckpointError(f"{path} does not fit this model:\n  " + "\n  ".join(different + found.left_out))
+    return found
+
+
+def fits(saved: torch.dtype, own: torch.dtype) -> bool:
+    """Return whether numbers of dtype `saved` may be loaded into `own`: as they are, or rounded to another precision."""
+    return saved == own or (saved.is_floating_point and own.is_floating_point and PAIRS not in (saved, own))
+
+
+def half_read(error: Exception) -> CheckpointError:
+    """What is raised where a file that fits cannot be read to its end, and weights of a model were read from it already."""
+    return CheckpointError(
+        f"{error}. Another process changed the file, or it cannot be read: weights of this model hold parts of it; load a "
+        "whole one before you go on"
+    )
+
+
+def ties_that_differ(module: nn.Module, state: Mapping[str, Any]) -> Iterator[str]:
+    """Say which names of one tensor of `module` have not the same numbers in `state`: of these a load would keep the last."""
+    inner = bare(module.module) if isinstance(module, ModelWrapper) else module
+    for places in places_of(inner, buffers=True).values():
+        names = [place.name for place in places if place.name in state]
+        for name in names[1:]:
+            if not _same_bits(state[name], state[names[0]]):
+                yield f"{name} and {names[0]} are one tensor in the model, and differ in the file"
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    return local.data_ptr() if (local := local_shard(tensor)).numel() else id(tensor)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a is b:
+        return True
+    one, other = (local_shard(tensor).contiguous().view(-1) for tensor in (a, b))
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
