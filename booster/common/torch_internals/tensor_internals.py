@@ -164,7 +164,6 @@ def has_kernel(operator: str, dispatch_key: str) -> bool:
 
 
 # Module and name of what `torch.save` has its tensors and parameters rebuilt by.
-REBUILDERS = tuple(f"torch._utils _rebuild_{what}" for what in ("tensor", "tensor_v2", "tensor_v3", "parameter"))
 
 _LOCAL = attrgetter("_local_tensor")  # asked without a Python call
 
