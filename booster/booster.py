@@ -23,14 +23,15 @@ from booster.common.devices import resolve_device
 from booster.common.hang_watchdog import PATIENCE, watch
 from booster.common.torch_internals.optimizer_internals import remove_guards
 from booster.data import DataLoaderWrapper
-from booster.facade import checks, collectives
-from booster.facade.accumulation import Accumulation, Accumulations, Unsynchronised
-from booster.facade.as_built import AsBuilt
-from booster.facade.boosted import Boosted, BoostOutput
-from booster.facade.config import translate
-from booster.facade.course import PrecisionCourse
-from booster.facade.pipelined import execute
-from booster.facade.switch import Boosting, Switch, switch_all
+from booster.facade import collectives
+from booster.facade import refusals as checks
+from booster.facade.accumulation import Accumulation, Accumulations, NoSync
+from booster.facade.before_boost import AsBuilt
+from booster.facade.boosted_objects import BoostedObjects, BoostOutput
+from booster.facade.older_config import translate
+from booster.facade.pipeline_pass import execute
+from booster.facade.precision_scheduler import PrecisionScheduler
+from booster.facade.switch import BoostRecord, Switch, switch_all
 from booster.interface.model import (
     CriterionWrapper,
     ModelWrapper,
@@ -145,7 +146,7 @@ class Booster:
             arguments.number("patience", patience, above=0.0, also="None")
         watch(patience)
         self.plugin.bind(self.device)
-        self._course: PrecisionCourse | None = None
+        self._course: PrecisionScheduler | None = None
         self._phase = self._begin_in(mixed_precision)
         self._options = UpdateOptions(
             fused_optimizer=fused_optimizer,
@@ -156,7 +157,7 @@ class Booster:
         )
         for precision in [self.precision] if self._course is None else self._course.precisions:
             checks.check_release(self._options, precision, self.plugin)
-        self._boosted = Boosted()
+        self._boosted = BoostedObjects()
         self._accumulations = Accumulations()
         run = {"precision": repr(self.precision), "plugin": type(self.plugin).__name__}
         self._checkpoints = RunCheckpoints(self.plugin.group, run, self.plugin.carried)
@@ -491,7 +492,7 @@ class Booster:
         optimizers = None if optimizer is None else checks.check_boosted_optimizers(optimizer, "no_sync")
         boosted = self._boosted.own(model, "no_sync")
         self._follow()
-        entry = Unsynchronised(boosted, optimizers, self.plugin.no_sync(boosted.module))
+        entry = NoSync(boosted, optimizers, self.plugin.no_sync(boosted.module))
         return self._accumulations.unsynchronised(entry)
 
     def switch(self, mixed_precision: str | MixedPrecision | None) -> None:
@@ -909,7 +910,7 @@ class Booster:
         A collective where ranks hold parts of weights: each is gathered as it is asked for, so all ranks go through all of
         them. Raises RuntimeError for stages of a pipeline, which `save_model` writes.
         """
-        from booster.facade.sampler import synced_weights
+        from booster.facade.synced_weights import synced_weights
 
         halves = self.precision.policy.param is not None
         wrapper = boosted_wrapper(model, "sync_weights")
@@ -1092,7 +1093,7 @@ class Booster:
 
         if not isinstance(given, PrecisionSchedule):
             return Phase.of(given, made)
-        self._course = PrecisionCourse(
+        self._course = PrecisionScheduler(
             given.made(made),
             given.total_steps,
             optimizers=lambda: list(self._boosted.optimizers.values()),
@@ -1138,7 +1139,7 @@ class Booster:
             self._course.follow()
         return self._phase is not before
 
-    def _fly(self, boosting: Boosting, pilot: Pilot) -> None:
+    def _fly(self, boosting: BoostRecord, pilot: Pilot) -> None:
         """Have `pilot` do in the model of `boosting` what the phase wants."""
         if boosting.model is not None:
             keep_pins(boosting.model, pilot)

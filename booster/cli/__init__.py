@@ -25,14 +25,14 @@ _COMMANDS = {
     "advise": "train a few steps in every precision, and say which to take",
 }
 _HOMES = {
-    "run": "booster.cli.run",
-    "check": "booster.cli.machine",
-    "env": "booster.cli.machine",
-    "estimate": "booster.cli.estimate",
-    "checkpoint": "booster.cli.checkpoint",
-    "report": "booster.cli.records",
-    "compare": "booster.cli.records",
-    "advise": "booster.cli.advise",
+    "run": "booster.cli.run_command",
+    "check": "booster.cli.machine_commands",
+    "env": "booster.cli.machine_commands",
+    "estimate": "booster.cli.estimate_command",
+    "checkpoint": "booster.cli.checkpoint_command",
+    "report": "booster.cli.record_commands",
+    "compare": "booster.cli.record_commands",
+    "advise": "booster.cli.advise_command",
 }
 """The module of each command, imported when the command is called."""
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a reader that has gone can still be left in peace
         return status
     except BrokenPipeError:
-        from booster.cli.values import leave_unread, reader_has_gone
+        from booster.cli.option_values import leave_unread, reader_has_gone
 
         if not reader_has_gone():
             raise  # of a pipe of the user's own

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from booster.cli.rendezvous import LOOPBACK, RENDEZVOUS, register
+from booster.cli.job_store import LOOPBACK, RENDEZVOUS, register
 
 PIDS_VARIABLE = "BOOSTER_RUN_PIDS"  # read by worker.py, which imports nothing of this package
 _INTERVAL = 0.01  # seconds

@@ -116,7 +116,7 @@ class Accumulation:
             optimizer.hold(None if done else reason)
 
 
-class Unsynchronised:
+class NoSync:
     """Knows whose backward passes leave gradients incomplete inside `context`, the plugin's own.
 
     optimizers: whose passes those are; None means every optimizer of the model's parameters.
@@ -147,7 +147,7 @@ class Accumulations:
 
     def __init__(self) -> None:
         self._groups: list[Accumulation] = []
-        self._unsynchronised: list[Unsynchronised] = []
+        self._unsynchronised: list[NoSync] = []
         self._looks = _LOOKS
         self.any_open = False
         """Whether anything of either kind is open: without a call, as every backward pass asks."""
@@ -213,7 +213,7 @@ class Accumulations:
                 yield group
 
     @contextmanager
-    def unsynchronised(self, entry: Unsynchronised) -> Iterator[None]:
+    def unsynchronised(self, entry: NoSync) -> Iterator[None]:
         """Return a context in which passes that `entry` covers leave gradients incomplete."""
         with entry.context, self._noted(self._unsynchronised, entry):
             yield

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from booster.checkpoint.agree import exchange
 from booster.common.random_states import random_state, set_random_state
 from booster.common.torch_internals.autograd_internals import is_compiled
-from booster.facade.as_built import AsBuilt, wrap_forward
+from booster.facade.before_boost import AsBuilt, wrap_forward
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.mixed_precision import MixedPrecision
@@ -26,7 +26,7 @@ from booster.tensors.trees import HALF_DTYPES
 from booster.update.outcome import UpdateOptions
 
 
-class Boosting:
+class BoostRecord:
     """What one call of `boost` returned, as long as the user keeps the model, and what the model was before.
 
     alone: False for one of several models that share optimizers.
@@ -74,14 +74,14 @@ class Switch:
     ) -> None:
         self._old, self._new, self._plugin, self._device = old, new, plugin, device
         self._options = options
-        self._policies: dict[Boosting, tuple[DtypePolicy, DtypePolicy]] = {}  # of before and after
+        self._policies: dict[BoostRecord, tuple[DtypePolicy, DtypePolicy]] = {}  # of before and after
 
     @property
     def target(self) -> str:
         """What all ranks are to go over to, in words."""
         return repr(self._new)
 
-    def check(self, boosting: Boosting) -> None:
+    def check(self, boosting: BoostRecord) -> None:
         """Raise RuntimeError or ValueError if the move cannot be made; nothing is changed."""
         for precision in (self._old, self._new):
             if precision.switch_refusal is not None:
@@ -118,9 +118,9 @@ class Switch:
             scale = self._new.make_scaler()
             if scale.state_dict().keys() == update.gradients.scaler.state_dict().keys():
                 scale.load_state_dict(update.gradients.scaler.state_dict())
-        if (why := boosting.built.why_not_bare(placed)) is not None:
+        if (why := boosting.built.replaced_forward(placed)) is not None:
             raise RuntimeError(self._refusal(why))
-        with boosting.built.shown(placed, self._old):
+        with boosting.built.as_built(placed, self._old):
             self._new.check(bare(placed))
             if isinstance(boosting.criterion, ModelWrapper):
                 self._new.check(boosting.criterion.unwrap())
@@ -144,7 +144,7 @@ class Switch:
                     options.check(optimizer.unwrap())
             self._new.convert(bare(placed))  # what it refuses, it refuses now
 
-    def make(self, boosting: Boosting) -> None:
+    def make(self, boosting: BoostRecord) -> None:
         """Make the move. May run the collectives of placing a model; random numbers go on where they were."""
         wrapper, placed = boosting.model, boosting.model.module  # type: ignore[union-attr]
         wrapper.unwrap()  # type: ignore[union-attr]  # which waits for weights
@@ -158,7 +158,7 @@ class Switch:
         for param in inner.parameters():
             param.grad = None
         names: dict[torch.Tensor, str] = {param: name for name, param in inner.named_parameters()}
-        around = boosting.built.lay_bare(placed)
+        around = boosting.built.remove_wrapped_forwards(placed)
         self._old.revert(placed)
         policy, after = self._policies[boosting]
         half = (after.store or after.param) in HALF_DTYPES and not self._plugin.stores_float32
@@ -177,11 +177,11 @@ class Switch:
             options=self._options,
         )
         boosting.built.settle(new_model.module)
-        boosting.hooks = wrapper.become(new_model, boosting.hooks)  # type: ignore[union-attr]
+        boosting.hooks = wrapper.replace_with(new_model, boosting.hooks)  # type: ignore[union-attr]
         if criterion is not None:
-            criterion.become(new_criterion)
+            criterion.replace_with(new_criterion)
         for optimizer, made, kept in zip(optimizers, new_optimizers, carried, strict=True):
-            optimizer.become(made)
+            optimizer.replace_with(made)
             kept.give(optimizer)
         set_random_state(before)
 
@@ -189,7 +189,7 @@ class Switch:
         return f"switch() from {self._old!r} to {self._new!r} cannot be made while the run goes on, because {why}"
 
 
-def switch_all(switch: Switch, boostings: Sequence[Boosting], group: dist.ProcessGroup | None) -> None:
+def switch_all(switch: Switch, boostings: Sequence[BoostRecord], group: dist.ProcessGroup | None) -> None:
     """Check every one on every rank of `group`, and move them all, or none."""
     with torch.inference_mode(False):  # whose tensors no later training could use
         problem: Exception | None = None
@@ -212,7 +212,7 @@ def switch_all(switch: Switch, boostings: Sequence[Boosting], group: dist.Proces
             switch.make(boosting)
 
 
-def _owners_first(boostings: Sequence[Boosting]) -> list[Boosting]:
+def _owners_first(boostings: Sequence[BoostRecord]) -> list[BoostRecord]:
     """Return first those whose optimizers step what other models have too: they take it in float32, before others round it."""
     held = [set(each.model.parameters()) for each in boostings if each.model is not None]
     shared = {param for place, params in enumerate(held) for other in held[:place] for param in params & other}

@@ -289,7 +289,7 @@ class ModelWrapper(PrecisionModule):
     _histories: Histories | None = None
     _choice: Choice | None = None
 
-    def become(self, other: ModelWrapper, hooks: Collection[int] = ()) -> set[int]:
+    def replace_with(self, other: ModelWrapper, hooks: Collection[int] = ()) -> set[int]:
         """Run what `other` runs, as it does, from now on: the same user's model, under another precision.
 
         hooks: keys of the forward pre-hooks that the precision so far registered; returns those of `other`, which take their
@@ -397,7 +397,7 @@ class CriterionWrapper:
             output = self.criterion(*args, **kwargs)
         return cast_floats(output, self._precision.output_dtype)
 
-    def become(self, other: CriterionWrapper) -> None:
+    def replace_with(self, other: CriterionWrapper) -> None:
         """Compute under the precision of `other` from now on."""
         self._precision = other._precision
 

@@ -74,7 +74,7 @@ class OptimizerWrapper(Optimizer):
         if in_backward is not None:
             in_backward.sync = self._history.sync
 
-    def become(self, other: OptimizerWrapper) -> None:
+    def replace_with(self, other: OptimizerWrapper) -> None:
         """Step as `other` does from now on, which was made of the same optimizer; counters, and who listens, stay."""
         other._update.gradients.listen_as(self._update.gradients)
         other._update.models = self._update.models

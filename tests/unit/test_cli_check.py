@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from booster.cli import main
-from booster.cli.machine import Probe
+from booster.cli.machine_commands import Probe
 from booster.common.installed import find_apex
 
 
 @pytest.fixture(autouse=True)
 def short_probes(monkeypatch):
-    monkeypatch.setattr("booster.cli.machine._PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("booster.cli.machine_commands._PROBE_SECONDS", 0.01)
 
 
 def test_json_report_holds_versions_devices_backends_and_a_speed_or_a_reason_for_each_precision(capsys):
@@ -67,7 +67,7 @@ def test_a_precision_that_does_not_run_is_reported_and_the_others_are_timed(caps
     def refuse(device):
         raise RuntimeError("no fp8 on this device\nsecond line")
 
-    monkeypatch.setattr("booster.cli.machine._fp8_matmul", refuse)
+    monkeypatch.setattr("booster.cli.machine_commands._fp8_matmul", refuse)
     assert main(["check"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("fp8")][0].endswith("does not run here: no fp8 on this device")
@@ -76,7 +76,7 @@ def test_a_precision_that_does_not_run_is_reported_and_the_others_are_timed(caps
 
 def test_a_precision_that_is_hundreds_of_times_slower_is_not_told_to_have_no_speed(capsys, monkeypatch):
     probes = [Probe("fp32", "convolution", "4x4", 80.0, 1.0), Probe("fp16", "convolution", "4x4", 0.3, 270.0)]
-    monkeypatch.setattr("booster.cli.machine.probe_all", lambda device, seconds: probes)
+    monkeypatch.setattr("booster.cli.machine_commands.probe_all", lambda device, seconds: probes)
     assert main(["check"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines if " convolution " in line] == ["1.00x", "0.004x"]

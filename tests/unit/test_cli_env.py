@@ -28,7 +28,7 @@ def test_the_report_holds_versions_build_machine_devices_and_backends(capsys):
 
 def test_installed_optional_packages_are_listed_with_versions_and_absent_ones_are_not(capsys, monkeypatch):
     versions = {"safetensors": "0.8.0", "timm": "1.0.31"}
-    monkeypatch.setattr("booster.cli.machine.version_of", versions.get)
+    monkeypatch.setattr("booster.cli.machine_commands.version_of", versions.get)
     assert report(capsys)["packages"] == {"safetensors": "0.8.0", "timm": "1.0.31"}
 
 

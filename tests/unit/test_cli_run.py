@@ -13,10 +13,11 @@ from importlib import import_module
 import pytest
 
 import booster
-from booster.cli import main, run
+from booster.cli import main
+from booster.cli import run_command as run
 from booster.cli.agent import Stopped
-from booster.cli.nodes import Host, chosen_hosts, is_local, read_hostfile, ssh_command
-from booster.cli.options import parse
+from booster.cli.hosts import Host, chosen_hosts, is_local, read_hostfile, ssh_command
+from booster.cli.run_options import parse
 
 
 @pytest.fixture

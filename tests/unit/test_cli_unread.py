@@ -62,8 +62,8 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word(command, buffered,
     if command in ("estimate, a table", "report, tables"):
         pytest.importorskip("rich", reason="tables are drawn by rich")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("booster.cli.machine._PROBE_SECONDS", 1e-4)
-    monkeypatch.setattr("booster.cli.machine.probe_all", lambda *given: [])
+    monkeypatch.setattr("booster.cli.machine_commands._PROBE_SECONDS", 1e-4)
+    monkeypatch.setattr("booster.cli.machine_commands.probe_all", lambda *given: [])
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w", buffering=-1 if buffered else 1) as gone:

@@ -32,7 +32,7 @@ from booster.checkpoint.lock import Lock, lock_of
 from booster.checkpoint.manifest import Chunk, File, Manifest, Tensor, _are_the_whole, room_of
 from booster.checkpoint.tensor_file import entries_of
 from booster.cli import main
-from booster.cli.nodes import read_hostfile
+from booster.cli.hosts import read_hostfile
 from booster.common.untrusted_files import json_cost, open_regular, parse_json
 
 TENSORS = "tensors-00000.safetensors"

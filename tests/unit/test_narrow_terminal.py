@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
 
 def printed(command, folder, columns, monkeypatch, capsys):
     pytest.importorskip("rich", reason="tables are drawn by rich")
-    monkeypatch.setattr("booster.cli.machine._PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("booster.cli.machine_commands._PROBE_SECONDS", 0.01)
     monkeypatch.chdir(folder)
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns:

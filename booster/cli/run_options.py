@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from booster.cli.nodes import is_host_name
+from booster.cli.hosts import is_host_name
 
 DEFAULT_MASTER_PORT = 29500
 

@@ -9,8 +9,8 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from booster.cli import values
-from booster.cli.values import told
+from booster.cli import option_values as values
+from booster.cli.option_values import exit_on
 from booster.common.untrusted_files import replace_regular
 
 
@@ -47,7 +47,7 @@ def report(argv: Sequence[str]) -> int:
     from booster.numerics.reports.summary import summarise
     from booster.numerics.reports.terminal import show
 
-    with told("report", OSError, ValueError, ImportError, status=1):
+    with exit_on("report", OSError, ValueError, ImportError, status=1):
         run = read_run(options.folder)
         if options.html is not None:
             replace_regular(options.html, page(run).encode())
@@ -74,7 +74,7 @@ def compare(argv: Sequence[str]) -> int:
     from booster.numerics.record.run import as_json, read_run
     from booster.numerics.reports.compare import compare as compared
 
-    with told("compare", OSError, ValueError, status=2):
+    with exit_on("compare", OSError, ValueError, status=2):
         found = compared(read_run(options.a), read_run(options.b))
     if options.json:
         print(json.dumps(as_json(found.as_dict()), indent=2))

@@ -73,8 +73,8 @@ class AsBuilt:
             return kept.to(now.device)
         return now.to(self.dtype(name, now))
 
-    def why_not_bare(self, model: nn.Module) -> str | None:
-        """Return why `lay_bare` cannot find the user's own forwards; None: it can."""
+    def replaced_forward(self, model: nn.Module) -> str | None:
+        """Return why `remove_wrapped_forwards` cannot find the user's own forwards; None: it can."""
         for name, child in bare(model).named_modules():
             chain = _chain(child.__dict__.get("forward"), self._forwards.get(name))
             if chain is None:
@@ -83,7 +83,7 @@ class AsBuilt:
                 )
         return None
 
-    def lay_bare(self, model: nn.Module) -> dict[str, Any]:
+    def remove_wrapped_forwards(self, model: nn.Module) -> dict[str, Any]:
         """Take from the modules of `model` all forwards but the user's own; return, by name, what plugins put around them."""
         around = {}
         for name, child in bare(model).named_modules():
@@ -99,7 +99,7 @@ class AsBuilt:
         return around
 
     @contextmanager
-    def shown(self, model: nn.Module, precision: MixedPrecision) -> Iterator[None]:
+    def as_built(self, model: nn.Module, precision: MixedPrecision) -> Iterator[None]:
         """Inside, `model`, which runs under `precision`, is as it was built, but its tensors are stand-ins without values.
 
         Modules may be swapped, and forwards replaced: afterwards all is as before.
@@ -111,7 +111,7 @@ class AsBuilt:
         ]
         forwards = [(child, child.__dict__.get("forward")) for child in children]
         try:
-            self.lay_bare(model)
+            self.remove_wrapped_forwards(model)
             precision.revert(model)
             done: dict[Any, Any] = {}
             for name, child in inner.named_modules():
@@ -155,7 +155,7 @@ class AsBuilt:
 
 
 def wrap_forward(model: nn.Module, around: dict[str, Any]) -> None:
-    """Put back what `lay_bare` took of plugins, around the forwards that modules have now."""
+    """Put back what `remove_wrapped_forwards` took of plugins, around the forwards that modules have now."""
     inner = bare(model)
     for name, chain in around.items():
         module = inner.get_submodule(name)

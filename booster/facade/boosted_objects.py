@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from booster.data import DataLoaderWrapper
-from booster.facade.as_built import AsBuilt
-from booster.facade.switch import Boosting
+from booster.facade.before_boost import AsBuilt
+from booster.facade.switch import BoostRecord
 from booster.interface.model import ModelWrapper, boosted_wrapper
 from booster.interface.optimizer import OptimizerWrapper
 
@@ -26,7 +26,7 @@ class BoostOutput(tuple[Any, ...]):
         )
 
 
-class Boosted:
+class BoostedObjects:
     """The objects of one Booster, as long as the user keeps them.
 
     models: both what the user gave and what wraps it. optimizers: by id of the user's optimizer, which its wrapper keeps
@@ -37,7 +37,7 @@ class Boosted:
         self.models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self.criteria: weakref.WeakKeyDictionary[ModelWrapper, None] = weakref.WeakKeyDictionary()
         self.loaders: weakref.WeakSet[DataLoaderWrapper] = weakref.WeakSet()
-        self._boostings: list[Boosting] = []
+        self._boostings: list[BoostRecord] = []
         self.optimizers: weakref.WeakValueDictionary[int, OptimizerWrapper] = weakref.WeakValueDictionary()
 
     def add(
@@ -55,14 +55,14 @@ class Boosted:
         built: what the model was before. alone: False for one of several models that share optimizers.
         """
         built.settle(boosted.module)
-        self._boostings.append(Boosting(built, boosted, optimizers, criterion, alone=alone))
+        self._boostings.append(BoostRecord(built, boosted, optimizers, criterion, alone=alone))
         self.models.update({model: None, boosted: None})
         if isinstance(criterion, ModelWrapper):
             self.criteria[criterion] = None
         for wrapper in optimizers:
             self.optimizers[id(wrapper.unwrap())] = wrapper
 
-    def boostings(self) -> list[Boosting]:
+    def boostings(self) -> list[BoostRecord]:
         """Return what each call of `boost` returned, in their order, of which the user has the model still."""
         self._boostings = [each for each in self._boostings if each.model is not None]
         return list(self._boostings)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from booster.cli.values import wrapped
+from booster.cli.option_values import wrapped
 from booster.common.installed import find_apex, version_of
 from booster.common.text import columns
 from booster.common.torch_internals.tensor_internals import scaled_matmul

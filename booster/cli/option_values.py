@@ -81,12 +81,12 @@ def listed(text: str) -> list[str]:
     return names
 
 
-def elsewhere(text: str, wanted: str = "") -> str:
+def instead_of(text: str, wanted: str = "") -> str:
     """Return what `text` is instead, for a message that says what it is not; "" where it is not known.
 
     wanted: the argument of `Booster` that it was given for; another name of what that takes has its own here.
     """
-    from booster.facade.checks import meant_by
+    from booster.facade.refusals import meant_by
 
     meant, written = meant_by(text)
     if meant is not None and meant == wanted:
@@ -103,7 +103,7 @@ def precisions(text: str) -> list[str]:
         if name not in available():
             legal = ", ".join(available())
             raise argparse.ArgumentTypeError(
-                f"{name!r} is no precision{elsewhere(name, 'mixed_precision')}; choose from {legal}"
+                f"{name!r} is no precision{instead_of(name, 'mixed_precision')}; choose from {legal}"
             )
     return names
 
@@ -115,7 +115,7 @@ def device(text: str) -> str:
     try:
         resolve_device(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}{elsewhere(text)}") from None
+        raise argparse.ArgumentTypeError(f"{error}{instead_of(text)}") from None
     return text
 
 
@@ -123,7 +123,7 @@ UNREAD_STATUS = 128 + signal.SIGPIPE  # what a shell reports of a Unix tool whos
 
 
 @contextmanager
-def told(command: str, *errors: type[Exception], status: int) -> Iterator[None]:
+def exit_on(command: str, *errors: type[Exception], status: int) -> Iterator[None]:
     """Turn any of `errors` into a line on stderr, with the user's own line that raised it, and the exit status `status`.
 
     Where nobody reads what is printed any more, a BrokenPipeError is none of them, though an OSError: `booster.cli.main`

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from booster.cli import values
-from booster.cli.values import told
+from booster.cli import option_values as values
+from booster.cli.option_values import exit_on
 from booster.common.text import print_table
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def advise(argv: Sequence[str]) -> int:
     from booster.numerics.choosing.advise import advise as advised
     from booster.numerics.record.run import as_json
 
-    with told("advise", OSError, ValueError, TypeError, ImportError, status=2):
+    with exit_on("advise", OSError, ValueError, TypeError, ImportError, status=2):
         most = None if options.max_memory_mib is None else int(options.max_memory_mib * 2**20)
         budget = Budget(seconds=options.seconds, max_gradient_error=options.max_gradient_error, max_memory=most)
         task = named_parts(options.job)

@@ -24,7 +24,7 @@ PATIENCE = 100
 """So many steps of another optimizer without one of its own, and an optimizer no longer says where the run is."""
 
 
-class PrecisionCourse:
+class PrecisionScheduler:
     """Before a forward pass or a group of micro-batches, goes over to the one of `phases` that is due, by `go`.
 
     Only where all ranks are: in a forward that trains. Not while another forward waits for its backward pass, whose graph

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
-from booster.cli import values
-from booster.cli.values import told
+from booster.cli import option_values as values
+from booster.cli.option_values import exit_on
 
 _PRECISIONS = "fp32,bf16,bf16_naive,bf16_naive+8bit"
 _PACKED = "+8bit"
@@ -74,7 +74,7 @@ def estimate(argv: Sequence[str]) -> int:
         parser.error("--plugin with several ranks needs --world_size above 1")
     if set(options.plugin) == {"single"} and options.world_size != [1]:
         parser.error("--world_size is for ranks, and --plugin is single, one of them; name ddp, zero1, zero2 or fsdp")
-    with told("estimate", ValueError, TypeError, ImportError, OSError, status=1):
+    with exit_on("estimate", ValueError, TypeError, ImportError, OSError, status=1):
         print(_answer(options), end="")
     return 0
 
@@ -194,7 +194,7 @@ def _made(name: str, *, emulate: bool = False) -> Any:
     if not name.endswith(_PACKED):
         if name not in available():
             legal = ", ".join(available())
-            instead = values.elsewhere(name, "mixed_precision")
+            instead = values.instead_of(name, "mixed_precision")
             raise ValueError(f"{name!r} is no precision{instead}; choose from {legal}, or add {_PACKED}")
         precision: Any = make(name) if emulate else None
         return type(precision)(emulate=True) if isinstance(precision, (LowPrecision, TF32MixedPrecision)) else name
@@ -222,7 +222,7 @@ def _plugins(text: str) -> list[str]:
     for name in names:
         if name not in get_args(Plugin):
             legal = ", ".join(get_args(Plugin))
-            raise argparse.ArgumentTypeError(f"{name!r} is not estimated{values.elsewhere(name)}; choose from {legal}")
+            raise argparse.ArgumentTypeError(f"{name!r} is not estimated{values.instead_of(name)}; choose from {legal}")
     return names
 
 

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from booster.cli.agent import STOPPED_STATUS, Attempt, Stopped, run_attempt, worker_command
-from booster.cli.nodes import Host, NodeCommand, chosen_hosts, is_local, run_nodes, ssh_command
-from booster.cli.options import DEFAULT_MASTER_PORT, parse
-from booster.cli.rendezvous import loopback_variables
+from booster.cli.hosts import Host, NodeCommand, chosen_hosts, is_local, run_nodes, ssh_command
+from booster.cli.job_store import loopback_variables
+from booster.cli.run_options import DEFAULT_MASTER_PORT, parse
 from booster.launch import TIMEOUT_VARIABLE, await_address
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from booster.cli import values
-from booster.cli.values import told
+from booster.cli import option_values as values
+from booster.cli.option_values import exit_on
 from booster.common.untrusted_files import printable
 
 
@@ -19,7 +19,7 @@ def checkpoint(argv: Sequence[str]) -> int:
     options = _parser().parse_args(list(argv))
     from booster.checkpoint import CheckpointError
 
-    with told("checkpoint", CheckpointError, OSError, ImportError, status=1):
+    with exit_on("checkpoint", CheckpointError, OSError, ImportError, status=1):
         return {"show": _show, "verify": _verify, "convert": _convert}[options.action](options)
 
 
