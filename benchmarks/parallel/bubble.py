@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from booster import Booster
 from booster.plugin import HybridParallelPlugin
-from booster.plugin.pipeline.schedule import STYLES, stage_ranks
+from booster.plugin.pipeline.schedule_runner import STYLES, stage_ranks
 
 FORWARD, BACKWARD = 0.02, 0.04  # seconds of a rank's share of one micro-batch
 WIDTH, RANKS = 8, 2

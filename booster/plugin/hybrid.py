@@ -38,8 +38,8 @@ from booster.plugin.fsdp.fully_sharded import (
 from booster.plugin.fsdp.groups import WrapPolicy, block_names, check_wrap_policy
 from booster.plugin.fsdp.sharding import ShardingPlugin
 from booster.plugin.pipeline import PipelinePlan, StagePipeline, plan_pipeline
-from booster.plugin.pipeline.layers_loaded import LayersLoaded
-from booster.plugin.pipeline.schedule import check_count, check_style
+from booster.plugin.pipeline.pipeline import LayersLoaded
+from booster.plugin.pipeline.schedule_runner import check_count, check_style
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
 from booster.plugin.tensor_parallel.plan import TPPlan, check_tp_plan
 from booster.ranks.communicate import broadcast, communication_device
@@ -310,7 +310,7 @@ class HybridParallelPlugin(ShardingPlugin):
             num_model_chunks=self._num_model_chunks,
             split_points=self._split_points,
             device=device,
-            prepare=lambda skeleton: cast_parameters(skeleton, computed),
+            prepare=lambda copy: cast_parameters(copy, computed),
         )
 
     def _boundary(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -94,15 +94,15 @@ def test_blocks_pass_each_other_containers(ranks2, placement, precision):
             assert losses == pytest.approx(wanted, rel=1e-5 if precision == "fp32" else 0.05), kind
 
 
-def rehearsals(rank, world_size):
+def inferences(rank, world_size):
     """By kind of container: how often a pipeline works out, for two batches of one shape, what crosses its stages."""
     counts = {}
     for kind in ORDERED:
-        with mock.patch.object(pipeline, "rehearse", wraps=pipeline.rehearse) as rehearse:
+        with mock.patch.object(pipeline, "infer_shapes", wraps=pipeline.infer_shapes) as infer:
             train(kind, "fp32", PLACEMENTS["PP"]())
-        counts[kind] = rehearse.call_count
+        counts[kind] = infer.call_count
     return counts
 
 
-def test_batches_of_one_shape_are_rehearsed_once_whatever_they_come_in(ranks2):
-    assert ranks2(rehearsals) == [dict.fromkeys(ORDERED, 1)] * 2
+def test_batches_of_one_shape_are_inferred_once_whatever_they_come_in(ranks2):
+    assert ranks2(inferences) == [dict.fromkeys(ORDERED, 1)] * 2

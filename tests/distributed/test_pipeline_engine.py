@@ -855,7 +855,7 @@ def sharded(rank, world_size, mesh_shape, style, policy):
         pp_size=stages,
         style=style,
         num_model_chunks=STYLES[style],
-        prepare=None if dtype is None else lambda skeleton: skeleton.bfloat16(),
+        prepare=None if dtype is None else lambda copy: copy.bfloat16(),
     )
     options = {
         "mesh": mesh["dp"],

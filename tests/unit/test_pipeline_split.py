@@ -232,8 +232,8 @@ def test_a_plan_changes_nothing_and_shares_nothing():
     model = Model()
     before = copy.deepcopy(model.state_dict())
     plan = plan_pipeline(model, pp_size=2)
-    assert not list(plan.skeleton.module.parameters())
-    assert not plan.skeleton.module.state_dict()
+    assert not list(plan.meta_model.module.parameters())
+    assert not plan.meta_model.module.state_dict()
     assert model(torch.ones(2, 4)).shape == (2, 3)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster.plugin.pipeline import plan_pipeline
-from booster.plugin.pipeline.rehearsal import rehearse
+from booster.plugin.pipeline.shape_inference import infer_shapes
 from booster.tensors.micro_batch import divide
 
 DIM = 4
@@ -55,11 +55,11 @@ def cut(model, num_stages, micro_batches):
         (stage,) = plan.stages
         for position in range(len(plan.split.children)):
             if plan.split.stage_of(position) == rank:
-                stage.arm(position, plan.model.blocks[position])
-        route = rehearse(plan.skeleton, plan.split, micro_batches[0].args, {})
-        stage.begin(route, micro_batches)
+                stage.register_receiving(position, plan.model.blocks[position])
+        io = infer_shapes(plan.meta_model, plan.split, micro_batches[0].args, {})
+        stage.prepare(io, micro_batches)
         stages.append(stage)
-    return stages, route
+    return stages, io
 
 
 @pytest.fixture
@@ -76,8 +76,8 @@ def received(values):
 def test_stages_in_a_row_compute_the_model_and_its_gradients(micro_batches, checkpointed):
     torch.manual_seed(1)
     model = Model(checkpointed)
-    stages, route = cut(model, 3, micro_batches)
-    assert [len(boundary.specs) for boundary in route.boundaries] == [2, 2]  # `scale` is known to everybody
+    stages, io = cut(model, 3, micro_batches)
+    assert [len(boundary.specs) for boundary in io.boundaries] == [2, 2]  # `scale` is known to everybody
     outputs, inputs = [], {}
     for number in range(3):
         values = ()
@@ -136,7 +136,7 @@ def test_a_received_value_that_is_elsewhere_in_a_later_run_raises(micro_batches)
 def test_values_cross_in_the_dtype_that_was_declared(micro_batches):
     stages, _ = cut(Model(), 2, micro_batches)
     stages[0].module.double()
-    stages[0]._feeds = [type(part)((part.args[0].double(),), {}, None) for part in micro_batches]
+    stages[0]._micro_batches = [type(part)((part.args[0].double(),), {}, None) for part in micro_batches]
     with pytest.raises(RuntimeError, match=r"blocks.3 should get a tensor of torch.float32 .* and gets torch.float64"):
         run(stages)
 
@@ -168,14 +168,14 @@ def of_tokens():
 
 def counted(stage):
     """The functions that torch runs on fake tensors for `stage`, from now on."""
-    mode, calls = stage._skeleton.mode, []
+    mode, calls = stage._meta_model.mode, []
     run = mode.dispatch
     mode.dispatch = lambda func, *args: calls.append(func) or run(func, *args)
     return calls
 
 
 def test_what_lies_on_other_stages_is_asked_once_for_a_shape_and_not_for_every_micro_batch():
-    stages, route = cut(Deep(), 2, of_tokens())
+    stages, io = cut(Deep(), 2, of_tokens())
     calls = counted(stages[1])
     run(stages, 0)
     assert calls
@@ -183,11 +183,11 @@ def test_what_lies_on_other_stages_is_asked_once_for_a_shape_and_not_for_every_m
     run(stages, 1)
     run(stages, 2)
     assert calls == []
-    kept = len(stages[1]._route.answers[1])
-    stages[1].begin(stages[1]._route, of_tokens())
+    kept = len(stages[1]._io.results[1])
+    stages[1].prepare(stages[1]._io, of_tokens())
     run(stages, 0)
     assert calls == []
-    assert len(stages[1]._route.answers[1]) == kept
+    assert len(stages[1]._io.results[1]) == kept
 
 
 def lengthened(x):
@@ -204,17 +204,17 @@ def swapped(x):
 def test_a_forward_that_writes_into_what_lies_on_other_stages_still_computes_the_model(write):
     torch.manual_seed(1)
     model, parts = Deep(write), of_tokens()
-    stages, route = cut(model, 2, parts)
-    assert stages[1]._route.answers == {1: None}
+    stages, io = cut(model, 2, parts)
+    assert stages[1]._io.results == {1: None}
     for number in (0, 1, 2, 0):
         torch.testing.assert_close(run(stages, number), model(*parts[number].args))
 
 
 def test_answers_depend_on_numbers_and_keep_no_real_tensor():
     stages, _ = cut(Deep(), 2, of_tokens())
-    skeleton = stages[1]._skeleton
-    skeleton.mode.answers = {}
-    one = skeleton.fake((2, 3), torch.float32, torch.device("cpu"), requires_grad=True)
+    meta_model = stages[1]._meta_model
+    meta_model.mode.results = {}
+    one = meta_model.fake((2, 3), torch.float32, torch.device("cpu"), requires_grad=True)
     assert [one[:, :n].shape[1] for n in (1, 2, torch.tensor(1), torch.tensor(2))] == [1, 2, 1, 2]
     assert (one * 1).dtype != (one > 1).dtype
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,8 +1,8 @@
-"""What a plugin returns for a model that lies on several pipeline stages."""
+"""What a plugin returns for a model that is cut into pipeline stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,23 +11,23 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.model.modules import PlacedModule, fast_path_off
-from booster.plugin.pipeline.plan import PipelinePlan
-from booster.plugin.pipeline.rehearsal import rehearse
-from booster.plugin.pipeline.route import Route
-from booster.plugin.pipeline.schedule import Runner, Shape, check_count
+from booster.plugin.pipeline.pipeline_plan import PipelinePlan
+from booster.plugin.pipeline.schedule_runner import ScheduleRunner, Shape, check_count
+from booster.plugin.pipeline.shape_inference import infer_shapes
+from booster.plugin.pipeline.stage_io import StageIO
 from booster.plugin.pipeline.tied_weights import TiedWeights
 from booster.tensors.micro_batch import MicroBatch
 from booster.tensors.trees import HALF_DTYPES, form, leaves, map_tensors
 
 
 class StagePipeline(PlacedModule):
-    """This rank's stages of a model. It is not called, but run over micro-batches by all ranks of the pipeline together.
+    """This rank's stages of a model. All ranks of the pipeline run it over micro-batches together; it cannot be called.
 
     Parameters and state dict keys are those of the user's model that this rank has.
 
     plan: carried out by `cut`; its stages are on `device`, and sharded. group: the ranks of the pipeline, None for the whole
-    world. boundary: from the shape of a tensor that crosses between stages in the model as it was planned to its shape as it
-    is, for sequence parallelism. A collective over `group` where weights are tied across stages.
+    world. boundary: maps the shape of a tensor that crosses between stages in the model as planned to its actual shape, for
+    sequence parallelism. A collective over `group` where weights are tied across stages.
     """
 
     is_partial = True
@@ -41,7 +41,7 @@ class StagePipeline(PlacedModule):
         boundary: Callable[[Shape], Shape] | None = None,
     ) -> None:
         super().__init__(plan.model)
-        plan.arm()
+        plan.register_receiving()
         self._plan = plan
         self._stages = tuple(plan.stages)
         self._rank = rank = plan.rank
@@ -49,19 +49,13 @@ class StagePipeline(PlacedModule):
         self._device = device
         self._boundary = boundary
         self._mine = {stage.index: stage for stage in self._stages}
-        self._runners: dict[bool, tuple[Any, tuple[Runner, Route]]] = {}
-        self._copied: list[tuple[dict[str, Any], str, nn.Module, nn.Module]] = []  # see `_find_copied`
+        self._runners: dict[bool, tuple[Any, ScheduleRunner, StageIO]] = {}  # by whether they run backward
+        self._copies: list[tuple[dict[str, Any], str, nn.Module, nn.Module]] = []  # see `_find_copies`
         self._loss_of = _Losses()
-        own = self.own_parameters()
-        ranks = {
-            name: tuple(sorted({plan.ranks[stage] for _, stage in held}))
-            for name, held in plan.holders.items()
-            if len({plan.ranks[stage] for _, stage in held}) > 1
-        }
-        self._copies = {name: len(held) for name, held in ranks.items()}
-        self._tied = TiedWeights(
-            {name: param for name, param in own.items() if name in ranks}, ranks, rank=rank, group=group
-        )
+        holders = {name: {plan.ranks[stage] for _, stage in held} for name, held in plan.holders.items()}
+        ranks = {name: tuple(sorted(held)) for name, held in holders.items() if len(held) > 1}
+        tied = {name: param for name, param in self.own_parameters().items() if name in ranks}
+        self._tied = TiedWeights(tied, ranks, rank=rank, group=group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
@@ -88,12 +82,12 @@ class StagePipeline(PlacedModule):
         check_count(self._plan.style, self._plan.pp_size, len(micro_batches))
         self._match_modes()
         with torch.set_grad_enabled(backward), nullcontext() if backward else fast_path_off():
-            runner, route = self._runner(micro_batches, backward)
+            runner, io = self._runner(micro_batches, backward)
             ours = self._loss_of
             ours.criterion, ours.keep_outputs = criterion, return_outputs
             ours.factor = seed / len(micro_batches) if backward else None
             for stage in self._stages:
-                stage.begin(route, micro_batches)
+                stage.prepare(io, micro_batches)
             try:
                 with self._tied.summed() if backward else nullcontext():
                     runner.run()
@@ -104,7 +98,7 @@ class StagePipeline(PlacedModule):
                 ours.clear()
 
     def share(self, loss: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-        """The 0-dim `loss` of the last stage, on every rank of the pipeline; a collective."""
+        """Return the 0-dim `loss` of the last stage on every rank of the pipeline; a collective."""
         last = self._plan.ranks[-1]
         if self._rank != last or loss is None:
             value = torch.zeros((), dtype=torch.float32, device=device)
@@ -115,7 +109,7 @@ class StagePipeline(PlacedModule):
         return value
 
     def own_parameters(self) -> dict[str, torch.Tensor]:
-        """The parameters that this rank has, by their first names in the whole model.
+        """Return the parameters that this rank has, by their first names in the whole model.
 
         A tied weight whose first name is on another stage is listed by it, though `named_parameters` has another name.
         """
@@ -136,20 +130,19 @@ class StagePipeline(PlacedModule):
         return own
 
     def num_copies(self, param: torch.Tensor) -> int:
-        """On how many ranks of the pipeline `param`, one of this rank's, lies: 1 if it is not tied across ranks."""
-        tied = self._tied.params
-        return next((count for name, count in self._copies.items() if tied.get(name) is param), 1)
+        """Return how many ranks of the pipeline hold `param`, one of this rank's: 1 if it is not tied across ranks."""
+        return next((len(self._tied.ranks[name]) for name, own in self._tied.params.items() if own is param), 1)
 
-    def _runner(self, micro_batches: Sequence[MicroBatch], backward: bool) -> tuple[Runner, Route]:
-        """The schedule for micro-batches of this shape, and their route; the last one of its kind is kept."""
+    def _runner(self, micro_batches: Sequence[MicroBatch], backward: bool) -> tuple[ScheduleRunner, StageIO]:
+        """Return the schedule for micro-batches of this shape, and what they send; the last one of its kind is kept."""
         first = micro_batches[0]
         key = (len(micro_batches), *self._signature(first))
         if backward not in self._runners or self._runners[backward][0] != key:
-            route = rehearse(self._plan.skeleton, self._plan.split, first.args, first.kwargs)
-            runner = Runner(
+            io = infer_shapes(self._plan.meta_model, self._plan.split, first.args, first.kwargs)
+            runner = ScheduleRunner(
                 self._plan.style,
                 self._stages,
-                route,
+                io,
                 len(micro_batches),
                 loss_of=self._loss_of,
                 backward=backward,
@@ -157,11 +150,11 @@ class StagePipeline(PlacedModule):
                 group=self._group,
                 device=self._device,
             )
-            self._runners[backward] = (key, (runner, route))
-        return self._runners[backward][1]
+            self._runners[backward] = (key, runner, io)
+        return self._runners[backward][1:]
 
     def _signature(self, micro_batch: MicroBatch) -> tuple[Any, ...]:
-        """What shapes and dtypes between stages depend on."""
+        """Return what shapes and dtypes between stages depend on."""
         call = (micro_batch.args, micro_batch.kwargs)
         described = tuple(
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), repr(leaf))
@@ -172,23 +165,19 @@ class StagePipeline(PlacedModule):
         return described, form(call), autocast, self.module.training
 
     def _match_modes(self) -> None:
-        """Bring the copies of modules into the mode, training or evaluation, of the user's."""
-        for place, name, module, _ in self._copied:
-            if place.get(name) is not module:
-                self._copied = []
-                break
-        if not self._copied:
-            self._copied = list(self._find_copied())
-        for _, _, module, copy in self._copied:
+        """Bring the copies of modules into the mode, training or evaluation, of the user's modules."""
+        if not self._copies or any(place.get(name) is not module for place, name, module, _ in self._copies):
+            self._copies = list(self._find_copies())
+        for _, _, module, copy in self._copies:
             if copy.training is not module.training:
                 copy.training = module.training
 
-    def _find_copied(self) -> Iterator[tuple[dict[str, Any], str, nn.Module, nn.Module]]:
-        """Yield, for each copy of a module, where the user's stands, under which name, the user's, and the copy."""
+    def _find_copies(self) -> Iterator[tuple[dict[str, Any], str, nn.Module, nn.Module]]:
+        """Yield for each copy of a module: the dict that holds the user's, its name in there, the user's, and the copy."""
         own = dict(self.module.named_modules())
         split = self._plan.split
         pairs = [(name, stage.module.get_submodule(name)) for stage in self._stages for name in split.ancestors()]
-        for name, copy in (*pairs, *self._plan.skeleton.module.named_modules()):
+        for name, copy in (*pairs, *self._plan.meta_model.module.named_modules()):
             parent, _, child = name.rpartition(".")
             if name and name in own and parent in own:
                 place, module = own[parent]._modules, own[name]
@@ -198,7 +187,7 @@ class StagePipeline(PlacedModule):
 
 
 class _Losses:
-    """The loss of one micro-batch, as its backward starts from it; and what is kept of a run."""
+    """Computes the loss that the backward of a micro-batch starts from, and keeps losses and outputs of a run."""
 
     def __init__(self) -> None:
         self.clear()
@@ -232,3 +221,26 @@ class _Losses:
 
 def _no_criterion(output: Any, target: Any) -> torch.Tensor:
     raise RuntimeError("a pipeline stage was computed outside Pipeline.run")
+
+
+class LayersLoaded:
+    """A load_state_dict pre-hook: of the state of a whole model a pipeline rank takes its own layers.
+
+    own: keys of this rank's state dict. whole: those of the whole model's. Raises ValueError for a state that has keys of
+    other ranks and none of this one: there, `strict=False` would load nothing.
+    """
+
+    def __init__(self, own: Iterable[str], whole: Iterable[str]) -> None:
+        self._own = frozenset(own)
+        self._elsewhere = frozenset(whole) - self._own
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        foreign = [prefix + key for key in self._elsewhere if prefix + key in state_dict]
+        if foreign and self._own and not any(prefix + key in state_dict for key in self._own):
+            raise ValueError(
+                f"this state was saved on another rank of the pipeline: it has {sorted(foreign)[:3]}, which lie there, and "
+                f"none of this rank's weights, such as {sorted(self._own)[0]!r}. Save on every rank, in a file each, and load "
+                "on the same rank, or load the state of the whole model"
+            )
+        for key in foreign:
+            del state_dict[key]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from booster.model.modules import places_of
+from booster.model.modules import parents, places_of
 from booster.plugin.forward_order import names_in_forward, side_of
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -19,8 +19,10 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential)
 class Split:
     """Cuts between the children of one module, the container of the model's blocks.
 
-    container: its qualified name, "" for the model itself. children: the names of its children in it, in order. starts: the
-    positions among them that begin the second and later stages.
+    Attributes:
+        container: its qualified name, "" for the model itself.
+        children: the names of its children in it, in order.
+        starts: the positions among them that begin the second and later stages.
     """
 
     container: str
@@ -32,15 +34,15 @@ class Split:
         return len(self.starts) + 1
 
     def stage_of(self, child: int) -> int:
-        """The stage of the child at a position."""
+        """Return the stage of the child at a position."""
         return bisect_right(self.starts, child)
 
     def name_of(self, child: int) -> str:
-        """The qualified name of the child at a position."""
+        """Return the qualified name of the child at a position."""
         return qualified(self.container, self.children[child])
 
     def ancestors(self) -> list[str]:
-        """The modules that hold parts of several stages: from the model itself, "", down to the container."""
+        """Return the names of the modules around several stages: from the model itself, "", down to the container."""
         parts = self.container.split(".") if self.container else []
         return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
 
@@ -48,8 +50,8 @@ class Split:
 def find_split(model: nn.Module, num_stages: int, split_points: Sequence[str] | None = None) -> Split:
     """Cut `model` into `num_stages` stages, evenly by blocks, the earlier stages taking what does not divide.
 
-    The blocks are the longest row of modules of one class in a ModuleList or Sequential; rows inside a block of a row that
-    is long enough do not count. split_points: names of the modules that begin the second and later stages, in order,
+    The blocks are the longest row of modules of one class in a ModuleList or Sequential, rows inside blocks of a row that
+    is long enough left out. split_points: names of the modules that begin the second and later stages, in order,
     all children of one module. Raises ValueError if there are fewer blocks than stages, or split points are not legal.
     """
     if split_points is not None:
@@ -57,7 +59,7 @@ def find_split(model: nn.Module, num_stages: int, split_points: Sequence[str] | 
     rows = _rows(model)
     outer: list[tuple[str, list[int]]] = []
     for name, blocks in rows:
-        if not any(len(row) >= num_stages and _inside(name, other) for other, row in outer):
+        if not any(len(row) >= num_stages and name.startswith(f"{other}." if other else "") for other, row in outer):
             outer.append((name, blocks))
     name, blocks = max(outer, key=lambda entry: len(entry[1]), default=("", []))
     if len(blocks) < num_stages:
@@ -72,10 +74,10 @@ def find_split(model: nn.Module, num_stages: int, split_points: Sequence[str] | 
 
 
 def owners(model: nn.Module, split: Split) -> dict[str, int]:
-    """The stage of each topmost module that belongs to one stage alone, by qualified name.
+    """Return the stage of each topmost module that belongs to one stage alone, by qualified name.
 
     Children of the container go by the cuts. What a forward names before it, in the modules around it, goes to the first
-    stage, and what it names after it to the last; where the forward does not tell, what is registered before and after.
+    stage, and what it names after it to the last; where its source does not say, the order of registration decides.
     Modules without parameters and running statistics belong to all stages and are not listed.
     """
     owned: dict[str, int] = {}
@@ -96,25 +98,25 @@ def owners(model: nn.Module, split: Split) -> dict[str, int]:
 
 
 def holders(model: nn.Module, split: Split) -> dict[str, list[tuple[str, int]]]:
-    """For each parameter, by its first name in the model: all its names, each with the stage that has it by that name."""
+    """Return for each parameter, by its first name in the model, all its names, each with the stage that has it there."""
     owned = owners(model, split)
 
     def stage_of(name: str) -> int:
-        return next((owned[prefix] for prefix in _prefixes(name) if prefix in owned), 0)
+        return next((owned[around] for around in parents(name) if around in owned), 0)
 
     tensors = places_of(model).values()
     return {places[0].name: [(place.name, stage_of(place.name)) for place in places] for places in tensors}
 
 
 def holds_state(module: nn.Module) -> bool:
-    """Whether `module` has parameters or running statistics, so that one stage has to own it."""
+    """Return whether `module` has parameters or running statistics, so that one stage has to own it."""
     return any(True for _ in module.parameters()) or any(
         getattr(child, "track_running_stats", False) for child in module.modules()
     )
 
 
 def qualified(parent: str, name: str) -> str:
-    """The name in the model of the child `name` of `parent`."""
+    """Return the name in the model of the child `name` of `parent`."""
     return f"{parent}.{name}" if parent else name
 
 
@@ -153,7 +155,7 @@ def _legal_points(model: nn.Module) -> str:
 
 
 def _rows(model: nn.Module) -> list[tuple[str, list[int]]]:
-    """Containers with two or more blocks, outer ones first, and the positions of their blocks."""
+    """Return containers with two or more blocks, outer ones first, and the positions of their blocks."""
     rows = []
     for name, module in model.named_modules():
         if not isinstance(module, _CONTAINERS):
@@ -162,15 +164,10 @@ def _rows(model: nn.Module) -> list[tuple[str, list[int]]]:
         if len({id(child) for child in children}) < len(children):
             continue  # a module that is called several times has no place in a pipeline
         classes = Counter(type(child) for child in children if any(True for _ in child.parameters()))
-        if classes:
-            block_class, count = classes.most_common(1)[0]
+        for block_class, count in classes.most_common(1):
             if count >= 2:
-                blocks = [
-                    position
-                    for position, child in enumerate(children)
-                    if type(child) is block_class and holds_state(child)
-                ]
-                rows.append((name, blocks))
+                is_block = [type(child) is block_class and holds_state(child) for child in children]
+                rows.append((name, [position for position, found in enumerate(is_block) if found]))
     return rows
 
 
@@ -180,12 +177,3 @@ def _named_children(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 
 def _children(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, _ in _named_children(module))
-
-
-def _inside(name: str, container: str) -> bool:
-    return name != container and (not container or name.startswith(container + "."))
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    return (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))

@@ -19,7 +19,7 @@ class TiedWeights:
     """Copies of a weight on several ranks of a pipeline, such as an embedding that is the output layer too.
 
     params: this rank's copies by name. ranks: by name, the pipeline ranks that have one, for all tied weights of the model.
-    A collective over `group` if there are any. Raises ValueError on all ranks if copies are not laid out alike.
+    A collective over `group` if there are any. Raises ValueError on all ranks if copies do not have one layout.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class TiedWeights:
         group: dist.ProcessGroup | None,
     ) -> None:
         self.params = dict(sorted(params.items()))
-        self._ranks = dict(ranks)
+        self.ranks = dict(ranks)
         self._rank = rank
         self._group = group
         if ranks:
@@ -39,7 +39,7 @@ class TiedWeights:
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Context around the backward passes whose gradients are summed; those of before are kept as they are."""
+        """Return a context at whose end the gradients of its backward passes are summed over ranks; earlier ones stay."""
         before = {name: param.grad for name, param in self.params.items()}
         for param in self.params.values():
             param.grad = None
@@ -49,15 +49,12 @@ class TiedWeights:
             made = {name: param.grad for name, param in self.params.items()}
             for name, param in self.params.items():
                 param.grad = before[name]
-        self._exchange(made)
-
-    def _exchange(self, made: dict[str, torch.Tensor | None]) -> None:
         parts: dict[str, dict[int, torch.Tensor]] = {}
         operations = []
         for name, param in self.params.items():
             own = _local_gradient(param, made[name])
             parts[name] = {self._rank: own}
-            for peer in self._ranks[name]:
+            for peer in self.ranks[name]:
                 if peer == self._rank or not own.numel():
                     continue
                 parts[name][peer] = torch.empty_like(own)
@@ -67,7 +64,7 @@ class TiedWeights:
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         for name, param in self.params.items():
-            # In the order of ranks on each of them, so that copies stay equal in every bit.
+            # Every rank sums in the order of ranks, so that copies stay equal to the bit.
             total = torch.stack([parts[name][rank] for rank in sorted(parts[name])]).sum(0).to(param.dtype)
             _accumulate(param, total)
 
@@ -75,7 +72,7 @@ class TiedWeights:
         mine = {name: _placed(param) for name, param in self.params.items()}
         texts = exchange(json.dumps(mine).encode(), self._group or dist.group.WORLD)
         everyone = [json.loads(text) for text in texts]
-        for name in self._ranks:
+        for name in self.ranks:
             placings = {rank: held[name] for rank, held in enumerate(everyone) if name in held}
             if any(placing != placings[min(placings)] for placing in placings.values()):
                 raise ValueError(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from booster.plugin.pipeline import plan_pipeline
-from booster.plugin.pipeline.rehearsal import rehearse
+from booster.plugin.pipeline.shape_inference import infer_shapes
 
 DIM = 4
 
@@ -83,7 +83,7 @@ class Beside(nn.Module):
 
 def route(model, *args, num_stages=2, **options):
     plan = plan_pipeline(model, pp_size=num_stages, **options)
-    return rehearse(plan.skeleton, plan.split, args or (torch.ones(3, DIM),), {})
+    return infer_shapes(plan.meta_model, plan.split, args or (torch.ones(3, DIM),), {})
 
 
 def crossing(found):
@@ -106,7 +106,7 @@ def test_it_is_found_under_the_precision_and_grad_mode_at_hand():
         assert crossing(route(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))) == [
             [((3, 4), torch.bfloat16, True)]
         ]
-    half = route(Model(), torch.ones(3, DIM, dtype=torch.float16), prepare=lambda skeleton: skeleton.half())
+    half = route(Model(), torch.ones(3, DIM, dtype=torch.float16), prepare=lambda copy: copy.half())
     assert crossing(half) == [[((3, DIM), torch.float16, True)]]
     with torch.no_grad():
         assert crossing(route(Model())) == [[((3, DIM), torch.float32, False)]]

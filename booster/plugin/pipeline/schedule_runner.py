@@ -1,4 +1,4 @@
-"""torch's pipeline schedules, over stages that know which micro-batch they are at."""
+"""Torch's pipeline schedules over stages that know their current micro-batch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from booster.common.torch_internals.autograd_internals import (
 )
 from booster.common.torch_internals.pipeline_internals import PipelineStage, computes_weights_apart
 from booster.common.torch_internals.tensor_internals import is_view
-from booster.plugin.pipeline.route import Route, TensorSpec
 from booster.plugin.pipeline.stage import Stage
+from booster.plugin.pipeline.stage_io import StageIO
 from booster.tensors.micro_batch import at_stage
 
 Shape = tuple[int, ...]
@@ -56,11 +56,9 @@ def check_style(style: str, pp_size: int, num_model_chunks: int, *, name: str = 
 
 
 def stage_ranks(style: str, pp_size: int, num_model_chunks: int) -> tuple[int, ...]:
-    """The pipeline rank of every stage: around and around, or, for "zbv", there and back."""
+    """Return the pipeline rank of every stage: in rounds, or, for "zbv", there and back."""
     loop = range(pp_size)
-    if style == "zbv":
-        return (*loop, *reversed(loop))
-    return tuple(loop) * num_model_chunks
+    return (*loop, *reversed(loop)) if style == "zbv" else tuple(loop) * num_model_chunks
 
 
 def check_count(style: str, pp_size: int, num_micro_batches: int) -> None:
@@ -78,7 +76,7 @@ def check_count(style: str, pp_size: int, num_micro_batches: int) -> None:
         )
 
 
-class Runner:
+class ScheduleRunner:
     """A schedule of `num_micro_batches` micro-batches of one shape, forward and backward or forward alone.
 
     loss_of: (output, target) -> 0-dim loss to run backward from; called on the last stage.
@@ -88,7 +86,7 @@ class Runner:
         self,
         style: str,
         stages: Sequence[Stage],
-        route: Route,
+        io: StageIO,
         num_micro_batches: int,
         *,
         loss_of: Callable[[Any, Any], torch.Tensor],
@@ -99,34 +97,32 @@ class Runner:
     ) -> None:
         self._backward = backward
         self._numbers = torch.arange(num_micro_batches, dtype=torch.int64)
-        num_stages = len(route.boundaries) + 1
+        num_stages = len(io.boundaries) + 1
         self._has_first = stages[0].index == 0
         chunks = []
         for stage in stages:
-            here = _metas(route, stage.index - 1, boundary)
-            there = _metas(route, stage.index, boundary)
-            chunks.append(_Chunk(stage, num_stages, device, here, there, group, loss_of))
-        options = {"n_microbatches": num_micro_batches, "loss_fn": _is_the_loss, "scale_grads": False}
-        self._fresh = list(chunks)  # that never ran
-        several = style in ("interleaved", "zbv")
-        self._schedule = STYLES[style](chunks if several else chunks[0], **options)
+            inputs, outputs = (_declared(io, number, boundary) for number in (stage.index - 1, stage.index))
+            chunks.append(_ScheduledStage(stage, num_stages, device, inputs, outputs, group, loss_of))
+        options = {"n_microbatches": num_micro_batches, "loss_fn": lambda output, target: output, "scale_grads": False}
+        self._new = list(chunks)  # that never ran
+        self._schedule = STYLES[style](chunks if style in ("interleaved", "zbv") else chunks[0], **options)
 
     def run(self) -> None:
         """Run it once, on what the stages were given; gradients accumulate."""
         # All that the schedule hands around is numbers of micro-batches; stages look up the rest.
         args = (self._numbers,) if self._has_first else ()
         run = self._schedule.step if self._backward else self._schedule.eval
-        while self._fresh:
-            self._fresh.pop().keep_gradients()
-        # A precision's torch function modes are for what stages compute, not for all that a schedule does with tensors.
+        while self._new:
+            self._new.pop().keep_gradients()
+        # The precision's torch function modes are for what stages compute, not for what the schedule does with tensors.
         with without_function_modes():
             run(*args, target=self._numbers, return_outputs=False)
 
 
-class _Chunk(PipelineStage):
-    """Says to its `Stage` which micro-batch it is at, and turns what the last stage returns into its loss.
+class _ScheduledStage(PipelineStage):
+    """Sets the current micro-batch of its `Stage`, and computes the loss of the last stage.
 
-    The loss is made here and not by the schedule, because torch expects a last stage to return tensors alone.
+    The schedule does not compute the loss, because torch expects a last stage to return tensors alone.
     """
 
     def __init__(
@@ -147,14 +143,15 @@ class _Chunk(PipelineStage):
             input_args=inputs,
             output_args=outputs,
             group=group,
-            dw_builder=None if computes_weights_apart() else _with_the_inputs,
+            # Given a builder, torch computes gradients of weights with those of inputs; nothing is left to do for them.
+            dw_builder=None if computes_weights_apart() else lambda: lambda: None,
         )
         self._own = stage
         self._loss_of = loss_of
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def keep_gradients(self) -> None:
-        """Keep the gradients of earlier passes, which torch 2.13 drops where a schedule runs for the first time."""
+        """Keep the gradients of earlier passes, which torch 2.13 drops in the first run of a schedule."""
         self._kept = [(param, param.grad) for param in self._own.module.parameters() if param.grad is not None]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -170,8 +167,8 @@ class _Chunk(PipelineStage):
         with with_function_modes():
             output = at_stage(stage, number, False, self._own.compute, received)
             if self.is_last:
-                return _apart(at_stage(stage, number, True, self._loss_of, output, self._own.target))
-        return tuple(_apart(value) for value in output)
+                return _no_view(at_stage(stage, number, True, self._loss_of, output, self._own.target))
+        return tuple(_no_view(value) for value in output)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -191,12 +188,14 @@ class _Chunk(PipelineStage):
 
     @contextmanager
     def _in_backward(self) -> Iterator[None]:
-        """What a backward pass outside of a pipeline has: modes, and no autocast, by which the engine would cast products of
-        float32. That which surrounds the schedule is for forward passes; what is recomputed enters its own."""
+        """Return the context of a backward pass without a pipeline: the precision's modes, and no autocast.
+
+        The autocast around the schedule is for forward passes: in it the engine would cast products of float32. What is
+        recomputed enters its own."""
         with with_function_modes(), torch.autocast(self.device.type, enabled=False):
             yield
 
-    # torch's V-shaped schedule hands gradients to the other stage of a rank in evaluation too, where there are none.
+    # Torch's V-shaped schedule passes gradients to the other stage of a rank in evaluation too, where there are none.
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
@@ -205,36 +204,27 @@ class _Chunk(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
-def _with_the_inputs() -> Callable[[], None]:
-    """What is left to do for weights: nothing. Given this, torch computes their gradients with those of inputs."""
-    return _nothing
-
-
-def _nothing() -> None:
-    pass
-
-
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, no view: where gradients of inputs and weights come apart, torch detaches what a stage returned in place."""
+def _no_view(tensor: torch.Tensor) -> torch.Tensor:
+    # Where gradients of inputs and weights are computed apart, torch detaches what a stage returned in place.
     return tensor.clone() if is_view(tensor) else tensor
 
 
 class _GradientsInModes(TorchFunctionMode):
     """Innermost mode, in which torch.autograd.grad runs in the modes around it.
 
-    By that function gradients of inputs and of weights are computed apart. Torch hands it from mode to mode until none is
-    left, so that activations which are computed again in it would be computed without the precision's.
+    That function computes gradients of inputs and of weights apart. Torch passes it from mode to mode until none is left, so
+    activations that it recomputes would be computed without the precision's modes.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        return _gradients(*args, **kwargs or {}) if func is torch.autograd.grad else func(*args, **kwargs or {})
+        return _grad(*args, **kwargs or {}) if func is torch.autograd.grad else func(*args, **kwargs or {})
 
 
 def _gradients_in_modes() -> AbstractContextManager[Any]:
     return _GradientsInModes() if num_function_modes() else nullcontext()
 
 
-def _gradients(
+def _grad(
     outputs: Sequence[Any],
     inputs: Sequence[Any],
     grad_outputs: Sequence[torch.Tensor | None] | None = None,
@@ -245,26 +235,25 @@ def _gradients(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """As torch.autograd.grad where schedules call it: with a gradient for every output, and without a graph of them."""
+    """Do what torch.autograd.grad does for schedules: with a gradient for every output, and without a graph of gradients."""
     outputs, grads = tuple(outputs), tuple(grad_outputs or ())
     return engine_backward(
         outputs, grads, bool(retain_graph), create_graph, tuple(inputs), bool(allow_unused), accumulate_grad=False
     )
 
 
-def _metas(route: Route, number: int, boundary: Callable[[Shape], Shape] | None) -> tuple[torch.Tensor, ...]:
-    """The tensors of a boundary, for declaration; for the ends of the pipeline, a number and a loss."""
+def _declared(io: StageIO, number: int, boundary: Callable[[Shape], Shape] | None) -> tuple[torch.Tensor, ...]:
+    """Return meta tensors for what crosses boundary `number`; at the ends of the pipeline, a number and a loss."""
     if number < 0:
         return (torch.empty(1, dtype=torch.int64, device="meta"),)
-    if number == len(route.boundaries):
+    if number == len(io.boundaries):
         return (torch.empty((), dtype=torch.float32, device="meta", requires_grad=True),)
-    return tuple(_meta(spec, boundary) for spec in route.boundaries[number].specs)
-
-
-def _meta(spec: TensorSpec, boundary: Callable[[Shape], Shape] | None) -> torch.Tensor:
-    shape = spec.shape if boundary is None else boundary(spec.shape)
-    return torch.empty(shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad)
-
-
-def _is_the_loss(output: Any, target: Any) -> Any:
-    return output
+    return tuple(
+        torch.empty(
+            spec.shape if boundary is None else boundary(spec.shape),
+            dtype=spec.dtype,
+            device="meta",
+            requires_grad=spec.requires_grad,
+        )
+        for spec in io.boundaries[number].specs
+    )

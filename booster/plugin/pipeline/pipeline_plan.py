@@ -1,4 +1,4 @@
-"""Cutting a model: a plan made while it is whole, and carried out when its parameters are where they belong."""
+"""A plan of how a model is cut into stages, made while it is whole, and carried out once its parameters are placed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from booster.model.modules import bare
-from booster.plugin.pipeline.schedule import check_style, stage_ranks
-from booster.plugin.pipeline.skeleton import Prepare, Skeleton, replace_parameter
+from booster.plugin.pipeline.meta_model import MetaModel, Prepare, replace_parameter
+from booster.plugin.pipeline.schedule_runner import check_style, stage_ranks
 from booster.plugin.pipeline.split import find_split, holders, owners, qualified
-from booster.plugin.pipeline.stage import InStage, Stage
+from booster.plugin.pipeline.stage import Stage, StageForward
 
 
 class PipelinePlan:
-    """How one model is cut. Make it with `plan_pipeline`, then `cut` once, then `StagePipeline(plan, ...)`."""
+    """How one model is cut. Make it with `plan_pipeline`, then `cut` once, then `StagePipeline(plan, ...)`.
+
+    Attributes:
+        ranks: by stage, the pipeline rank that runs it.
+        split, owners, holders: where the cuts are, and what each stage has; see `split.py`.
+        meta_model: the copy that takes the place of other stages' modules.
+        stages: those of this rank, after `cut`.
+        rank: this pipeline rank, after `cut`.
+    """
 
     def __init__(
         self,
@@ -38,7 +46,7 @@ class PipelinePlan:
         self.split = find_split(model, len(self.ranks), split_points)
         self.owners = owners(model, self.split)
         self.holders = holders(model, self.split)
-        self.skeleton = Skeleton(model, self.split, device=device, prepare=prepare)
+        self.meta_model = MetaModel(model, self.split, device=device, prepare=prepare)
         self.stages: list[Stage] = []
         self.rank = -1
 
@@ -55,74 +63,68 @@ class PipelinePlan:
         mine = [index for index, owner in enumerate(self.ranks) if owner == rank]
         if not mine:
             raise ValueError(f"rank={rank} has no stage; ranks of this pipeline are 0 to {self.pp_size - 1}")
-        self.stages = [Stage(index, self.split, self.skeleton) for index in mine]
+        self.stages = [Stage(index, self.split, self.meta_model) for index in mine]
         copies = [self._copy() for _ in mine] if len(mine) > 1 else [self.model]
         originals = {name: self.model.get_submodule(name) for name in self.split.ancestors()}
         for stage, module in zip(self.stages, copies, strict=True):
-            self._keep(module, {stage.index}, stage)
+            self._replace_foreign(module, {stage.index}, stage)
             if module is not self.model:
                 for name, original in originals.items():
                     module.get_submodule(name)._buffers = original._buffers
                     if stage.index == 0:
                         module.get_submodule(name)._parameters = original._parameters
             stage.module = module
-            module.__dict__["forward"] = InStage(stage, module.forward)
+            module.__dict__["forward"] = StageForward(stage, module.forward)
         if len(mine) > 1:
-            self._keep(self.model, set(mine), self.stages[0])
-            # It names what the rank has; its stages are called one by one.
+            self._replace_foreign(self.model, set(mine), self.stages[0])
+            # The model only names what the rank has; the schedule calls its stages one by one.
             self.model.__dict__["forward"] = _call_by_pipeline
         return copies
 
-    def arm(self) -> None:
-        """Let the stages that `cut` made take what they receive; call it when they are sharded."""
+    def register_receiving(self) -> None:
+        """Let the blocks of the stages that `cut` made receive activations; call it when the stages are sharded."""
         if not self.stages:
             raise RuntimeError("call cut(rank) before Pipeline(plan, ...)")
-        container = self.split.container
         for stage in self.stages:
             for position, name in enumerate(self.split.children):
-                full = self.split.name_of(position)
-                if full in self.owners and self.split.stage_of(position) == stage.index:
-                    stage.arm(position, stage.module.get_submodule(qualified(container, name)))
+                if self.split.name_of(position) in self.owners and self.split.stage_of(position) == stage.index:
+                    block = stage.module.get_submodule(qualified(self.split.container, name))
+                    stage.register_receiving(position, block)
             for module in stage.module.modules() if self.style == "zbv" else ():
                 if isinstance(module, FSDPModule):
-                    # Gradients of weights are asked for by the parameters that are there before backward gathers any.
+                    # This schedule asks for gradients of the weights that are there before backward gathers any.
                     module.set_reshard_after_forward(False, recurse=False)
 
     def _copy(self) -> nn.Module:
-        """The modules around the blocks anew, with everything else shared."""
+        """Return copies of the modules around the blocks, with everything else shared."""
         shared: dict[int, Any] = {}
-        for ancestor in self.split.ancestors():
-            module = self.model.get_submodule(ancestor)
-            for child in module._modules.values():
-                if child is not None:
-                    shared[id(child)] = child
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                shared[id(tensor)] = tensor
-        for ancestor in self.split.ancestors():
-            shared.pop(id(self.model.get_submodule(ancestor)), None)
+        around = [self.model.get_submodule(name) for name in self.split.ancestors()]
+        for module in around:
+            shared.update({id(child): child for child in module._modules.values() if child is not None})
+            tensors = (*module._parameters.values(), *module._buffers.values())
+            shared.update({id(tensor): tensor for tensor in tensors})
+        for module in around:
+            shared.pop(id(module), None)
         return copy.deepcopy(self.model, shared)
 
-    def _keep(self, model: nn.Module, stages: set[int], stage: Stage) -> None:
-        """Put the skeleton's modules in the places of those that belong to none of `stages`; for `stage`, see `_foreign`."""
+    def _replace_foreign(self, model: nn.Module, stages: set[int], stage: Stage) -> None:
+        """Put the meta model's modules in the places of those of other stages than `stages`; blocks among them ask `stage`."""
         for name, owner in self.owners.items():
-            if owner not in stages:
-                parent, _, child = name.rpartition(".")
-                model.get_submodule(parent)._modules[child] = self._foreign(name, stage)
+            if owner in stages:
+                continue
+            module = self.meta_model.module.get_submodule(name)
+            parent, _, child = name.rpartition(".")
+            if parent == self.split.container and child in self.split.children:
+                module = copy.copy(module)
+                module.__dict__["forward"] = StageForward(stage, position=self.split.children.index(child))
+            model.get_submodule(parent)._modules[child] = module
         if 0 in stages:
             return
+        # Parameters of the modules around the blocks belong to the first stage.
         for ancestor in self.split.ancestors():
-            module, hollow = model.get_submodule(ancestor), self.skeleton.module.get_submodule(ancestor)
+            module, fake = model.get_submodule(ancestor), self.meta_model.module.get_submodule(ancestor)
             for name in [name for name, param in module._parameters.items() if param is not None]:
-                replace_parameter(module, name, getattr(hollow, name))
-
-    def _foreign(self, name: str, stage: Stage) -> nn.Module:
-        """The stand-in for the module `name`: its skeleton, and for blocks one that knows of `stage`."""
-        module = self.skeleton.module.get_submodule(name)
-        parent, _, child = name.rpartition(".")
-        if parent == self.split.container and child in self.split.children:
-            module = copy.copy(module)
-            module.__dict__["forward"] = InStage(stage, position=self.split.children.index(child))
-        return module
+                replace_parameter(module, name, getattr(fake, name))
 
 
 def plan_pipeline(
@@ -148,12 +150,11 @@ def plan_pipeline(
             f"the {type(bare(model)).__name__} is compiled as a whole, and a graph cannot be cut into pipeline stages; compile "
             "its blocks instead: for block in model.blocks: block.compile()"
         )
-    chunks = check_style(style, pp_size, num_model_chunks)
     return PipelinePlan(
         model,
         pp_size=pp_size,
         style=style,
-        num_model_chunks=chunks,
+        num_model_chunks=check_style(style, pp_size, num_model_chunks),
         split_points=split_points,
         device=device,
         prepare=prepare,
