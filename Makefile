@@ -35,23 +35,21 @@ demo: $(DEMO)/.installed
 compare: $(DEMO)/.installed
 	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py --compare fp32,bf16,fp16,bf16_naive $(ARGS)
 
-# Files of tests are dealt to WORKERS processes: more than cores, since ranks and launched jobs wait for each other much of the
-# time. They are forks of one that has collected, see tests/support/forks.py.
+# Files of tests are dealt to WORKERS processes: more than cores, since ranks and launched jobs wait for each other much of the time.
+DEALT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: $(TEST)/.installed
-	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m "not slow" --forks $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m "not slow" $(DEALT) $(ARGS)
 
 # Parallel mode gives every process that is measured a file of its own; `combine` adds them up. The report is printed also
-# when tests fail, and the tests' own exit code is what make sees. Forks end without a word to what measures them, so each
-# worker is started here; files come in the order of their names, those on ranks first.
-DEALT := --dist loadfile --no-loadscope-reorder
-
+# when tests fail, and the tests' own exit code is what make sees.
 coverage: $(TEST)/.installed
 	$(TEST)/bin/python -m coverage erase
-	OMP_NUM_THREADS=1 $(TEST)/bin/python -m coverage run --parallel-mode -m pytest -m "not slow" -n $(WORKERS) $(DEALT) $(ARGS); code=$$?; \
+	OMP_NUM_THREADS=1 $(TEST)/bin/python -m coverage run --parallel-mode -m pytest -m "not slow" $(DEALT) $(ARGS); code=$$?; \
 	$(TEST)/bin/python -m coverage combine --quiet; $(TEST)/bin/python -m coverage report; exit $$code
 
 slow: $(TEST)/.installed
-	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m slow --forks $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m slow $(DEALT) $(ARGS)
 
 # First what is about kernels; then other tests, whose steps they make wherever they can: of half weights, packed states and
 # resumes, and cells of the matrix, on ranks too.

@@ -24,7 +24,6 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Workers of pytest-xdist are told 80 columns, and what they start with them; tests of a narrow terminal say so themselves.
 os.environ.pop("COLUMNS", None)
 
-import forks
 import pytest
 import torch
 from pool import RankPool
@@ -34,14 +33,11 @@ from booster.kernels import eligibility as choice
 
 torch.set_num_threads(1)
 PARTED = pytest.StashKey[bool]()
-IMPORTED = pytest.StashKey[list[Any]]()
-# What tests of many files import, beside what all are collected with. Imported once, where all are run in forks.
-BEFORE_FORKS = (
-    "timm",
-    "transformers.modeling_utils",
-    "transformers.models.llama.modeling_llama",
-    "torch._inductor.compile_fx",
-)
+# Before all others, in this order, come files that take longest: who comes last has the other workers wait.
+LONGEST = (
+    "matrix", "tensor_parallel", "fsdp", "zero", "pipeline_engine", "hybrid", "fuzz", "memory_ranks", "at_rest", "launcher",
+    "capture", "docs", "masters_compiled", "model_wrapper", "update_scalars", "zoo", "memory_estimate", "apex_reference",
+)  # fmt: skip
 
 if torch.cuda.is_available():
     # Torch's compiler imports inductor when it is reset where there is a GPU, and warns that parts of itself are deprecated.
@@ -52,19 +48,8 @@ if torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix-out", metavar="FILE", help="write which precisions passed on which parallelism, as JSON")
-    parser.addoption(
-        "--forks", type=int, metavar="N", help="run the tests in N forks of the process that collected them"
-    )
     parser.addoption("--kernels", action="store_true", help="step by Triton kernels wherever they can, interpreted")
     parser.addoption("--resume-out", metavar="FILE", help="write the same of interrupted and resumed runs")
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
-def pytest_cmdline_main(config: pytest.Config) -> None:
-    """A process that has looked for GPUs is of no use to forks of it: where there are any, pytest-xdist starts the workers."""
-    if config.getoption("--forks") and (torch.cuda.is_available() or not hasattr(os, "fork")):
-        config.option.numprocesses, config.option.forks = config.option.forks, None
-        config.option.dist, config.option.loadscopereorder = "loadfile", False
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -116,25 +101,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             report.longrepr = str(Path(__file__).parent), None, "Skipped: needs Triton; `make kernels` runs it"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    count, config = session.config.getoption("--forks"), session.config
-    if (
-        not count
-        or config.option.collectonly
-        or session.testsfailed
-        and not config.option.continue_on_collection_errors
-    ):
-        return None
-    if config.args == config.getini("testpaths"):
-        fragments = config.stash.setdefault(IMPORTED, [])
-        for name in BEFORE_FORKS:
-            if find_spec(name.partition(".")[0]) is not None:
-                _import_quietly(name, fragments)
-    forks.run(session, count)
-    return True
-
-
 def _make_slow(crossed: list[pytest.Function]) -> None:
     """Mark cases as slow until the others have each value of each parameter once: a pair is tried, by its two halves.
 
@@ -162,7 +128,14 @@ def _make_slow(crossed: list[pytest.Function]) -> None:
 @pytest.hookimpl(tryfirst=True)  # before what is slow is deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if PARTED in config.stash:
-        items.sort(key=lambda item: str(item.path))
+        places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+        items.sort(
+            key=lambda item: (
+                places.get(item.path.stem, len(places)),
+                "distributed" not in item.path.parts,
+                str(item.path),
+            )
+        )
     _make_slow([item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("crossed")])
     if torch.cuda.is_available():
         return

@@ -130,7 +130,7 @@ def _as_python(arguments: list[str]) -> None:
     where = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     ours = ("", str(ROOT))
     sys.path[:] = [*where, *(path for path in sys.path if path not in ours and not path.startswith(f"{ROOT}/tests"))]
-    # What was collected before the fork (forks.py) is no module of a program, whose own may have its name.
+    # What the server of forks has imported is no module of a program, whose own may have its name.
     others = tuple(f"{ROOT}/{folder}/" for folder in ("tests", "benchmarks", "examples", "docs"))
     for name in [name for name, each in sys.modules.items() if str(getattr(each, "__file__", "")).startswith(others)]:
         del sys.modules[name]
