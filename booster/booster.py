@@ -45,7 +45,7 @@ from booster.interface.optimizer import OptimizerWrapper, gradients_of, update_o
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule, make
 from booster.mixed_precision.low_precision.autopilot import Look, Pilot
-from booster.mixed_precision.low_precision.strategy import LinearConversion
+from booster.mixed_precision.low_precision.conversion import LinearConversion
 from booster.mixed_precision.schedule import Phase
 from booster.model.params import together
 from booster.plugin import Plugin, SingleDevice

@@ -271,7 +271,7 @@ class Histories(Protocol):
 
 
 class Choice(Protocol):
-    """What a checkpoint needs of layers that were chosen by measuring; see `low_precision.timed.ChosenLayers`."""
+    """What a checkpoint needs of layers that were chosen by measuring; see `low_precision.layer_trials.ChosenLayers`."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> int: ...

@@ -74,7 +74,7 @@ def run_passes(
             _give_fakes(own_criterion, device)
         sharding = None if shards is None else Sharding(placed, policy, shards, device)
         if shards is None and precision.conversion is not None:
-            precision.conversion.keep_weights(placed)
+            precision.conversion.cache_weights(placed)
         wrapped, loss_of = precision.wrap_model(placed), precision._wrap_criterion(own_criterion, device)
         params, buffers = list(placed.parameters()), list(placed.buffers())
         trained = [param for param in params if param.requires_grad]
@@ -98,7 +98,7 @@ def run_passes(
             raise ValueError(_reading(model, error)) from error
         finally:
             if precision.conversion is not None:
-                precision.conversion.forget_weights()
+                precision.conversion.drop_weights()
         gradients = [param.grad for param in params if param.grad is not None]
     found = Passes(
         weights=_bytes(params),

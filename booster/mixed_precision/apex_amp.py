@@ -185,19 +185,11 @@ def initialize(
     models: one, or a list; they stay on their device, and are to be wrapped for data parallelism afterwards.
     optimizers: one, or a list; None is none.
     enabled: False returns everything as it is.
-    opt_level: "O0" float32; "O1" float32 weights, casts around torch functions; "O2" half weights, float32 BatchNorm and
-        masters; "O3" half.
-    cast_model_type: dtype of the weights, False to leave them; None takes the level's default.
-    patch_torch_functions: cast around torch functions; None takes the level's default.
-    keep_batchnorm_fp32: keep BatchNorm in float32; None takes the level's default.
-    master_weights: keep float32 masters behind half weights; None takes the level's default.
-    loss_scale: "dynamic", or a static number; None takes the level's default.
-    cast_model_outputs: dtype of what models return; None is float32 for a model that is cast, else what it computes.
-    num_losses: loss scales, for `loss_id` of `scale_loss`.
-    verbosity: 1 logs the options and every skipped step, 0 does not.
-    min_loss_scale: a dynamic scale stays at or above it; None is no bound.
-    max_loss_scale: a dynamic scale stays at or below it.
     half_products: as for `Booster`.
+
+    The other options, `opt_level`, `cast_model_type`, `patch_torch_functions`, `keep_batchnorm_fp32`, `master_weights`,
+    `loss_scale`, `cast_model_outputs`, `num_losses` (for `loss_id` of `scale_loss`), `verbosity`, `min_loss_scale` and
+    `max_loss_scale`, are those of `FP16ApexMixedPrecision`, which says what None means in them.
 
     Errors are those of `FP16ApexMixedPrecision`.
     """

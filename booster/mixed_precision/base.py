@@ -1,4 +1,35 @@
-"""The strategy interface."""
+"""The life of a precision, and the hooks by which one differs from another.
+
+`Booster(mixed_precision=...)` makes or takes one object, and everything it does later asks that object:
+
+    bind           once: the device, which may refuse it
+    configure      at `boost`; mixed_precision/configure.py has the order
+        check      may these models train so? Nothing is changed yet
+        policy_for the dtypes, as data: what a plugin stores, gathers, reduces
+        convert    swap modules, before the plugin places them
+        keep_weights   float32 weights that placing rounds, for the masters
+        place      the plugin's, by the policy alone; it never sees the precision
+        make_update    what steps the placed parameters; None steps them as they are
+        make_scaler    the loss scale of each optimizer
+    forward_context, backward_context   around each pass of the run
+    after_step     after each step of an optimizer, applied or skipped
+
+A precision that rounds what models return, as a whole:
+
+    class RoundedOutputs(MixedPrecision):
+        policy = DtypePolicy(output=torch.bfloat16)
+
+One that computes in float16, by autocast under a loss scale that never moves:
+
+    class StaticScale(MixedPrecision):
+        policy = DtypePolicy(compute=torch.float16, output=torch.float32)
+
+        def make_scaler(self):
+            return DynamicScale(init_scale=1024, min_scale=1024, max_scale=1024)
+
+The first half of `MixedPrecision` is what one may override; ten of these hooks are in the list above. The second half is what
+the library calls, and needs no overriding.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +41,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from booster.common import arguments
-from booster.interface.model import CriterionWrapper, ModelWrapper, keep_choice, keep_histories, leave_fast_path
-from booster.interface.optimizer import OptimizerWrapper, update_of
-from booster.kernels.eligibility import ASKED, by_kernels
+from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.loss_scaler import LossScaler, NoScale
 from booster.masters.compiled import can_compile_masters
 from booster.masters.masters import Masters
@@ -25,18 +53,13 @@ from booster.masters.offload import can_offload
 from booster.masters.options import STATES, MasterOptions
 from booster.masters.state_quantizer import States
 from booster.masters.update import choose_master_update
+from booster.mixed_precision.configure import configure
 from booster.mixed_precision.half_products.product_choice import CHOICES, Choice, HalfProducts
 from booster.mixed_precision.keep_fp32 import KeepFP32
-from booster.mixed_precision.policy import Conversion, DtypePolicy, InProcess, Placement
-from booster.mixed_precision.rebound import Rebound, rebind_all, tensor_names
-from booster.model.modules import bare, passes_over
-from booster.model.params import named_parameters, prefixes, together
+from booster.mixed_precision.policy import Conversion, DtypePolicy, Placement
 from booster.tensors.trees import HALF_DTYPES
-from booster.tensors.weak import reading
-from booster.update.choice import COMPILED, PARAMETERS, choose_update
-from booster.update.compiled_step import can_compile
 from booster.update.context import UpdateContext
-from booster.update.fused_kernel import has_sound_kernel, switch_to_fused
+from booster.update.fused_kernel import has_sound_kernel
 from booster.update.outcome import UpdateOptions
 from booster.update.update import Update
 
@@ -51,15 +74,21 @@ class MixedPrecision:
     needs overriding. Pass an instance to `Booster`, or `register` the class under a name.
 
     A strategy may serve several models; it is bound to one device, that of the `Booster` it is given to.
+
+    Attributes:
+        policy: dtypes of a model, where they do not depend on it.
+        kept: how states of optimizers are kept, and what is kept of the weights in float32.
+        conversion: layers of another kind in place of the model's own.
+        half_products: how products of half-precision tensors are computed, where the strategy makes any.
     """
 
     policy = DtypePolicy()
-    kept = MasterOptions(master_weights="none")  # of states, and beside half weights
-    conversion: Conversion | None = None  # layers of another kind in place of the model's own
-    half_products: HalfProducts | None = None  # how a strategy has products of halves computed, where it makes any
+    kept = MasterOptions(master_weights="none")
+    conversion: Conversion | None = None
+    half_products: HalfProducts | None = None
     _keep_fp32: tuple[KeepFP32, ...] = ()
     _device: torch.device | None = None
-    _update_on_masters: Callable[..., Update] = staticmethod(choose_master_update)
+    _choose_update: Callable[..., Update] = staticmethod(choose_master_update)
 
     # ---- what a precision may override: dtypes and models
 
@@ -161,7 +190,7 @@ class MixedPrecision:
 
         names: of the placed parameters. weights: what `keep_weights` gave, by placed parameter. compiled: to be compiled.
         """
-        return self._on_masters(optimizer, names, weights, compiled=compiled)
+        return self._master_update(optimizer, names, weights, compiled=compiled)
 
     def masters_on(self, device: torch.device) -> MasterOptions | None:
         """What the step of an optimizer goes through for parameters on `device`; None where it steps them as they are."""
@@ -332,120 +361,9 @@ class MixedPrecision:
         Order: check, convert, place, rebind the optimizers to the placed parameters, wrap. The user's objects are edited
         in place: parameters move to the device, optimizers may switch to their fused kernels.
         """
-        placement = InProcess() if placement is None else placement
-        arguments.instance("placement", placement, Placement, "a booster.plugin.Plugin, or what has its methods")
-        options = options or UpdateOptions()
-        models = list(model) if isinstance(model, Sequence) else [model]
-        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
-        # check
-        if self.half_products is not None:
-            self.half_products.agree(self.device, placement.group)
-        for each in (*models, *([criterion] if isinstance(criterion, nn.Module) else [])):
-            self.check(each)
-        if self.conversion is not None:
-            for each in models:
-                self.conversion.settle(each, self.device, self._keep_fp32, placement.group)
-        policies = [self.policy_for(each) for each in models]
-        if options.release_gradients and optimizers:
-            policies = [dataclasses.replace(policy, release=True) for policy in policies]
-        for held in optimizers:
-            if (of_masters := self.masters_on(self.device)) is not None:
-                of_masters.check(held)
-            if self.kept.offload:  # also where nothing moves, so that a script tried on a CPU runs on a GPU
-                MasterOptions(offload=True).check(held)
-        before = named_parameters(together(models))
-        # convert and place
-        weights: dict[str, torch.Tensor] = {}
-        placed: list[nn.Module] = []
-        for each, policy, prefix in zip(models, policies, prefixes(models), strict=True):
-            if optimizers:
-                weights |= {prefix + name: kept for name, kept in self.keep_weights(each, placement).items()}
-            placed.append(placement.place(self.convert(each), policy, self.device))
-        boosted, boosted_criterion = (
-            [self.wrap_model(each) for each in placed],
-            self._wrap_criterion(criterion, self.device),
-        )
-        casts = self.policy.compute is not None or (self.products is not None and self.is_rehearsal)
-        for wrapper in boosted:
-            if passes_over(bare(wrapper.module), casts=casts):
-                leave_fast_path(wrapper)
-        # rebind
-        names = tensor_names(placed, boosted_criterion)
-        rebound = rebind_all(optimizers, before, placed, placement)
-        # wrap
-        wrapped = [self._wrap_optimizer(each, placed, names, weights, placement.group, options) for each in rebound]
-        for wrapper in boosted:
-            self._follow_conversion(wrapper, wrapped, placement)
-        return (
-            boosted if isinstance(model, Sequence) else boosted[0],
-            wrapped if isinstance(optimizer, Sequence) else next(iter(wrapped), None),
-            boosted_criterion,
-        )
+        return configure(self, model, optimizer, criterion, placement, options)
 
-    def _follow_conversion(
-        self, boosted: ModelWrapper, optimizers: Sequence[OptimizerWrapper], placement: Placement
-    ) -> None:
-        """Have the converted layers of `boosted`, if any, hear of steps, and checkpoints of what they know."""
-        if self.conversion is None:
-            return
-        layers = bare(boosted.module)
-        if (choice := self.conversion.choice(layers)) is not None:
-            keep_choice(boosted, choice)
-        if not optimizers:
-            return
-        if (histories := self.conversion.follow(layers, self.device, placement.group)) is not None:
-            keep_histories(boosted, histories)
-            update_of(optimizers[0]).gradients.listen(histories)
-        if not placement.stores_float32:  # shards are gathered, and freed
-            self.conversion.keep_weights(layers)
-
-    def _wrap_optimizer(
-        self,
-        rebound: Rebound,
-        placed: Sequence[nn.Module],
-        names: Mapping[torch.Tensor, str],
-        weights: dict[str, torch.Tensor],
-        group: dist.ProcessGroup | None,
-        options: UpdateOptions,
-    ) -> OptimizerWrapper:
-        """The boosted optimizer; it takes what it steps out of `weights`, which `keep_weights` gave."""
-        optimizer, shards = rebound.optimizer, rebound.shards
-        compiled = options.fused_optimizer == "compile" and self.may_compile(optimizer) and can_compile(optimizer)
-        may_switch = bool(options.fused_optimizer) and not compiled and self.may_fuse(optimizer)
-        switched = may_switch and switch_to_fused(optimizer, together(placed))
-        with shards.local():
-            named = {**names, **rebound.named_parts()}
-            shards.set_names(named)
-            own = rebound.take(weights)
-            if options.release_gradients:
-                make_update = self._on_masters(optimizer, named, own, released=True)
-            else:
-                make_update = self.make_update(optimizer, named, own, compiled=compiled)
-        context = UpdateContext(
-            optimizer=optimizer,
-            scaler=self.make_scaler(),
-            names=named,
-            group=group,
-            shards=shards,
-            options=options,
-            switched=switched,
-        )
-        chosen = make_update or functools.partial(choose_update, stepping=COMPILED if compiled else PARAMETERS)
-        if options.fused_optimizer in (True, ASKED):
-            chosen = by_kernels(chosen)
-        wrapper = OptimizerWrapper(
-            context,
-            chosen,
-            backward_context=reading(map(bare, placed), self.backward_context),
-            after_step=self.step_follower,
-            forget_weights=None if self.conversion is None else self.conversion.forget_weights,
-        )
-        wrapper._update.optimizer_state.watch(together(placed))
-        if make_update is not None and shards.sharded:
-            shards.all_gather_params()  # masters round the weights of their own part anew, ties not as the cast did
-        return wrapper
-
-    def _on_masters(
+    def _master_update(
         self,
         optimizer: Optimizer,
         names: Mapping[torch.Tensor, str],
@@ -459,7 +377,7 @@ class MixedPrecision:
         if options is None:
             return None
         masters = Masters(optimizer, names, options, sources=weights, compiled=compiled, released=released)
-        return functools.partial(self._update_on_masters, masters=masters, compiled=compiled)
+        return functools.partial(self._choose_update, masters=masters, compiled=compiled)
 
     def _wrap_criterion(
         self, criterion: Callable[..., Any] | None, device: torch.device

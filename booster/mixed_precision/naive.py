@@ -75,7 +75,7 @@ class NaiveMixedPrecision(HalfPrecision):
         count_zeros = arguments.flag("log_num_zeros_in_grad", log_num_zeros_in_grad)
         self._max_norm = float(arguments.number("clip_grad_norm", clip_grad_norm, least=0, fix="0 is off"))
         verbose = arguments.flag("verbose", verbose)
-        self._update_on_masters = functools.partial(choose_master_update, count_zeros=count_zeros, verbose=verbose)
+        self._choose_update = functools.partial(choose_master_update, count_zeros=count_zeros, verbose=verbose)
         self._keep_fp32 = normalise_keep_fp32(keep_fp32)
         self._half_buffers = normalise_keep_fp32(half_buffers, "half_buffers")
         self._fp32_buffers = normalise_keep_fp32(fp32_buffers, "fp32_buffers")

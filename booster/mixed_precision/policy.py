@@ -298,10 +298,11 @@ class Conversion(Protocol):
     def runs(self, device: torch.device) -> bool:
         """Whether `device` computes in such layers, and does not emulate them; raises ValueError where it may do neither."""
 
-    def settle(
+    def measure(
         self, model: nn.Module, device: torch.device, keep_fp32: Iterable[KeepFP32], group: dist.ProcessGroup | None
     ) -> None:
-        """Learn what of `model` is to be swapped, so that ranks of `group` agree; it is not changed. May run collectives."""
+        """Measure what decides which layers of `model` are swapped, alike on ranks of `group`; `model` is not changed. May run
+        collectives."""
 
     def policy(
         self, model: nn.Module, policy: DtypePolicy, device: torch.device, keep_fp32: Iterable[KeepFP32]
@@ -317,17 +318,19 @@ class Conversion(Protocol):
     def revert(self, model: nn.Module) -> None:
         """Undo `convert`, in place, also in a model that was placed since."""
 
-    def follow(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> StepHistories | None:
-        """Return what is to hear of the steps of the placed `model`; None for nothing. May run collectives."""
+    def make_listener(
+        self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None
+    ) -> StepHistories | None:
+        """Return a listener to the steps of the placed `model`, or None. May run collectives."""
 
-    def choice(self, model: nn.Module) -> Choice | None:
-        """Return what checkpoints are to keep of the choice between layers of the placed `model`; None for nothing."""
+    def layer_choice(self, model: nn.Module) -> Choice | None:
+        """Return what checkpoints keep of the choice between layers of the placed `model`, or None."""
 
-    def keep_weights(self, model: nn.Module) -> None:
-        """Have the layers of a placed model, whose weights stay where they are, keep what they make of them until a step."""
+    def cache_weights(self, model: nn.Module) -> None:
+        """Have the layers of a placed model keep their quantized weights until a step; for weights that stay where they are."""
 
-    def forget_weights(self) -> None:
-        """Drop what layers keep of their weights; called before an optimizer steps, and where weights change by other ways."""
+    def drop_weights(self) -> None:
+        """Drop the quantized weights; called before an optimizer steps, and where weights change by other ways."""
 
 
 @runtime_checkable

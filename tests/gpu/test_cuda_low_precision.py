@@ -12,6 +12,7 @@ from booster.kernels import matrices
 from booster.mixed_precision import FP8MixedPrecision, Int8MixedPrecision
 from booster.mixed_precision.low_precision import operands
 from booster.mixed_precision.low_precision.kernels import lacks
+from booster.mixed_precision.low_precision.layer_trials import complaint
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, product
 from booster.mixed_precision.low_precision.recipes import (
     FP8_RECIPES,
@@ -21,7 +22,6 @@ from booster.mixed_precision.low_precision.recipes import (
     fp8_blocks_recipe,
     nvfp4_recipe,
 )
-from booster.mixed_precision.low_precision.self_check import complaint
 
 pytestmark = pytest.mark.gpu
 

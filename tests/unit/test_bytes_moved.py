@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from booster.mixed_precision.low_precision import operands
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
+from booster.mixed_precision.low_precision.operands import RoundedWeights
 from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, DelayedScale
-from booster.mixed_precision.low_precision.weights import RoundedWeights
 
 
 class Moved(TorchDispatchMode):

@@ -15,6 +15,7 @@ from booster import Booster
 from booster.kernels import matrices
 from booster.mixed_precision import DelayedScaling, FP8MixedPrecision
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
+from booster.mixed_precision.low_precision.operands import RoundedWeights
 from booster.mixed_precision.low_precision.recipes import (
     FP8_RECIPES,
     INT8_RECIPE,
@@ -22,7 +23,6 @@ from booster.mixed_precision.low_precision.recipes import (
     fp8_blocks_recipe,
     nvfp4_recipe,
 )
-from booster.mixed_precision.low_precision.weights import RoundedWeights
 from booster.number_formats import E2M1, E4M3, E5M2, INT8, Scaling, noise_of, scale_to
 from booster.number_formats.rotation import rotated
 

@@ -33,7 +33,8 @@ from booster.mixed_precision import (
 )
 from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.hardware import gives_float32_sums, multiplies_into_sums, sums_int8_exactly
-from booster.mixed_precision.low_precision import kernels, self_check
+from booster.mixed_precision.low_precision import kernels, layer_trials
+from booster.mixed_precision.low_precision.conversion import LinearConversion
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, emulate, multiplied, product
 from booster.mixed_precision.low_precision.recipes import (
     FP8_RECIPES,
@@ -43,7 +44,6 @@ from booster.mixed_precision.low_precision.recipes import (
     fp8_blocks_recipe,
     nvfp4_recipe,
 )
-from booster.mixed_precision.low_precision.strategy import LinearConversion
 from booster.number_formats import E2M1, Scaling, decode, round_to, scale_to
 from booster.number_formats.rotation import rotated
 
@@ -604,7 +604,7 @@ def test_options_that_contradict_each_other_are_refused(monkeypatch):
         FP8MixedPrecision("rowwise", power_of_two_scales=True)
     with pytest.raises(TypeError, match="has no recipe"):
         LowPrecision()
-    monkeypatch.setattr("booster.mixed_precision.low_precision.strategy.lacks", lambda recipe, device: "")
+    monkeypatch.setattr("booster.mixed_precision.low_precision.conversion.lacks", lambda recipe, device: "")
     with pytest.raises(ValueError, match="is for rehearsals"):
         Booster("cpu", FP8MixedPrecision(compute_dtype=torch.float32))
 
@@ -956,7 +956,7 @@ def test_right_layers_pass_the_check_and_no_generator_moves(name, dtype):
     for inputs, outputs, bias in ((32, 96, True), (256, 32, False)):
         layer = LowPrecisionLinear.of(nn.Linear(inputs, outputs, bias=bias), RECIPES[name], kernels=False)
         weights, state = copy.deepcopy(layer.state_dict()), torch.get_rng_state()
-        assert self_check.complaint(layer, torch.device("cpu"), dtype) == ""
+        assert layer_trials.complaint(layer, torch.device("cpu"), dtype) == ""
         assert torch.equal(torch.get_rng_state(), state)
         assert all(torch.equal(value, weights[key]) for key, value in layer.state_dict().items())
         assert all(param.grad is None for param in layer.parameters())

@@ -15,6 +15,7 @@ from booster.integrations.trained import Trained
 from booster.interface.model import choice_of
 from booster.mixed_precision import Autopilot, FP8MixedPrecision, Int8MixedPrecision, MXFP8MixedPrecision
 from booster.mixed_precision.half import HalfPrecision
+from booster.mixed_precision.low_precision import conversion as conversion_file
 from booster.mixed_precision.low_precision import strategy
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 
@@ -107,7 +108,7 @@ def test_a_shape_of_another_model_of_the_strategy_is_not_timed_again():
 
 
 def test_a_real_clock_chooses_and_a_model_of_which_nothing_gains_is_refused_with_the_way_out():
-    Booster("cpu", Int8MixedPrecision(convert="measured", tokens=3)).precision.conversion.settle(
+    Booster("cpu", Int8MixedPrecision(convert="measured", tokens=3)).precision.conversion.measure(
         net(), torch.device("cpu"), (), None
     )
     with pytest.raises(ValueError, match=r"32 -> 32, 3 us for 2 us wide.*convert='all'"):
@@ -230,7 +231,7 @@ RULE = {
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_on_a_gpu_small_layers_stay_wide_by_default(recipe, monkeypatch):
-    monkeypatch.setattr(strategy, "lacks", lambda recipe, device: "")
+    monkeypatch.setattr(conversion_file, "lacks", lambda recipe, device: "")
     rule = RULE["tensorwise" if recipe == "tensorwise" else "rowwise"]
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(*size) for size in rule))

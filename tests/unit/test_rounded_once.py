@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from booster.mixed_precision.low_precision import linear
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, product
+from booster.mixed_precision.low_precision.operands import RoundedWeights
 from booster.mixed_precision.low_precision.recipes import (
     FP8_RECIPES,
     INT8_RECIPE,
@@ -19,7 +20,6 @@ from booster.mixed_precision.low_precision.recipes import (
     fp8_blocks_recipe,
     nvfp4_recipe,
 )
-from booster.mixed_precision.low_precision.weights import RoundedWeights
 
 RECIPES = {
     "fp8": FP8_RECIPES["tensorwise"],

@@ -511,7 +511,7 @@ def test_all_that_checkpoints_hold_is_kept_by_those_of_a_trainer_or_refused():
 def test_layers_that_were_chosen_by_measuring_are_chosen_so_in_a_run_that_goes_on(tmp_path):
     from booster.integrations.trained import Trained
     from booster.interface.model import choice_of, keep_choice
-    from booster.mixed_precision.low_precision.timed import ChosenLayers
+    from booster.mixed_precision.low_precision.conversion import ChosenLayers
 
     found = []
     for wide in (True, False):

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import get_testing_overrides
 
 from booster.common import arguments
-from booster.mixed_precision.apex.functions import as_float32, as_half, as_widest, make_table
+from booster.mixed_precision.apex.cast_rules import as_float32, as_half, as_widest, make_table
 from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.tensors.cast_regions import (
     CastFunctions,

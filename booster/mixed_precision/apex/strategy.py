@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.common.torch_internals.tensor_internals import BatchNorm
-from booster.interface.model import CriterionWrapper, ModelWrapper
+from booster.common.torch_internals.tensor_internals import BatchNorm, add_state_dict_hook
+from booster.interface.model import CriterionWrapper, ForwardPrecision, ModelWrapper
 from booster.loss_scaler import LossScaler
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
 from booster.mixed_precision.apex import real
-from booster.mixed_precision.apex.model import ApexModel, CriterionPrecision, save_in_float32
 from booster.mixed_precision.apex.o1 import O1Casts, Registered
 from booster.mixed_precision.apex.options import (
     check_dtypes,
@@ -39,7 +38,8 @@ from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.policy import DtypePolicy, InProcess, Placement, half_policy
 from booster.model.modules import bare
-from booster.tensors.cast_regions import CastFunctions, both
+from booster.tensors.cast_regions import CastFunctions, both, cast_floats
+from booster.tensors.trees import is_container
 from booster.update.context import UpdateContext
 from booster.update.outcome import UpdateOptions
 from booster.update.update import Update
@@ -334,3 +334,57 @@ class FP16ApexMixedPrecision(MixedPrecision):
 def is_affine_batch_norm(name: str, module: nn.Module) -> bool:
     """A predicate for `keep_fp32`: what keep_batchnorm_fp32 keeps."""
     return isinstance(module, BatchNorm) and module.affine
+
+
+class ApexModel(ModelWrapper):
+    """As `ModelWrapper`; cast are also float64 tensors, objects with a method `to`, and collections of any type."""
+
+    @staticmethod
+    def _cast(tree: Any, dtype: torch.dtype | None) -> Any:  # type: ignore[override]
+        return tree if dtype is None else _cast(tree, dtype)
+
+    _cast_in = _cast
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return cast_floats(tree, dtype, float64=True, instead=functools.partial(_cast_object, dtype=dtype))
+
+
+def _cast_object(value: Any, *, dtype: torch.dtype) -> Any:
+    if isinstance(value, (str, bytes, bytearray, range, nn.Module)) or hasattr(value, "__array__"):
+        return value
+    if is_container(value):
+        return NotImplemented
+    if callable(getattr(value, "to", None)) and not isinstance(value, type):
+        return value.to(dtype)
+    if not isinstance(value, Collection):
+        return value
+    items = [_cast(item, dtype) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    return type(value)(items)  # type: ignore[call-arg]
+
+
+class CriterionPrecision:
+    """What a criterion runs under: the precision's context; what it returns is left alone."""
+
+    output_dtype = None
+
+    def __init__(self, precision: ForwardPrecision) -> None:
+        self._precision = precision
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self._precision.forward_context()
+
+
+def save_in_float32(model: nn.Module) -> None:
+    """Make `state_dict()` of `model` and of each of its modules give float32 for float16 tensors. Repeating it is harmless."""
+    for module in model.modules():
+        add_state_dict_hook(module, _widen_own)
+
+
+def _widen_own(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name in (*module._parameters, *module._buffers):
+        value = state_dict.get(prefix + name)
+        if isinstance(value, torch.Tensor) and value.dtype == torch.float16:
+            state_dict[prefix + name] = value.float()

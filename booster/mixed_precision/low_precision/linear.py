@@ -15,9 +15,15 @@ from booster.common.torch_internals.autograd_internals import outside_of_graphs
 from booster.common.torch_internals.tensor_internals import is_fake_kind
 from booster.mixed_precision.hardware import gives_float32_sums, multiplies_into_sums
 from booster.mixed_precision.low_precision.kernels import multiply
-from booster.mixed_precision.low_precision.operands import both, rounded, turned
+from booster.mixed_precision.low_precision.operands import (
+    GatheredWeight,
+    RoundedWeight,
+    RoundedWeights,
+    both,
+    rounded,
+    turned,
+)
 from booster.mixed_precision.low_precision.recipes import Product, Recipe, Wide
-from booster.mixed_precision.low_precision.weights import GatheredWeight, RoundedWeight, RoundedWeights
 from booster.model.modules import LinearProxy
 from booster.number_formats import Scaled
 

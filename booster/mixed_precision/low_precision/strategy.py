@@ -1,28 +1,20 @@
-"""Precisions whose linear layers multiply in 4 to 8 bits, inside a model of a wider precision."""
+"""Precisions whose linear layers multiply in 4 to 8 bits, inside a model of a higher precision."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import logging
-import math
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from booster.common import arguments
-from booster.common.torch_internals.autograd_internals import compiled_like
 from booster.masters.options import MasterOptions
 from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.half_products.product_choice import HalfProducts
-from booster.mixed_precision.keep_fp32 import Blocks, Ends, KeepFP32, KeptModules, is_batch_norm, normalise_keep_fp32
-from booster.mixed_precision.low_precision.delayed import DelayedScaling, ScaleHistories
-from booster.mixed_precision.low_precision.kernels import for_device, lacks
-from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
+from booster.mixed_precision.keep_fp32 import Blocks, Ends, KeepFP32, is_batch_norm, normalise_keep_fp32
+from booster.mixed_precision.low_precision.conversion import CONVERT, Convert, Emulate, LinearConversion
+from booster.mixed_precision.low_precision.delayed import DelayedScaling
 from booster.mixed_precision.low_precision.recipes import (
     FP8_RECIPES,
     INT8_RECIPE,
@@ -33,233 +25,7 @@ from booster.mixed_precision.low_precision.recipes import (
     fp8_blocks_recipe,
     nvfp4_recipe,
 )
-from booster.mixed_precision.low_precision.self_check import Forward, complaint
-from booster.mixed_precision.low_precision.timed import CONVERT, ChosenLayers, Convert, Timer, seconds, timed
-from booster.mixed_precision.low_precision.weights import RoundedWeights
 from booster.mixed_precision.policy import DtypePolicy
-from booster.model.modules import bare, places_of
-from booster.ranks.communicate import exchange
-
-_logger = logging.getLogger(__name__)
-
-Emulate = bool | Literal["auto"]
-
-
-@dataclasses.dataclass
-class LinearConversion:
-    """Linear layers that multiply by `recipe`, forward and backward, in place of a model's own.
-
-    Any precision may hold one as its `conversion`; those here differ in nothing else from the precisions around the layers.
-    emulate, keep: see `LowPrecision`. dtype: what the layers take and return. gather_in_fp8: see `FP8MixedPrecision`.
-    precision: what errors call the one that holds it. which, tokens: `convert` and `tokens` of `LowPrecision`. timer: what
-    times a layer, see `timed.seconds`.
-    """
-
-    recipe: Recipe
-    emulate: Emulate = False
-    keep: tuple[KeepFP32, ...] | None = None
-    dtype: torch.dtype = torch.bfloat16
-    gather_in_fp8: bool = False
-    precision: str = "LinearConversion"
-    delayed: DelayedScaling | None = None
-    which: Convert = "auto"
-    tokens: int | None = None
-    timer: Timer = seconds
-    said: bool = dataclasses.field(default=False, init=False, repr=False)  # that it is a rehearsal
-    _times: dict[tuple[int, int], tuple[float, float]] = dataclasses.field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    """Seconds in the wide dtype and in the recipe, by features in and out, as all ranks agreed."""
-    _weights: RoundedWeights = dataclasses.field(default_factory=RoundedWeights, init=False, repr=False, compare=False)
-
-    def runs(self, device: torch.device) -> bool:
-        """Whether kernels run, and not the emulation; raises ValueError where neither may."""
-        if self.emulate is True:
-            return False
-        missing = lacks(self.recipe, device)
-        if missing and not self.emulate:
-            raise ValueError(
-                f"{missing}; {self.precision}(emulate=True) computes the same numbers on any device, as a slow rehearsal"
-            )
-        if not missing and self.dtype == torch.float32 and self.recipe.kernel != "int8":
-            raise ValueError(
-                f"compute_dtype=torch.float32 is for rehearsals: the kernels of {self.recipe.name} return bfloat16; pass "
-                "emulate=True with it"
-            )
-        return not missing
-
-    def settle(
-        self, model: nn.Module, device: torch.device, keep_fp32: Iterable[KeepFP32], group: dist.ProcessGroup | None
-    ) -> None:
-        if self.which != "measured" or not self.runs(device):
-            return
-        inner, recipe, own = bare(model), for_device(self.recipe, device), {}
-        names, _ = self._choose(inner, keep_fp32, device)
-        shapes = {_features(inner, name) for name in names}
-        for shape in sorted(shapes - self._times.keys()):
-            wide, low = timed(
-                (self.tokens or 1, *shape),
-                {recipe.name: recipe},
-                device,
-                dtype=self.dtype,
-                timer=self.timer,
-            )
-            own[shape] = wide, low[recipe.name]
-        for rank in exchange(json.dumps([[*shape, *times] for shape, times in own.items()]).encode(), group):
-            for inputs, outputs, wide, low in json.loads(rank):
-                self._times.setdefault((inputs, outputs), (wide, low))  # those of the first rank that has it
-
-    def policy(
-        self, model: nn.Module, policy: DtypePolicy, device: torch.device, keep_fp32: Iterable[KeepFP32]
-    ) -> DtypePolicy:
-        self.runs(device)
-        inner = bare(model)
-        names, _ = self._choose(inner, keep_fp32, device)  # raises before anything is changed
-        return dataclasses.replace(policy, fp8_weights=_read_alone(inner, names)) if self.gather_in_fp8 else policy
-
-    def convert(self, model: nn.Module, device: torch.device, keep_fp32: Iterable[KeepFP32]) -> None:
-        inner, kernels = bare(model), self.runs(device)
-        names, wide = self._choose(inner, keep_fp32, device)
-        slow = self._slow(inner, names)
-        recipe, layers = for_device(self.recipe, device), {}
-        for name in names:
-            old = inner.get_submodule(name)
-            layers[id(old)] = LowPrecisionLinear.of(old, recipe, kernels=kernels)  # type: ignore[arg-type]
-        layers_of = {name: layers[id(inner.get_submodule(name))] for name in names}
-        self._check_layers(layers_of, device, partial(compiled_like, model))
-        for name, module in [*inner.named_modules(remove_duplicate=False)]:
-            if id(module) in layers:
-                inner.set_submodule(name, layers[id(module)])
-        for name in slow:
-            layers_of[name].is_wide = True
-        self._report(inner, len(names) - len(slow), {**wide, **slow}, device, kernels)
-
-    def revert(self, model: nn.Module) -> None:
-        inner = bare(model)
-        layers = {id(child): child.plain() for child in inner.modules() if isinstance(child, LowPrecisionLinear)}
-        for name, module in [*inner.named_modules(remove_duplicate=False)]:
-            if id(module) in layers:
-                inner.set_submodule(name, layers[id(module)])
-
-    def follow(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> ScaleHistories | None:
-        if self.delayed is None:
-            return None
-        layers = {name: each for name, each in model.named_modules() if isinstance(each, LowPrecisionLinear)}
-        return ScaleHistories(self.delayed, layers, device, group)
-
-    def choice(self, model: nn.Module) -> ChosenLayers | None:
-        if self.which != "measured" or not self._times:
-            return None
-        layers = {name: each for name, each in model.named_modules() if isinstance(each, LowPrecisionLinear)}
-        return ChosenLayers(layers, {shape: not low < wide for shape, (wide, low) in self._times.items()})
-
-    def keep_weights(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if isinstance(module, LowPrecisionLinear):
-                module.weights = self._weights
-
-    def forget_weights(self) -> None:
-        self._weights.forget()
-
-    def _choose(
-        self, model: nn.Module, keep_fp32: Iterable[KeepFP32], device: torch.device
-    ) -> tuple[list[str], dict[str, str]]:
-        """Names of the layers to convert, and of the linear layers that are not, with the reason."""
-        by_size = self.which == "auto" and device.type == "cuda" and self.runs(device)
-        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        kept = KeptModules(model, self.keep or (), option="keep")
-        in_fp32 = KeptModules(model, keep_fp32)
-        ends = {next(iter(linears)): "the first", next(reversed(linears)): "the last"} if linears else {}
-        multiple, names, wide = self.recipe.multiple, [], {}
-        for name, module in linears.items():
-            if not name:
-                wide[name] = "no module holds it: put it into nn.Sequential"
-            elif name in ends and self.keep is None:
-                wide[name] = ends[name]
-            elif kept.contains(name):
-                wide[name] = "kept"
-            elif in_fp32.contains(name):
-                wide[name] = "in float32"
-            elif type(module) is not nn.Linear or "forward" in module.__dict__:
-                wide[name] = "a subclass" if type(module) is not nn.Linear else "its forward was replaced"
-            elif module.in_features % multiple or module.out_features % multiple:
-                wide[name] = f"{module.in_features} -> {module.out_features}, no multiples of {multiple}"
-            elif module.weight.dtype == torch.float64:
-                wide[name] = "float64"
-            elif by_size and any(
-                module.in_features <= most and module.out_features <= out for most, out in self.recipe.too_small
-            ):
-                wide[name] = f"{module.in_features} -> {module.out_features}, too small to be faster"
-            else:
-                names.append(name)
-        slow = self._slow(model, names)
-        if len(slow) == len(names):
-            wide |= slow
-            reasons = "; ".join(f"{_shown(name)} ({reason})" for name, reason in [*wide.items()][:10])
-            raise ValueError(
-                f"{self.recipe.name} finds no linear layer to convert in {type(model).__name__}"
-                f"{f'; wide stay: {reasons}' if reasons else ', which has none'}. Use mixed_precision='bf16' for it, or keep= "
-                "to choose what stays wide, () for nothing"
-                + (", with convert='all', which asks for no speed" if by_size or slow else "")
-            )
-        return names, wide
-
-    def _slow(self, model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-        """Which of the layers `names` were measured to be no faster, with their times."""
-        slow = {}
-        for name in names:
-            inputs, outputs = _features(model, name)
-            wide, low = self._times.get((inputs, outputs), (math.inf, 0.0))
-            if not low < wide:
-                slow[name] = f"{inputs} -> {outputs}, {low * 1e6:.0f} us for {wide * 1e6:.0f} us wide"
-        return slow
-
-    def _check_layers(
-        self,
-        layers: Mapping[str, LowPrecisionLinear],
-        device: torch.device,
-        compiled: Callable[[Forward], Forward | None],
-    ) -> None:
-        """Check one layer of each shape: the data of a check depends on nothing else."""
-        shapes: dict[tuple[Any, ...], list[str]] = {}
-        for name, layer in layers.items():
-            shapes.setdefault((layer.in_features, layer.out_features, layer.bias is None), []).append(name)
-        for alike in shapes.values():
-            wrong = complaint(layers[alike[0]], device, self.dtype, compiled)
-            if wrong:
-                more = f" and {len(alike) - 1} of its shape" if len(alike) > 1 else ""
-                raise RuntimeError(
-                    f"{_shown(alike[0])!r}{more} would not train right in {self.recipe.name} on {device}: {wrong}. Keep "
-                    "it wide with keep=, and report it; it is a defect of this library or of torch's kernels"
-                )
-
-    def _report(
-        self, model: nn.Module, count: int, wide: Mapping[str, str], device: torch.device, kernels: bool
-    ) -> None:
-        listed = ", ".join(f"{_shown(name)} ({reason})" for name, reason in wide.items())
-        _logger.info(
-            "%s: %d linear layers of %s converted; wide stay: %s",
-            self.recipe.name,
-            count,
-            type(model).__name__,
-            listed or "none",
-        )
-        if not (kernels or self.said):
-            _logger.warning(
-                "%s is emulated on %s: a rehearsal of its numbers, slower than the wide dtype", self.recipe.name, device
-            )
-            self.said = True
-
-
-def _features(model: nn.Module, name: str) -> tuple[int, int]:
-    """Features in and out of the linear layer `name`."""
-    layer = arguments.instance("layer", model.get_submodule(name), nn.Linear, "an nn.Linear")
-    return layer.in_features, layer.out_features
-
-
-def _shown(name: str) -> str:
-    """Return the name of a module for messages; that of the model itself is empty."""
-    return name or "the model itself"
 
 
 def _written(selected: Iterable[KeepFP32] | None) -> str:
@@ -268,14 +34,6 @@ def _written(selected: Iterable[KeepFP32] | None) -> str:
         return "None"
     names = [repr(each) if isinstance(each, str) else str(getattr(each, "__name__", each)) for each in selected]
     return f"({', '.join(names)}{',' * (len(names) == 1)})"
-
-
-def _read_alone(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
-    """Return those of `names` of linear layers whose weight none but such layers read."""
-    layers = {model.get_submodule(name) for name in names}
-    places = places_of(model)
-    alone = {tensor for tensor, found in places.items() if all(place.holder in layers for place in found)}
-    return frozenset(name for name in names if model.get_submodule(name).weight in alone)
 
 
 class LowPrecision(HalfPrecision):
@@ -303,7 +61,7 @@ class LowPrecision(HalfPrecision):
     `keep=(Ends(), Blocks(last=0.15))` keeps the ends and the last blocks wide. Layers whose features are no multiple of what
     the kernels want stay wide too, and so do subclasses of `nn.Linear`; one INFO line names them.
 
-    `boost` checks each kind of layer against a plain one (`self_check.complaint`), and raises RuntimeError where they differ
+    `boost` checks each kind of layer against a plain one (`layer_trials.complaint`), and raises RuntimeError where they differ
     by more than the recipe may. Raises ValueError for a model of which no layer can be converted. Backward with
     create_graph=True raises RuntimeError.
     """

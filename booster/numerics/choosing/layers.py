@@ -20,8 +20,8 @@ from booster.mixed_precision import (
     NVFP4MixedPrecision,
 )
 from booster.mixed_precision.low_precision.kernels import for_device
+from booster.mixed_precision.low_precision.layer_trials import seconds, timed
 from booster.mixed_precision.low_precision.recipes import Recipe
-from booster.mixed_precision.low_precision.timed import seconds, timed
 from booster.tensors.micro_batch import MicroBatch
 from booster.tensors.trees import map_tensors
 

@@ -1,13 +1,18 @@
-"""O1 where autocast is not enough: the rules by which a torch function mode casts arguments, from the lists of apex."""
+"""Which functions O1 runs in which dtype where `torch.autocast` alone would decide otherwise, and the rules that cast.
+
+autocast casts matrix products and convolutions to half on every device. On a CPU it leaves most of apex's float32 functions in
+half, and nowhere does it bring the operands of a few to one dtype. The names are those of apex's lists; a rule is called by a
+torch function mode, `CastFunctions`, with the function and its arguments.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from booster.mixed_precision.apex import lists
 from booster.tensors.cast_regions import CastFunctions, Function, Rule, cast_floats, run_engine
 from booster.tensors.trees import HALF_DTYPES
 
@@ -15,22 +20,57 @@ Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
 
 
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
+FLOAT32_FUNCTIONAL = _names(
+    "interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm group_norm local_response_norm normalize "
+    "cosine_similarity poisson_nll_loss cosine_embedding_loss cross_entropy hinge_embedding_loss kl_div l1_loss mse_loss "
+    "margin_ranking_loss multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss nll_loss "
+    "binary_cross_entropy_with_logits smooth_l1_loss soft_margin_loss triplet_margin_loss ctc_loss gaussian_nll_loss"
+)
+FLOAT32_TORCH = _names(
+    "acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod std sum var "
+    "renorm"
+)
+FLOAT32_TENSOR = _names("__pow__ __ipow__ __rpow__ cpu")
+# autocast leaves these alone on a CPU, or everywhere.
+HALF_TORCH = _names("_grouped_mm mv addmv addr rnn_tanh_cell rnn_relu_cell lstm_cell gru_cell")
+# These want operands of one dtype: float32 if any is.
+WIDEST_TORCH = _names("addcdiv addcmul atan2 bilinear cross dot equal")
+# Their other arguments are cast to the dtype of the first, which they write to.
+IN_PLACE = _names("addmm_ addmv_ addr_ addbmm_ baddbmm_ addcdiv_ addcmul_ atan2_")
+# Whole recurrent layers have no half kernel on a CPU.
+RECURRENT_TORCH = _names("rnn_tanh rnn_relu lstm gru")
+
+
 def make_table(device_type: str) -> dict[Function, Rule]:
     """The rules for one kind of device."""
-    table: dict[Function, Rule] = dict.fromkeys(lists.half(), as_half)
-    table |= dict.fromkeys(lists.widest(), as_widest)
-    table |= dict.fromkeys(lists.float32(), as_float32)
-    table |= dict.fromkeys(lists.like_self(), _as_self)
-    table |= {func: _refusing_half(reason) for func, reason in lists.in_place()}
+    float32 = [getattr(F, name) for name in FLOAT32_FUNCTIONAL]
+    float32 += [getattr(torch.Tensor, name) for name in FLOAT32_TENSOR]
+    table: dict[Function, Rule] = dict.fromkeys(_torch_and_tensor(HALF_TORCH), as_half)
+    table |= dict.fromkeys([*_torch_and_tensor(WIDEST_TORCH), F.bilinear], as_widest)
+    table |= dict.fromkeys([*float32, *_torch_and_tensor(FLOAT32_TORCH)], as_float32)
+    table |= dict.fromkeys(_torch_and_tensor(IN_PLACE), _as_self)
+    for name in FLOAT32_TORCH:
+        if (method := getattr(torch.Tensor, f"{name}_", None)) is not None:
+            table[method] = _refusing_half(f"Cannot call in-place method {name}_ on fp16 Tensors.")
+        if (function := getattr(torch, f"{name}_", None)) is not None:
+            table[function] = _refusing_half(f"Cannot call in-place function {name}_ with fp16 arguments.")
     table[F.binary_cross_entropy] = _binary_cross_entropy
     table[torch.Tensor.backward] = _backward
     table[torch.autograd.backward] = _engine
     if device_type == "cpu":
-        table |= dict.fromkeys(lists.recurrent(), _recurrent_on_cpu)
+        table |= dict.fromkeys([getattr(torch, name) for name in RECURRENT_TORCH], _recurrent_on_cpu)
     return table
 
 
-# ---------------------------------------------------------------------- rules
+def _torch_and_tensor(names: Iterable[str]) -> Iterator[Callable[..., Any]]:
+    for name in names:
+        for holder in (torch, torch.Tensor):
+            if hasattr(holder, name):
+                yield getattr(holder, name)
 
 
 def as_float32(mode: Any, func: Function, args: Arguments, kwargs: Keywords) -> Any:

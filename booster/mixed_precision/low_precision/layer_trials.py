@@ -1,7 +1,11 @@
-"""Whether a converted layer computes what the layer did, roughly, on data of its own: what a silent defect would spoil."""
+"""One low-precision layer tried on a device: whether it computes what a plain layer does, and how long it takes.
+
+The check finds what a silent defect of a kernel would spoil: every kind of layer is checked at `boost`, on data of its own.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,14 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from booster.common.devices import clock
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
-from booster.mixed_precision.low_precision.recipes import Product
+from booster.mixed_precision.low_precision.recipes import Product, Recipe
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+Timer = Callable[[nn.Module, torch.Tensor, torch.Tensor], float]
 
 _TOKENS = 64
 _PRODUCTS = ("output", "gradient of the input", "gradient of the weight")
-
-
-Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def complaint(
@@ -92,3 +97,49 @@ def _results(
     y.backward(g.to(y.dtype))
     of_params = {f"gradient of the {name}": param.grad for name, param in params.items() if param is not None}
     return {"output": y.detach(), "gradient of the input": x.grad, **of_params}
+
+
+def seconds(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> float:
+    """Return how long a forward and a backward pass of `layer` take, of the input `x` and the gradient `g` of its output."""
+    start = clock(x.device)
+    with torch.enable_grad(), torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.bfloat16):
+        y = layer(x)
+    y.backward(g)
+    x.grad = None
+    layer.zero_grad()
+    return clock(x.device) - start
+
+
+def timed(
+    shape: tuple[int, int, int],
+    recipes: Mapping[str, Recipe],
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    rounds: int = 10,
+    timer: Timer = seconds,
+) -> tuple[float, dict[str, float]]:
+    """Return the seconds of a forward and a backward pass of a linear layer in `dtype`, and by name in `recipes`.
+
+    shape: tokens, features in and features out. Weights are float32, and rounded in every pass. Recipes that do not convert
+    such features are left out. rounds: of which the shortest counts; one more warms up. No generator of torch moves.
+    """
+    tokens, inputs, outputs = shape
+    draw = torch.Generator(device).manual_seed(0)
+    options: Any = {"generator": draw, "device": device}
+    wide = nn.utils.skip_init(nn.Linear, inputs, outputs, device=device, dtype=torch.float32)
+    with torch.no_grad():
+        for param in wide.parameters():
+            param.normal_(generator=draw)
+    layers: dict[str, nn.Module] = {"": wide}
+    for name, recipe in recipes.items():
+        if not (inputs % recipe.multiple or outputs % recipe.multiple):
+            layers[name] = LowPrecisionLinear.of(copy.deepcopy(wide), recipe, kernels=True)
+    x = torch.randn(tokens, inputs, dtype=dtype, requires_grad=True, **options)
+    g = torch.randn(tokens, outputs, dtype=dtype, **options)
+    best = dict.fromkeys(layers, float("inf"))
+    for turn in range(rounds + 1):  # in turns, so that what slows the machine slows all
+        for name, layer in layers.items():
+            taken = timer(layer, x, g)
+            best[name] = min(best[name], taken) if turn else best[name]
+    return best.pop(""), best

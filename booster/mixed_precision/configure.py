@@ -1,0 +1,222 @@
+"""What the library does with a precision: one order of boosting for all of them, and the boosted optimizers.
+
+    check -> convert -> place -> rebind -> wrap
+
+`configure` asks a precision for its hooks (`mixed_precision/base.py`) in this order, and a placement, such as a plugin, to
+place the models. `precision` is a `MixedPrecision` throughout, which imports this file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.common import arguments
+from booster.interface.model import CriterionWrapper, ModelWrapper, keep_choice, keep_histories, leave_fast_path
+from booster.interface.optimizer import OptimizerWrapper, update_of
+from booster.kernels.eligibility import ASKED, by_kernels
+from booster.masters.options import MasterOptions
+from booster.mixed_precision.policy import InProcess, Placement
+from booster.model.modules import PlacedModule, bare, passes_over
+from booster.model.params import named_parameters, placed_parameters, prefixes, rebind, together
+from booster.shards import Shards
+from booster.tensors.weak import reading
+from booster.update.choice import COMPILED, PARAMETERS, choose_update
+from booster.update.compiled_step import can_compile
+from booster.update.context import UpdateContext
+from booster.update.fused_kernel import switch_to_fused
+from booster.update.outcome import UpdateOptions
+
+
+def configure(
+    precision: Any,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    criterion: Callable[..., Any] | None,
+    placement: Placement | None,
+    options: UpdateOptions | None,
+) -> tuple[Any, Any, ModelWrapper | CriterionWrapper | None]:
+    """See `MixedPrecision.configure`."""
+    placement = InProcess() if placement is None else placement
+    arguments.instance("placement", placement, Placement, "a booster.plugin.Plugin, or what has its methods")
+    options = options or UpdateOptions()
+    models = list(model) if isinstance(model, Sequence) else [model]
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
+    # check
+    if precision.half_products is not None:
+        precision.half_products.agree(precision.device, placement.group)
+    for each in (*models, *([criterion] if isinstance(criterion, nn.Module) else [])):
+        precision.check(each)
+    if precision.conversion is not None:
+        for each in models:
+            precision.conversion.measure(each, precision.device, precision._keep_fp32, placement.group)
+    policies = [precision.policy_for(each) for each in models]
+    if options.release_gradients and optimizers:
+        policies = [dataclasses.replace(policy, release=True) for policy in policies]
+    for held in optimizers:
+        if (of_masters := precision.masters_on(precision.device)) is not None:
+            of_masters.check(held)
+        if precision.kept.offload:  # also where nothing moves, so that a script tried on a CPU runs on a GPU
+            MasterOptions(offload=True).check(held)
+    before = named_parameters(together(models))
+    # convert and place
+    weights: dict[str, torch.Tensor] = {}
+    placed: list[nn.Module] = []
+    for each, policy, prefix in zip(models, policies, prefixes(models), strict=True):
+        if optimizers:
+            weights |= {prefix + name: kept for name, kept in precision.keep_weights(each, placement).items()}
+        placed.append(placement.place(precision.convert(each), policy, precision.device))
+    boosted = [precision.wrap_model(each) for each in placed]
+    boosted_criterion = precision._wrap_criterion(criterion, precision.device)
+    casts = precision.policy.compute is not None or (precision.products is not None and precision.is_rehearsal)
+    for wrapper in boosted:
+        if passes_over(bare(wrapper.module), casts=casts):
+            leave_fast_path(wrapper)
+    # rebind
+    names = tensor_names(placed, boosted_criterion)
+    rebound = rebind_optimizers(optimizers, before, placed, placement)
+    # wrap
+    wrapped = [_wrap_optimizer(precision, each, placed, names, weights, placement.group, options) for each in rebound]
+    for wrapper in boosted:
+        _connect_conversion(precision, wrapper, wrapped, placement)
+    return (
+        boosted if isinstance(model, Sequence) else boosted[0],
+        wrapped if isinstance(optimizer, Sequence) else next(iter(wrapped), None),
+        boosted_criterion,
+    )
+
+
+def _connect_conversion(
+    precision: Any, boosted: ModelWrapper, optimizers: Sequence[OptimizerWrapper], placement: Placement
+) -> None:
+    """Connect the converted layers of `boosted`, if any, with steps and with checkpoints."""
+    if precision.conversion is None:
+        return
+    layers = bare(boosted.module)
+    if (choice := precision.conversion.layer_choice(layers)) is not None:
+        keep_choice(boosted, choice)
+    if not optimizers:
+        return
+    if (histories := precision.conversion.make_listener(layers, precision.device, placement.group)) is not None:
+        keep_histories(boosted, histories)
+        update_of(optimizers[0]).gradients.listen(histories)
+    if not placement.stores_float32:  # shards are gathered, and freed
+        precision.conversion.cache_weights(layers)
+
+
+def _wrap_optimizer(
+    precision: Any,
+    rebound: ReboundOptimizer,
+    placed: Sequence[nn.Module],
+    names: Mapping[torch.Tensor, str],
+    weights: dict[str, torch.Tensor],
+    group: dist.ProcessGroup | None,
+    options: UpdateOptions,
+) -> OptimizerWrapper:
+    """The boosted optimizer; it takes its masters' numbers out of `weights`, which `keep_weights` gave."""
+    optimizer, shards = rebound.optimizer, rebound.shards
+    compiled = options.fused_optimizer == "compile" and precision.may_compile(optimizer) and can_compile(optimizer)
+    may_switch = bool(options.fused_optimizer) and not compiled and precision.may_fuse(optimizer)
+    switched = may_switch and switch_to_fused(optimizer, together(placed))
+    with shards.local():
+        named = {**names, **rebound.names()}
+        shards.set_names(named)
+        own = rebound.take(weights)
+        if options.release_gradients:
+            make_update = precision._master_update(optimizer, named, own, released=True)
+        else:
+            make_update = precision.make_update(optimizer, named, own, compiled=compiled)
+    context = UpdateContext(
+        optimizer=optimizer,
+        scaler=precision.make_scaler(),
+        names=named,
+        group=group,
+        shards=shards,
+        options=options,
+        switched=switched,
+    )
+    chosen = make_update or functools.partial(choose_update, stepping=COMPILED if compiled else PARAMETERS)
+    if options.fused_optimizer in (True, ASKED):
+        chosen = by_kernels(chosen)
+    wrapper = OptimizerWrapper(
+        context,
+        chosen,
+        backward_context=reading(map(bare, placed), precision.backward_context),
+        after_step=precision.step_follower,
+        forget_weights=None if precision.conversion is None else precision.conversion.drop_weights,
+    )
+    wrapper._update.optimizer_state.watch(together(placed))
+    if make_update is not None and shards.sharded:
+        shards.all_gather_params()  # masters round the weights of their own part anew, ties not as the cast did
+    return wrapper
+
+
+@dataclass(frozen=True)
+class ReboundOptimizer:
+    """An optimizer whose groups hold the parameters of the placed models.
+
+    Attributes:
+        optimizer: the user's.
+        shards: what this rank steps.
+        params: of the placed models, by name.
+        own: names of those that this optimizer holds.
+    """
+
+    optimizer: Optimizer
+    shards: Shards
+    params: Mapping[str, torch.Tensor]
+    own: frozenset[str]
+
+    def names(self) -> dict[torch.Tensor, str]:
+        """Return the names of parameters and of this rank's shards of them; inside `shards.local()`."""
+        shard_of = self.shards.shard_of
+        return {tensor: name for name, param in self.params.items() for tensor in (param, shard_of(param))}
+
+    def take(self, weights: dict[str, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """Take the weights of `own` out of `weights`, by this rank's shard of them; inside `shards.local()`."""
+        own = {name: self.params[name] for name in list(weights) if name in self.own}
+        return {
+            self.shards.shard_of(param): self.shards.local_slice(weights.pop(name), param)
+            for name, param in own.items()
+        }
+
+
+def rebind_optimizers(
+    optimizers: Sequence[Optimizer],
+    before: Mapping[str, torch.Tensor],
+    placed: Sequence[nn.Module],
+    placement: Placement,
+) -> list[ReboundOptimizer]:
+    """Make `optimizers` hold the parameters of the models `placed` in place of those of `before`, see `params.rebind`."""
+    params: dict[str, torch.Tensor] = {}
+    for each, prefix in zip(placed, prefixes(placed), strict=True):
+        params |= {prefix + name: param for name, param in placed_parameters(each).items()} if optimizers else {}
+    partial = any(isinstance(each, PlacedModule) and each.is_partial for each in placed)
+    selections = [rebind(each, before, params, partial=partial) for each in optimizers]
+    # All before the first is wrapped: together they may decide how parameters are sharded.
+    all_shards = [placement.make_shards(each) for each in optimizers]
+    rebound = []
+    for optimizer, shards, selection in zip(optimizers, all_shards, selections, strict=True):
+        shards.select(selection)
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        own = frozenset(name for name, param in params.items() if param in held)
+        rebound.append(ReboundOptimizer(optimizer, shards, params, own))
+    return rebound
+
+
+def tensor_names(
+    placed: Sequence[nn.Module], criterion: ModelWrapper | CriterionWrapper | None
+) -> dict[torch.Tensor, str]:
+    """Return the names of parameters, as users see them."""
+    names: dict[torch.Tensor, str] = {param: name for name, param in together(placed).named_parameters()}
+    if isinstance(criterion, ModelWrapper):
+        names |= {param: f"criterion.{name}" for name, param in criterion.named_parameters()}
+    return names
