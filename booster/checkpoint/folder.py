@@ -17,21 +17,19 @@ import re
 import secrets
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from booster.checkpoint.lock import LOCK, Lock, lock_of, locked_name, read_lock, remove_lock
+from booster.checkpoint.lock import Lock, lock_of, locked_name, read_lock, remove_lock
 from booster.checkpoint.manifest import LARGEST_NUMBER, MANIFEST, CheckpointError, problems, read_manifest, read_text
 from booster.common.untrusted_files import printable
 
 _logger = logging.getLogger(__name__)
-_LONG_AGO = 3600.0  # seconds, more than clocks differ
 _WRITING, _REPLACED = ".writing-", ".replaced"
 _NAME = re.compile(r"step-([0-9]{10,19})(\.replaced)?")
+_LEFT = "%s, which an interrupted save left, could not be removed: %s"
 _UNFINISHED = re.compile(r"\.(.+)\.writing-([0-9a-f]{12})")
-_LEFT_ASIDE = re.compile(rf"\..+{re.escape(LOCK)}-[0-9a-f]{{12}}")  # by who ended within a look at a lock
 
 
 def name_of(step: int) -> str:
@@ -135,22 +133,15 @@ def manifest_now(folder: Path) -> bytes | None:
 def prune(root: Path, keep_last: int, written: Path) -> None:
     """Remove all checkpoints but the newest `keep_last` and `written`, which was just saved, whatever its number is.
 
-    What is not whole by the sizes of its files is no checkpoint to keep in another's place. Each is renamed first, so that
-    none is ever seen half removed.
+    One with a file missing or of another size is not kept in another's place. Each is renamed first, so that none is ever seen
+    half removed.
     """
-    found = [path for _, path in checkpoints(root)]
-    kept = [path for path in found if path == written or _looks_whole(path)][:keep_last]
-    last = found.index(kept[-1]) if kept else -1
-    for path in found[last + 1 :] if kept else ():
-        if path != written:
+    kept = 0
+    for _, path in list(checkpoints(root)):
+        if kept >= keep_last and path != written:
             remove(path)
-
-
-def _looks_whole(folder: Path) -> bool:
-    try:
-        return not missing_of(folder)
-    except (CheckpointError, OSError):
-        return False
+        with suppress(CheckpointError, OSError):
+            kept += path == written or not missing_of(path)
 
 
 def missing_of(folder: Path) -> list[str]:
@@ -183,30 +174,30 @@ def clear_unfinished(root: Path, own: str) -> None:
 
     What cannot be removed is a WARNING: it is in nobody's way.
     """
-    paths, living = list(root.iterdir()), {own}
+    paths, alive = list(root.iterdir()), {own}
     for path in paths:
-        if locked_name(path) is not None and not path.is_dir():
-            try:
-                holder = read_lock(path)
-                if holder is not None and holder.nonce != own and not holder.lives:
-                    remove_lock(holder)
-                elif holder is not None:
-                    living.add(holder.nonce)
-            except OSError as error:
-                _logger.warning("%s, which an interrupted save left, could not be removed: %s", path, error)
-        elif _LEFT_ASIDE.fullmatch(path.name) and time.time() - _changed(path) > _LONG_AGO:
-            path.unlink(missing_ok=True)
+        if locked_name(path) is None or path.is_dir():
+            continue
+        try:
+            holder = read_lock(path)
+            if holder is not None and (holder.nonce == own or holder.is_alive):
+                alive.add(holder.nonce)
+            elif holder is not None:
+                remove_lock(holder)
+        except OSError as error:
+            _logger.warning(_LEFT, path, error)
     for path in paths:
         unfinished = _UNFINISHED.fullmatch(path.name)
-        superseded = (
-            path.name.endswith(_REPLACED) and (path.with_name(path.name.removesuffix(_REPLACED)) / MANIFEST).exists()
-        )
-        abandoned = unfinished is not None and unfinished[2] not in living
-        if unfinished is not None and abandoned:  # a lock is there before its folder, but a listing may have missed it
-            holder = read_lock(lock_of(root / unfinished[1]))
-            abandoned = holder is None or holder.nonce != unfinished[2]
-        if path.is_dir() and (abandoned or (superseded and (path / MANIFEST).exists())):
-            _remove_tree(path, "%s, which an interrupted save left, could not be removed: %s", path)
+        if unfinished is not None and unfinished[2] not in alive:
+            holder = read_lock(
+                lock_of(root / unfinished[1])
+            )  # its lock was made before it, but the listing may have missed it
+            if holder is None or holder.nonce != unfinished[2]:
+                _remove_tree(path, _LEFT, path)
+        elif path.name.endswith(_REPLACED):
+            newer = path.with_name(path.name.removesuffix(_REPLACED))
+            if (path / MANIFEST).exists() and (newer / MANIFEST).exists():
+                _remove_tree(path, _LEFT, path)
 
 
 def writing(root: Path) -> list[int]:
@@ -223,22 +214,15 @@ def _step_of(name: str) -> int | None:
     return step
 
 
-def _remove_tree(folder: Path, message: str, named: Path) -> None:
-    while folder.exists():
+def _remove_tree(path: Path, message: str, named: Path) -> None:
+    while path.exists():
         try:
-            shutil.rmtree(folder)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()  # a file: a lock that was being removed
         except FileNotFoundError:  # another job is removing it, too
             continue
         except OSError as error:
             _logger.warning(message, named, error)
             return
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return time.time()
 
 
 def make_folder(folder: Path) -> None:

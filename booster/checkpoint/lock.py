@@ -1,4 +1,9 @@
-"""The right to write one checkpoint, among jobs that share a folder: a file beside it, whose age is a heartbeat."""
+"""The right to write one checkpoint, among jobs that share a folder: a lock file next to it, whose age is a heartbeat.
+
+A save that finds no lock makes one, by an exclusive open, which network file systems have too. One that finds a lock asks
+whether its holder is alive: of the same machine and container by its pid, of another one by the time of the file's last
+change, which the holder renews every few seconds. The clock is the file system's, since hosts need not share one.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import logging
 import os
 import secrets
 import socket
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -19,15 +25,21 @@ from booster.common.untrusted_files import parse_json
 
 _logger = logging.getLogger(__name__)
 LOCK = ".writing.lock"
-_AS_IT_IS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)  # a named pipe would wait
-BEAT, DEAD = 5.0, 60.0  # seconds between signs of life, and without one until a writer counts as dead
+_NO_LINK = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)  # and no named pipe, which would wait
+BEAT, DEAD = 5.0, 60.0  # seconds between heartbeats, and without one until a holder counts as dead
 
 
 @dataclass(frozen=True)
-class Holder:
-    """Who holds the lock `path`. changed: when it gave its last sign of life, by the clock of the file system.
+class LockHolder:
+    """Who holds a lock.
 
-    space: where its pid means something; began: when the process started, since pids come again.
+    Attributes:
+        path: of the lock.
+        changed: when its last heartbeat was, by the clock of the file system.
+        nonce: of the save that made it; empty where the file does not say.
+        host: the name of its machine.
+        pid: of its process.
+        space: of its pid, see `_pid_space`.
     """
 
     path: Path
@@ -36,12 +48,12 @@ class Holder:
     host: str = "a host that it has not named yet"
     pid: int = 0
     space: str = ""
-    began: str = ""
 
     @property
     def age(self) -> float:
-        """Seconds since its last sign of life."""
-        return max(0.0, _now(self.path.parent) - self.changed)
+        """Seconds since its last heartbeat."""
+        with tempfile.TemporaryFile(dir=self.path.parent) as probe:  # has the file system's time, and mostly no name
+            return max(0.0, os.fstat(probe.fileno()).st_mtime - self.changed)
 
     @property
     def is_here(self) -> bool:
@@ -49,21 +61,18 @@ class Holder:
         return self.space != "" and self.space == _pid_space()
 
     @property
-    def lives(self) -> bool:
-        """Whether it writes still: by its heartbeat, and where its pid says that it has ended, by that."""
-        return not (self.is_here and _began(self.pid) != self.began) and self.age < DEAD
+    def is_alive(self) -> bool:
+        return (not self.is_here or _runs(self.pid)) and self.age < DEAD
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, whose last sign of life is {self.age:.0f} seconds old"
 
 
 class Lock:
-    """The right to write `final`, from its making to `release`, with a sign of life every few seconds from a thread.
+    """The right to write `final`, from its making to `release`, with heartbeats from a thread.
 
-    The file is made by an exclusive open, which network file systems have too, and its age is that of its last change by the
-    file system's clock, which hosts need not share. A process of the same machine that has ended is seen at once; any other
-    one is dead after a minute without a sign, for which this waits, or for its next sign. Raises CheckpointError, which
-    names host and pid, where another one that lives writes `final`.
+    Waits for a holder of another machine to give a heartbeat or be dead. Raises CheckpointError, which names host and pid,
+    where another process that is alive writes `final`.
     """
 
     def __init__(self, final: Path) -> None:
@@ -76,7 +85,7 @@ class Lock:
                 raise CheckpointError(
                     f"{self._path} should say who writes {final}, and cannot be read: {error}. Remove it if no job made it"
                 ) from error
-            if holder is not None and _ends(holder):
+            if holder is not None and _is_or_falls_dead(holder):
                 remove_lock(holder)
             elif holder is not None:
                 raise CheckpointError(
@@ -99,7 +108,7 @@ class Lock:
             )
 
     def release(self) -> None:
-        """Let others write. What cannot be removed is made old, and a WARNING."""
+        """Let others write. A lock that cannot be removed is made old, and a WARNING."""
         self._ended.set()
         self._thread.join()
         try:
@@ -112,27 +121,15 @@ class Lock:
                 os.utime(self._path, (0, 0), follow_symlinks=False)
 
     def _made(self) -> bool:
-        pid = os.getpid()
-        told = {
-            "nonce": self.nonce,
-            "host": socket.gethostname(),
-            "pid": pid,
-            "space": _pid_space(),
-            "began": _began(pid),
-        }
+        said = {"nonce": self.nonce, "host": socket.gethostname(), "pid": os.getpid(), "space": _pid_space()}
         try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            with self._path.open("x") as file:
+                file.write(json.dumps(said))
         except FileExistsError:
             return False
-        text = json.dumps(told).encode()
-        try:
-            while text:  # a disk that is nearly full takes a part
-                text = text[os.write(descriptor, text) :]
-        except OSError:
-            self._path.unlink()
+        except OSError:  # a disk that is full
+            self._path.unlink(missing_ok=True)
             raise
-        finally:
-            os.close(descriptor)
         return True
 
     def _beat(self) -> None:
@@ -143,18 +140,16 @@ class Lock:
                 _logger.debug("%s: %s", self._path, error)
 
 
-def _ends(holder: Holder) -> bool:
-    """Whether `holder` is dead. One of another machine or container is waited for, until it gives a sign or never will."""
-    until = time.monotonic() + DEAD  # its last sign may lie in the future, where the server's clock was set back
-    while holder.lives and (holder.is_here or time.monotonic() < until):
+def _is_or_falls_dead(holder: LockHolder) -> bool:
+    """Whether `holder` is dead. Where its heartbeat alone can say, wait for the next one, or until there was none for long."""
+    until = time.monotonic() + DEAD  # its last heartbeat may be in the future, where the server's clock was set back
+    while holder.is_alive and time.monotonic() < until:
         if holder.is_here:
             return False
         time.sleep(min(1.0, BEAT))
-        later = read_lock(holder.path)
-        if later is not None and (later.nonce, later.changed) != (holder.nonce, holder.changed):
-            return False
-        if later is None:
-            return True
+        now = read_lock(holder.path)
+        if now is None or (now.nonce, now.changed) != (holder.nonce, holder.changed):
+            return now is None
     return True
 
 
@@ -168,11 +163,11 @@ def locked_name(path: Path) -> str | None:
     return path.name[1 : -len(LOCK)] if path.name.startswith(".") and path.name.endswith(LOCK) else None
 
 
-def read_lock(path: Path) -> Holder | None:
-    """Return who holds the lock `path`; None where nobody does. Raises OSError for a link, which no writer makes."""
+def read_lock(path: Path) -> LockHolder | None:
+    """Return who holds the lock `path`; None where there is none. Raises OSError for a link, which no writer makes."""
     try:
         # Opened, since a network file system looks again at what is opened, and not at what is asked for.
-        descriptor = os.open(path, os.O_RDONLY | _AS_IT_IS)
+        descriptor = os.open(path, os.O_RDONLY | _NO_LINK)
     except FileNotFoundError:
         return None
     try:
@@ -180,16 +175,15 @@ def read_lock(path: Path) -> Holder | None:
     finally:
         os.close(descriptor)
     try:
-        told: Any = parse_json(text)
-        pid, words = int(told["pid"]), [str(told[key]) for key in ("nonce", "host", "space", "began")]
+        said: Any = parse_json(text)
+        return LockHolder(path, changed, str(said["nonce"]), str(said["host"]), int(said["pid"]), str(said["space"]))
     except (ValueError, KeyError, TypeError, OverflowError):  # not written yet, or by something else
-        return Holder(path, changed)
-    return Holder(path, changed, words[0], words[1], pid, words[2], words[3])
+        return LockHolder(path, changed)
 
 
-def remove_lock(dead: Holder) -> None:
+def remove_lock(dead: LockHolder) -> None:
     """Remove the lock of `dead`, if it still holds it."""
-    aside = dead.path.with_name(f"{dead.path.name}-{secrets.token_hex(6)}")
+    aside = dead.path.with_name(f"{dead.path.name.removesuffix('.lock')}-{secrets.token_hex(6)}")
     try:
         dead.path.rename(aside)  # of several who do this one succeeds
     except FileNotFoundError:
@@ -197,22 +191,11 @@ def remove_lock(dead: Holder) -> None:
     found = read_lock(aside)
     if found is not None and found.nonce != dead.nonce:  # of one who took over since
         os.link(aside, dead.path)
-    aside.unlink()
-
-
-def _now(folder: Path) -> float:
-    """The time by the clock of the file system that `folder` is on."""
-    probe = folder / f".clock{LOCK}-{secrets.token_hex(6)}"
-    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        return os.fstat(descriptor).st_mtime
-    finally:
-        os.close(descriptor)
-        probe.unlink()
+    aside.unlink(missing_ok=True)
 
 
 def _pid_space() -> str:
-    """What tells apart machines, boots of one, and containers with pids of their own; empty where nobody tells."""
+    """Return what differs between machines, boots of one, and containers with pids of their own; empty where nothing says."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -220,11 +203,9 @@ def _pid_space() -> str:
         return ""
 
 
-def _began(pid: int) -> str:
-    """When a process of this space started, in ticks since the machine did; empty where there is none."""
+def _runs(pid: int) -> bool:
+    """Whether a process of this space runs: there is one, and it has not ended unnoticed by its parent."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
-        return ""
-    state, *rest = text[text.rindex(")") + 2 :].split()
-    return "" if state in "ZX" else rest[18]  # one that has ended, and whose parent has not noticed
+        return False

@@ -172,7 +172,7 @@ def test_what_a_dead_predecessor_left_is_cleared_at_once(tmp_path, writer, numbe
 def elsewhere(folder, number=7, pid=None):
     """The lock and the folder of a writer in another container, with the pid of a process that lives here."""
     held = lock_of(folder / step(number))
-    told = {"nonce": "0123456789ab", "host": "node-17", "pid": pid or os.getpid(), "space": "another", "began": "1"}
+    told = {"nonce": "0123456789ab", "host": "node-17", "pid": pid or os.getpid(), "space": "another"}
     held.write_text(json.dumps(told))
     (folder / f".{step(number)}.writing-0123456789ab").mkdir()
     return held
@@ -268,10 +268,10 @@ def test_what_is_no_file_in_place_of_a_lock_is_named_at_once_and_no_other_step_m
 
 
 OF_NO_WRITER = {
-    "a number without end": '{"nonce": "a", "host": "h", "pid": Infinity, "space": "x", "began": "1"}',
-    "another without end": '{"nonce": "a", "host": "h", "pid": 1e999, "space": "x", "began": "1"}',
+    "a number without end": '{"nonce": "a", "host": "h", "pid": Infinity, "space": "x"}',
+    "another without end": '{"nonce": "a", "host": "h", "pid": 1e999, "space": "x"}',
     "lists in lists": "[" * 4000,
-    "half a character": '{"nonce": "\\ud800", "host": "\\ud800", "pid": 1, "space": "x", "began": "1"}',
+    "half a character": '{"nonce": "\\ud800", "host": "\\ud800", "pid": 1, "space": "x"}',
     "no text": b"\xff\xfe\x00",
     "a list": "[1]",
     "nothing": "",

@@ -163,8 +163,6 @@ def has_kernel(operator: str, dispatch_key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, dispatch_key)
 
 
-# Module and name of what `torch.save` has its tensors and parameters rebuilt by.
-
 _LOCAL = attrgetter("_local_tensor")  # asked without a Python call
 
 _PLAIN = frozenset((torch.Tensor,))
