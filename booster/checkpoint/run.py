@@ -74,7 +74,7 @@ class Background:
 
 
 def _end(group: dist.ProcessGroup) -> None:
-    """Free the threads and connections of `group`, which nobody uses any more: a thread that writes holds a `Background`."""
+    """Free the threads and connections of `group`. A thread that still writes holds the `Background`, so none does."""
     if dist.is_initialized():
         with suppress(ValueError):  # where all groups were destroyed since, and made anew
             dist.destroy_process_group(group)

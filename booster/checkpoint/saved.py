@@ -24,7 +24,7 @@ from booster.update.state_dict import STATE_KEY
 class Saved:
     """A checkpoint, opened. tree: what is no tensor, by kind of object and name, with a reference in each tensor's place.
 
-    First everything is wanted (`want`, `want_part`, `want_all`), then all of it is read at once, then `value` gives it. But
+    First everything is requested (`want`, `want_part`, `want_all`), then all is read at once, then `value` gives it. But
     what is wanted in place is read by `read_in_place`, once nothing else can refuse; before, it is known to be whole.
     own: names in the place of others, of tensors that the rank that loads has for itself. notes: what the user is to be told
     if the load succeeds. rehearsed: what is wanted is not read, and is on the meta device. Raises OSError or CheckpointError

@@ -345,10 +345,13 @@ def save_weights(
 ) -> None:
     """Write the whole weights of `model` to `path`, see `Booster.save_model`; a collective.
 
-    Each rank writes what it has as a checkpoint, which the first one turns into plain files tensor by tensor: nobody ever
-    holds the whole model. half: in which the forward reads all weights, also those that ranks hold in float32; None where it
-    reads them as they are stored. wide: see `serving.served`. merge: gives the model without adapters, and what is written of
-    the tensors of these names, of the model with them; None writes them as they are.
+    Each rank writes its shards as a checkpoint, which the first rank turns into plain files, one tensor at a time: no process
+    holds the whole model.
+
+    half: the dtype in which the forward reads all weights, also those that ranks hold in float32; None where it reads them as
+        they are stored.
+    wide: see `served`.
+    merge: gives the model without adapters, and what is written of the tensors of these names; None writes them as they are.
     """
     own = bare(model.module)
     tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}

@@ -97,7 +97,7 @@ def undrawn(generators: Mapping[str, Any]) -> Iterator[None]:
 
 
 def try_states(loader: Any, saved: Mapping[str, Any]) -> None:
-    """Raise what the states of `saved`, a state dict of `Draws`, would raise once the pass is made again; keeps none."""
+    """Raise what restoring the states of `saved`, a state dict of `Draws`, would raise; keeps none."""
     generators = generators_of(loader)
     with undrawn(generators):
         for states in (saved.get("begin"), saved.get("first")):
