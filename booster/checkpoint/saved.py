@@ -22,13 +22,20 @@ from booster.update.state_dict import STATE_KEY
 
 
 class Saved:
-    """A checkpoint, opened. tree: what is no tensor, by kind of object and name, with a reference in each tensor's place.
+    """A checkpoint, opened, and what a load requests of it.
 
-    First everything is requested (`want`, `want_part`, `want_all`), then all is read at once, then `value` gives it. But
-    what is wanted in place is read by `read_in_place`, once nothing else can refuse; before, it is known to be whole.
-    own: names in the place of others, of tensors that the rank that loads has for itself. notes: what the user is to be told
-    if the load succeeds. rehearsed: what is wanted is not read, and is on the meta device. Raises OSError or CheckpointError
-    if it cannot be opened.
+    Tensors are requested one by one (`want`, `want_part`, `want_all`), then `read` reads all of them at once, then `value` and
+    `tensor` give them. What is requested in place (`want_in_place`) is compared with its hash by `read`, and read by
+    `read_in_place` once nothing else can refuse.
+
+    Attributes:
+        folder: of the checkpoint.
+        manifest: what it says of files and tensors.
+        tree: what is no tensor, by kind of object and name, with a reference in each tensor's place.
+        own: names of tensors that the loading rank has for itself, by the names that they stand for.
+        notes: sentences for the user, logged if the load succeeds.
+
+    rehearsed: nothing is read, and tensors are on the meta device. Raises OSError or CheckpointError if it cannot be opened.
     """
 
     def __init__(self, folder: Path, *, rehearsed: bool = False) -> None:
