@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.checkpoint.agree import agreed, exchange, is_first
+from booster.checkpoint.agree import agreed, is_first
 from booster.checkpoint.export import replaced
 from booster.checkpoint.folder import write_beside
 from booster.checkpoint.manifest import CheckpointError
@@ -22,6 +22,7 @@ from booster.common.torch_internals.tensor_internals import gather_whole
 from booster.interface.model import ModelWrapper
 from booster.model.dtensors import is_dtensor
 from booster.model.modules import bare, names_of
+from booster.ranks.agreement import gather
 
 _WRAPPER = "base_model.model."  # what peft puts before the names of a model
 _SAVED = "modules_to_save"
@@ -63,7 +64,7 @@ def save_adapters(model: ModelWrapper, folder: Path, group: dist.ProcessGroup | 
         kept = {adapter: _asked_of_peft(own, state, adapter) for adapter in own.peft_config}
         _refuse_what_is_left_out(own, state, kept, partial=getattr(model.module, "is_partial", False))
     # Whether a vocabulary has grown peft may ask the hub, which may answer one rank alone: none waits for what another lacks.
-    names = exchange({adapter: list(tensors) for adapter, tensors in kept.items()}, group)
+    names = gather({adapter: list(tensors) for adapter, tensors in kept.items()}, group)
     if any(each != names[0] for each in names):
         raise CheckpointError("peft found other tensors to write on one rank than on another; nothing was written")
     for adapter, tensors in kept.items():

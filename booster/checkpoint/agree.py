@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,14 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from booster.checkpoint.manifest import CheckpointError
-from booster.ranks import communicate
-
-
-def exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the JSON-like value of every rank, in rank order; a collective. group: None means this process alone."""
-    if group is None:
-        return [value]
-    return [json.loads(text) for text in communicate.exchange(json.dumps(value).encode(), group)]
+from booster.ranks.agreement import gather
 
 
 def is_first(group: dist.ProcessGroup | None) -> bool:
@@ -27,7 +19,7 @@ def is_first(group: dist.ProcessGroup | None) -> bool:
 
 def agree_on_success(problem: BaseException | None, group: dist.ProcessGroup | None) -> None:
     """Raise on every rank if any rank has a `problem`: its own where it has one, else CheckpointError with the first other."""
-    texts = exchange(None if problem is None else f"{type(problem).__name__}: {problem}", group)
+    texts = gather(None if problem is None else f"{type(problem).__name__}: {problem}", group)
     if problem is not None:
         raise problem
     for rank, text in enumerate(texts):

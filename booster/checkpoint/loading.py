@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from booster.checkpoint import parts
-from booster.checkpoint.agree import agreed, exchange, is_first
+from booster.checkpoint.agree import agreed, is_first
 from booster.checkpoint.folder import checkpoints, damage, manifest_now, standing
 from booster.checkpoint.hashing import new_hash
 from booster.checkpoint.manifest import MANIFEST, CheckpointError, Chunk, Tensor, dtype_of
@@ -26,6 +26,7 @@ from booster.checkpoint.weight_files import Fitting, half_read, weights_for
 from booster.common.text import listed
 from booster.common.untrusted_files import printable
 from booster.interface.model import ModelWrapper
+from booster.ranks.agreement import gather
 
 _logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def load(root: Path, objects: Objects, *, strict: bool, group: dist.ProcessGroup
         except (OSError, CheckpointError) as error:
             # What the first rank sees counts: another process may be replacing the folder.
             found = damage(folder) if is_first(group) else []
-            bad, replaced, named = exchange([found, before != manifest_now(folder), folder == standing(root)], group)[0]
+            bad, replaced, named = gather([found, before != manifest_now(folder), folder == standing(root)], group)[0]
             if bad and named:
                 raise CheckpointError(f"{folder} is damaged: {'; '.join(bad)}") from error
             if bad:
@@ -91,7 +92,7 @@ def _candidate(root: Path, passed_over: list[str], group: dist.ProcessGroup | No
     with agreed(group):
         if is_first(group):
             found = str(_next(root, passed_over))
-    return Path(exchange(found, group)[0])
+    return Path(gather(found, group)[0])
 
 
 def _next(root: Path, passed_over: list[str]) -> Path:
@@ -138,12 +139,12 @@ def _refused(what: str, error: Exception) -> CheckpointError:
 def anything_in(root: Path, group: dist.ProcessGroup | None) -> bool:
     """Return whether `root` is a checkpoint or holds any, valid or not; the same on every rank, a collective."""
     there = is_first(group) and ((standing(root) / MANIFEST).exists() or any(True for _ in checkpoints(root)))
-    return exchange(there, group)[0]
+    return gather(there, group)[0]
 
 
 def load_model(model: ModelWrapper, path: Path, *, strict: bool, group: dist.ProcessGroup | None) -> None:
     """Load weights from plain files, or from a checkpoint, into a boosted model; see `Booster.load_model`. A collective."""
-    if exchange((path / MANIFEST).exists(), group)[0]:
+    if gather((path / MANIFEST).exists(), group)[0]:
         load(path, named(model, None, None, None, None, None), strict=strict, group=group)
         return
     found = Fitting()

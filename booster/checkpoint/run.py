@@ -28,7 +28,7 @@ from booster.checkpoint.objects import Loaded, Objects, check_no_gradients_wait,
 from booster.common import arguments
 from booster.interface.model import ModelWrapper
 from booster.model.modules import bare
-from booster.ranks.communicate import communication_device
+from booster.ranks.agreement import any_rank
 
 _logger = logging.getLogger(__name__)
 
@@ -120,12 +120,7 @@ class StopRequests:
 
     def requested(self, group: dist.ProcessGroup | None) -> bool:
         """Return whether any rank was asked to stop; one scalar MAX all-reduce, and a host read."""
-        if group is None:
-            return self.received
-        device = communication_device(torch.device("cpu"), group)
-        flag = torch.tensor(float(self.received), dtype=torch.float32, device=device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-        return bool(flag.item())
+        return any_rank(self.received, group)
 
 
 Given = tuple[Any, Any, Any, Any, Any, Any]

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from booster.checkpoint.agree import agree_on_success, agreed, exchange, first_failure
+from booster.checkpoint.agree import agree_on_success, agreed, first_failure
 from booster.checkpoint.manifest import CheckpointError, Tensor, check_sizes, dtype_of, read_manifest
 from booster.checkpoint.storage import ManifestReader, load_into
 from booster.checkpoint.tensor_layout import Held, can_be_read_into, empty_like_whole, note_written
 from booster.checkpoint.tree import decode, read_tree, reference, references
 from booster.interface.optimizer import OptimizerWrapper, updates_of
+from booster.ranks.agreement import gather
 from booster.shards.flat_shard import FlatShard
 from booster.update.state_dict import STATE_KEY
 
@@ -159,7 +160,7 @@ class Saved:
         with agreed(group):
             targets = {name: where() for name, where in self._in_place.items()}
         files = {chunk.file for name in targets for chunk in self.manifest.tensors[name].chunks}
-        files = {file for of_rank in exchange(sorted(files), group) for file in of_rank}
+        files = {file for of_rank in gather(sorted(files), group) for file in of_rank}
         if not files:
             return
         try:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from booster.checkpoint import parts
-from booster.checkpoint.agree import agreed, exchange, first_failure, is_first
+from booster.checkpoint.agree import agreed, first_failure, is_first
 from booster.checkpoint.folder import (
     checkpoints,
     make_folder,
@@ -44,6 +44,7 @@ from booster.common.untrusted_files import json_cost
 from booster.interface.model import ModelWrapper
 from booster.model.dtensors import is_dtensor
 from booster.model.modules import bare
+from booster.ranks.agreement import gather
 from booster.shards.flat_shard import FlatShard
 from booster.update.state_dict import STATE_KEY
 
@@ -86,7 +87,7 @@ def collect(
             tree |= kind(objects).collect(into)
     shared = {name: storable(tensor) for name, tensor in into.shared.items()}
     tensors, own = settle(shared, group, buffers_of(objects))
-    merged = _merged(exchange(tree, group))
+    merged = _merged(gather(tree, group))
     return tensors | into.own, {**merged, OWN: own} if any(own) else merged
 
 
@@ -103,7 +104,7 @@ def settle(
     if group is None:
         return shared, [{}]
     plain = {name: _digest(tensor) for name, tensor in shared.items() if _is_plain(tensor)}
-    rank, told = dist.get_rank(group), exchange(plain, group)
+    rank, told = dist.get_rank(group), gather(plain, group)
     kept, own, drifted = dict(shared), [dict[str, str]() for _ in told], []
     for name in sorted({name for each in told for name in each}):
         holders = [index for index, each in enumerate(told) if name in each]
@@ -186,7 +187,7 @@ def reserve(root: Path, step: int | None, group: dist.ProcessGroup | None) -> tu
     if step is None:
         taken = [found for found, _ in checkpoints(root)] + writing(root) if is_first(group) else []
         step = max(taken, default=-1) + 1
-    step = exchange(step, group)[0]
+    step = gather(step, group)[0]
     if step > LARGEST_NUMBER:
         raise CheckpointError(
             f"{root} has a checkpoint of step {step - 1}, which no number follows; name the step to save, or move that one away"
@@ -218,7 +219,7 @@ def write(
                 make_folder(final.parent)
                 lock = Lock(final)
                 staging = staging_folder(final, lock)
-        staging = Path(exchange(str(staging), group)[0])
+        staging = Path(gather(str(staging), group)[0])
         writer = ManifestWriter(
             staging,
             make_manifest=lambda files, stored: Manifest(step, len(taken.tree["random"]), _versions(), files, stored),

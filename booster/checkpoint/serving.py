@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.checkpoint.agree import agreed, exchange, is_first
+from booster.checkpoint.agree import agreed, is_first
 from booster.checkpoint.export import Read, Stored, Written, export
 from booster.checkpoint.folder import remove, write_beside
 from booster.checkpoint.manifest import CheckpointError, Tensor, dtype_of, read_manifest
@@ -27,6 +27,7 @@ from booster.interface.model import ModelWrapper
 from booster.mixed_precision.policy import dtypes_read
 from booster.model.modules import bare, places_of
 from booster.number_formats import E4M3, INT8, NumberFormat, Scaled, Scaling, scale_to
+from booster.ranks.agreement import gather
 
 _logger = logging.getLogger(__name__)
 
@@ -364,7 +365,7 @@ def save_weights(
     written, _ = settle({name: storable(t) for name, t in tensors.items()}, group, buffers, all_kept=False)
     taken = Snapshot(written, {"random": []})
     between = write(path.with_name(f".{path.name}.whole"), taken, step=0, keep_last=None, group=group)
-    said = exchange(asdict(layers_of(own)), group) if weights is not None else []
+    said = gather(asdict(layers_of(own)), group) if weights is not None else []
     with agreed(group):
         if is_first(group):
             try:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from booster.common.text import listed
-from booster.ranks.communicate import exchange
+from booster.ranks.agreement import gather
 
 _TORCHS = ("torch.", "torchdata.")  # whose samplers draw one order on all ranks
 _logger = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ def check_dealt(loader: Any, *, place: int, num_places: int, group: dist.Process
     torch's own way, orders that differ are a logged warning: they may be meant to.
     """
     sampler = None if loader is None else distributed_sampler(loader)
-    told = exchange(b"" if sampler is None else json.dumps(_deal(sampler, place)).encode(), group)
-    deals = {rank: json.loads(data) for rank, data in enumerate(told) if data}
+    told = gather(None if sampler is None else _deal(sampler, place), group)
+    deals = {rank: deal for rank, deal in enumerate(told) if deal is not None}
     reason = _misdealt(list(deals.values()), num_places)
     draws = {json.dumps(deal["order"]) for deal in deals.values()}
     if reason is None and len(draws) < 2:

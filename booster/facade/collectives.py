@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import pytree
 from booster.data import DataLoaderWrapper, Share
-from booster.ranks.communicate import communication_device
+from booster.ranks.communicate import communication_device, gather_integers
 
 Op = Literal["mean", "sum", "max", "min"]
 _OPS = ("mean", "sum", "max", "min")
@@ -155,7 +155,7 @@ def _agree(
             raise problem
         return [[tuple(value.shape) for value in tensors]]
     digest = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=7).digest(), "big")
-    heads = _exchange([int(problem is not None), len(tensors), digest], group)
+    heads = gather_integers([int(problem is not None), len(tensors), digest], group)
     if problem is not None:
         raise problem
     failed = [rank for rank, head in enumerate(heads) if head[0]]
@@ -169,7 +169,7 @@ def _agree(
     table: list[int] = []
     for value in tensors:
         table += [_DTYPES.index(value.dtype), value.dim(), *value.shape, *[0] * (_MAX_DIMS - value.dim())]
-    tables = _exchange(table, group)
+    tables = gather_integers(table, group)
     width = _MAX_DIMS + 2
     shapes: list[list[_Shape]] = [[] for _ in tables]
     for start in range(0, len(table), width):
@@ -183,16 +183,6 @@ def _agree(
         for shapes_of_rank, shape in zip(shapes, found, strict=True):
             shapes_of_rank.append(shape)
     return shapes
-
-
-def _exchange(numbers: list[int], group: dist.ProcessGroup) -> list[list[int]]:
-    """The numbers of each rank; all ranks bring equally many."""
-    if not numbers:
-        return [[] for _ in range(_world_size(group))]
-    mine = torch.tensor(numbers, dtype=torch.int64, device=communication_device(torch.device("cpu"), group))
-    everyone = [torch.empty_like(mine) for _ in range(_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return torch.stack(everyone).tolist()
 
 
 def _all_gather(value: torch.Tensor, shapes: list[_Shape], group: dist.ProcessGroup | None) -> list[torch.Tensor]:

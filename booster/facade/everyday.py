@@ -23,7 +23,8 @@ from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import default_store
 from booster.data.iteration import Iteration
 from booster.ranks.abortable_pass import AbortablePass, LeftByOtherRank
-from booster.ranks.coordinator import is_main
+from booster.ranks.agreement import any_rank
+from booster.ranks.coordinator import is_main, world
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -178,7 +179,7 @@ def find_batch_size(trial: Callable[[int], Any], start: int, least: int = 1) -> 
     size = start
     while True:
         reason = _tried(_together(trial), size)
-        if not _on_any_rank(reason is not None):
+        if not any_rank(reason is not None, world()):
             return size
         if size == least:
             raise MemoryError(f"find_batch_size: not even least={least} fits ({reason or 'on another rank'})")
@@ -189,7 +190,7 @@ def find_batch_size(trial: Callable[[int], Any], start: int, least: int = 1) -> 
 
 def _together(trial: Callable[[int], Any]) -> Callable[[int], Any]:
     """Return `trial`, which all ranks leave where one of them runs out of memory in it."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if world() is None or dist.get_world_size() == 1:
         return trial
     store = default_store()
     number = store.add("booster/trial/come", 1)
@@ -222,12 +223,3 @@ def _tried(trial: Callable[[int], Any], size: int) -> str | None:
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     return reason
-
-
-def _on_any_rank(failed: bool) -> bool:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return failed
-    device = torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
-    flag = torch.tensor([float(failed)], dtype=torch.float32, device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())

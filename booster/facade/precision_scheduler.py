@@ -16,7 +16,7 @@ from booster.common.torch_internals.autograd_internals import graph_task
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.mixed_precision import MixedPrecision
 from booster.mixed_precision.schedule import Phase, due
-from booster.ranks.agreement import largest
+from booster.ranks.agreement import any_rank
 from booster.tensors.trees import tensors
 
 _logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class PrecisionScheduler:
             or torch.is_inference_mode_enabled()
             or any(update_of(each).gradients.num_backwards for each in self._optimizers())
             or not self._may_go()
-            or largest(float(self._waits()), self._group)
+            or any_rank(self._waits(), self._group)
         ):
             return
         self._waiting.clear()

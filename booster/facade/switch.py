@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.checkpoint.agree import exchange
 from booster.common.random_states import random_state, set_random_state
 from booster.common.torch_internals.autograd_internals import is_compiled
 from booster.facade.before_boost import AsBuilt, wrap_forward
@@ -21,6 +20,7 @@ from booster.mixed_precision import MixedPrecision
 from booster.mixed_precision.policy import DtypePolicy
 from booster.model.modules import bare
 from booster.plugin import Plugin
+from booster.ranks.agreement import gather
 from booster.shards import Shards
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.outcome import UpdateOptions
@@ -198,7 +198,7 @@ def switch_all(switch: Switch, boostings: Sequence[BoostRecord], group: dist.Pro
                 switch.check(boosting)
         except Exception as error:  # raised again once the others know
             problem = error
-        others = exchange([switch.target, None if problem is None else f"{type(problem).__name__}: {problem}"], group)
+        others = gather([switch.target, None if problem is None else f"{type(problem).__name__}: {problem}"], group)
         if problem is not None:
             raise problem
         for rank, (target, why) in enumerate(others):

@@ -561,7 +561,7 @@ def _mean_of_ranks(loss: Any, group: dist.ProcessGroup | None) -> Any:
         if isinstance(loss, torch.Tensor)
         else torch.tensor(loss, dtype=torch.float64)
     )
-    mean = agreement.shared(value, group, dist.ReduceOp.SUM) / dist.get_world_size(group)
+    mean = agreement.all_reduce(value, group, dist.ReduceOp.SUM) / dist.get_world_size(group)
     return mean.to(loss.dtype).expand_as(loss) if isinstance(loss, torch.Tensor) else float(mean)
 
 

@@ -63,7 +63,7 @@ class KernelNorms(DeviceNorms):
                 counts.append(zeros)
             sums = torch.stack(totals)
         if self.shards.sharded:
-            sums = agreement.shared(_added_up(sums), self.group, dist.ReduceOp.SUM).view(1)
+            sums = agreement.all_reduce(_added_up(sums), self.group, dist.ReduceOp.SUM).view(1)
         if not self._counts_zeros:
             return LookByKernels(tables, partials, sums, carried)
         return LookByKernels(tables, partials, sums, carried, _together(counts, tables.device), self._versions(tables))
@@ -87,7 +87,7 @@ class KernelNorms(DeviceNorms):
         squares = norms.square()
         if self.shards.sharded:
             copies = torch.tensor(self.shards.num_replicas_of(params), dtype=torch.float64).to(norms.device)
-            squares = agreement.shared((squares / copies).sum(), self.group, dist.ReduceOp.SUM).view(1)
+            squares = agreement.all_reduce((squares / copies).sum(), self.group, dist.ReduceOp.SUM).view(1)
         return LookByTorch(list(params), norms, squares, self.zeros_by_torch(params) if self._counts_zeros else None)
 
     def zeros_by_torch(self, params: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,18 +1,23 @@
-"""Numbers that all ranks of a group agree on. Each is one collective of 8 bytes; where a float is returned, also a host sync
-on CUDA."""
+"""Decisions that all ranks of a group take alike: values of every rank, flags, extremes; all raise or none.
+
+`group=None` means this rank alone: no collective. What a step decides by (`largest`, `on_overflow`, `all_reduce`) is one
+collective of 8 bytes, and where a float is returned also a host sync on CUDA.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from booster.ranks.communicate import communication_device, exchange
+from booster.ranks.communicate import communication_device, exchange, reduced
 
 _logger = logging.getLogger(__name__)
 
@@ -23,24 +28,87 @@ _AWAITED = (
     "not inside `if rank == 0`, and equally often"
 )
 
+# ---------------------------------------------------------------------- values of every rank
+
+
+def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the value of each rank of `group`, in the order of ranks.
+
+    value: what JSON can write, which keeps every float exactly; None where a rank has nothing to say. A small collective, and
+    a second one unless all give None.
+    """
+    if group is None:
+        return [value]
+    sent = b"" if value is None else json.dumps(value).encode()
+    return [json.loads(data) if data else None for data in exchange(sent, group)]
+
+
+def any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
+    """Return whether `flag` is true on any rank of `group`; a collective of 4 bytes and a host read."""
+    if group is None or dist.get_world_size(group) == 1:
+        return flag
+    return bool(reduced(torch.tensor(float(flag), dtype=torch.float32), dist.ReduceOp.MAX, group).item())
+
+
+def all_names(names: tuple[str, ...], group: dist.ProcessGroup | None) -> tuple[str, ...]:
+    """Return the names that any rank of `group` gives, each once, in the order of ranks. Collectives as of `gather`."""
+    return tuple(dict.fromkeys(name for given in gather(list(names) or None, group) for name in given or () if name))
+
+
+@contextmanager
+def all_or_none(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
+    """If the body raises on one rank of `group`, raise on all: there its own error, elsewhere ValueError with its text.
+
+    what: what the body does, for that message. Collectives as of `gather`. The body makes no collective of its own: a rank
+    that raises before it would leave the others waiting.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error  # raised once the others know
+    texts = gather(None if problem is None else f"{type(problem).__name__}: {problem}", group)
+    if problem is not None:
+        raise problem
+    failed = [f"rank {rank} of the group could not {what}: {text}" for rank, text in enumerate(texts) if text]
+    if failed:
+        raise ValueError(f"nothing was done on this rank either, because {'; '.join(failed)}")
+
+
+def require_alike(text: str, what: str, group: dist.ProcessGroup | None) -> None:
+    """Raise ValueError on every rank of `group` unless all have the same `text`. what: its subject, for the message."""
+    # Six bytes, which a float64 holds exactly: one message, however long the text.
+    code = float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big"))
+    least, most = ends(code, group)
+    if least != most:
+        raise ValueError(f"ranks differ in {what}; pass states of one kind, saved under one layout, on every rank")
+
+
+# ---------------------------------------------------------------------- numbers that a step decides by
+
 
 def largest(value: float, group: dist.ProcessGroup | None) -> float:
-    """The largest `value` of all ranks of `group`, none of which may be NaN; None means this rank alone."""
-    return _reduce(value, group, dist.ReduceOp.MAX)
+    """Return the largest `value` of all ranks of `group`, none of which may be NaN."""
+    if group is None:
+        return value
+    tensor = torch.tensor(value, dtype=torch.float64, device=communication_device(torch.device("cpu"), group))
+    _all_reduce(tensor, dist.ReduceOp.MAX, group)
+    return float(tensor)
 
 
 def ends(value: float, group: dist.ProcessGroup | None) -> tuple[float, float]:
-    """The smallest and the largest `value` of all ranks of `group`, none of which may be NaN; None means this rank alone."""
+    """Return the smallest and the largest `value` of all ranks of `group`, none of which may be NaN."""
     if group is None:
         return value, value
+    # A minimum is the maximum of the negatives, so that both are one collective.
     both = torch.tensor([-value, value], dtype=torch.float64, device=communication_device(torch.device("cpu"), group))
     _all_reduce(both, dist.ReduceOp.MAX, group)
     least, most = both.tolist()
     return -least, most
 
 
-def shared(value: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-    """Reduce `value`, a 0-dim float64 tensor, over the ranks of `group`, where it is: nothing waits for a device.
+def all_reduce(value: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    """Return `value`, a 0-dim float64 tensor, reduced over the ranks of `group`, on its own device, which nothing waits for.
 
     A backend that cannot reduce there is given a copy. A MAX must not be of NaN; in a SUM inf and NaN reach every rank.
     """
@@ -52,76 +120,23 @@ def shared(value: torch.Tensor, group: dist.ProcessGroup | None, op: dist.Reduce
 
 
 def on_overflow(found: bool, finite_loss: bool, group: dist.ProcessGroup | None) -> tuple[bool, bool]:
-    """(whether any rank found an inf or NaN in its gradients, whether the losses of those that did were finite)."""
+    """Return whether any rank found an inf or NaN in its gradients, and whether the losses of those that did were finite."""
     code = largest(0.0 if not found else 1.0 if finite_loss else 2.0, group)
     return code > 0.0, code < 2.0
 
 
-def all_names(names: tuple[str, ...], group: dist.ProcessGroup | None) -> tuple[str, ...]:
-    """The names that any rank of `group` gives, each once, in the order of ranks. Two small collectives."""
-    texts = _texts("\n".join(names), group)
-    return tuple(dict.fromkeys(name for text in texts for name in text.split("\n") if name))
-
-
-@contextmanager
-def all_or_none(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
-    """If the body raises on one rank of `group`, raise on all: there its own error, elsewhere ValueError that tells it.
-
-    what: what the body does, for that message. A small collective, two if anybody raises; the body holds none of its own
-    that a rank which raises would leave others waiting in.
-    """
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        problem = error  # raised once the others know
-    texts = _texts("" if problem is None else f"{type(problem).__name__}: {problem}", group)
-    if problem is not None:
-        raise problem
-    told = [f"rank {rank} of the group could not {what}: {text}" for rank, text in enumerate(texts) if text]
-    if told:
-        raise ValueError(f"nothing was done on this rank either, because {'; '.join(told)}")
-
-
-def require_alike(text: str, what: str, group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError on every rank of `group` unless all have the same `text`. what: what it tells, for the message."""
-    if group is None:
-        return
-    code = float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big"))
-    least, most = ends(code, group)
-    if least != most:
-        raise ValueError(f"ranks differ in {what}; pass states of one kind, saved under one layout, on every rank")
-
-
-def _texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    """The text of each rank; one small collective, and a second one unless all are empty."""
-    return [data.decode() for data in exchange(text.encode(), group)]
-
-
-def _reduce(value: float, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> float:
-    if group is None:
-        return value
-    tensor = torch.tensor(value, dtype=torch.float64, device=communication_device(torch.device("cpu"), group))
-    _all_reduce(tensor, op, group)
-    return float(tensor)
-
-
 def _all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
-    if tensor.device.type != "cpu":  # whose watchdog tells what a rank waits for
+    if tensor.device.type != "cpu":  # NCCL's watchdog says what a rank waits for
         dist.all_reduce(tensor, op=op, group=group)
         return
     work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
     try:
-        _wait(work)
+        try:
+            work.wait(PATIENCE)
+        except RuntimeError:
+            if work.is_completed():  # it failed, rather than took long
+                raise
+            _logger.warning("rank %d has waited %g s for %s", dist.get_rank(), PATIENCE.total_seconds(), _AWAITED)
+            work.wait()
     except RuntimeError as error:
         raise RuntimeError(f"rank {dist.get_rank()} waited for {_AWAITED}. The backend says: {error}") from error
-
-
-def _wait(work: dist.Work) -> None:
-    try:
-        work.wait(PATIENCE)
-    except RuntimeError:
-        if work.is_completed():  # it failed, rather than took long
-            raise
-        _logger.warning("rank %d has waited %g s for %s", dist.get_rank(), PATIENCE.total_seconds(), _AWAITED)
-        work.wait()

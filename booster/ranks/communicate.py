@@ -27,6 +27,14 @@ def communication_device(device: torch.device, group: dist.ProcessGroup) -> torc
     return torch.device("cpu")
 
 
+def reduced(values: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return `values` reduced over the ranks of `group`, on a device that the backend can use; may overwrite `values`."""
+    device = communication_device(values.device, group)
+    there = values.to(device, non_blocking=device.type == "cuda")
+    dist.all_reduce(there, op, group=group)
+    return there
+
+
 def is_sent(tensor: torch.Tensor) -> bool:
     """Return whether others can send `tensor`, and write to it, as it is; `broadcast` can send any."""
     return tensor.dtype in SENT and (0 not in tensor.stride() or not tensor.numel())
@@ -117,23 +125,29 @@ def _align(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
 def exchange(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Return what each rank of `group` brings, in the order of ranks; a small collective, and another one unless all is empty.
 
-    group: None means this rank alone.
+    group: None means this rank alone. `agreement.gather` does this for values.
     """
     if group is None:
         return [data]
-    device = communication_device(torch.device("cpu"), group)
-    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    lengths = [int(length) for length in sizes]
+    lengths = [length for (length,) in gather_integers([len(data)], group)]
     if not any(lengths):
         return [b""] * len(lengths)
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=communication_device(torch.device("cpu"), group))
     if data:
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     everyone = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(everyone, padded, group=group)
-    return [_bytes(part[:length]) for part, length in zip(everyone, lengths, strict=True)]
+    return [_bytes(each[:length]) for each, length in zip(everyone, lengths, strict=True)]
+
+
+def gather_integers(numbers: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """Return the integers of each rank of `group`, of which all bring equally many; one collective, none if there are none."""
+    if not numbers:
+        return [[] for _ in range(dist.get_world_size(group))]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=communication_device(torch.device("cpu"), group))
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return torch.stack(everyone).tolist()
 
 
 def _bytes(values: torch.Tensor) -> bytes:

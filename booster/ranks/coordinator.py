@@ -25,6 +25,11 @@ def is_main() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
+def world() -> dist.ProcessGroup | None:
+    """Return the group of all ranks of the job; None in a world of one, as everything here takes it."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 def wait_for_all() -> None:
     """Wait until every rank of the job has come here; nothing in a world of one."""
     if dist.is_available() and dist.is_initialized():

@@ -19,7 +19,7 @@ from booster.common.torch_internals.tensor_internals import gather_whole, local_
 from booster.model.dtensors import around
 from booster.model.optimizer_kinds import check_attributes, kind_of, known, unknown
 from booster.ranks.agreement import all_names
-from booster.ranks.communicate import communication_device
+from booster.ranks.communicate import reduced
 from booster.shards.base import ShardedStateView, Shards, State, world_size
 from booster.shards.replica_check import ReplicaCheck, trained
 from booster.tensors.trees import HALF_DTYPES
@@ -137,9 +137,9 @@ class DTensorShards(Shards):
         missing = torch.tensor([-1.0, 0.0], dtype=torch.float64)
         found = torch.stack([missing if param.grad is None else _digest(param.grad).cpu() for param in whole])
         known = found.where(found.isfinite(), torch.inf)  # a maximum may lose a NaN
-        ends = torch.stack([known, -known]).to(communication_device(whole[0].device, ranks))
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=ranks)
-        most, least = ends[0].cpu(), -ends[1].cpu()
+        # Numbers are on the host, and NCCL reduces on a device.
+        most, least = reduced(torch.stack([known, -known]), dist.ReduceOp.MAX, ranks).cpu()
+        least = -least
         if not (most.isfinite().all() and least.isfinite().all()):
             return (_NOT_FINITE,)
         norms = most[:, 0].clamp(min=0.0)

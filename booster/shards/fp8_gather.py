@@ -20,7 +20,7 @@ from booster.common.torch_internals.tensor_internals import storage_key, version
 from booster.model.dtensors import local_shard
 from booster.number_formats import E4M3, Scaled, Scaling, decode_tensorwise, encode_tensorwise
 from booster.number_formats.scaling import scale_of, share_of
-from booster.ranks.communicate import communication_device
+from booster.ranks.communicate import reduced
 
 # torch 2.13 renamed the collective and warns about the old name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -58,8 +58,7 @@ class WeightScales:
         each = [torch.linalg.vector_norm(shard, math.inf) if shard.numel() else shard.new_zeros(()) for shard in shards]
         largest = torch.stack([size.float() for size in each])
         largest = largest.where(~largest.isnan(), torch.inf)  # a maximum over ranks may lose a NaN
-        largest = largest.to(communication_device(largest.device, self._group))
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        largest = reduced(largest, dist.ReduceOp.MAX, self._group)
         self._largest.update(zip(records, largest.unbind(), strict=True))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,8 +13,8 @@ from booster.common import arguments
 from booster.common.devices import HostCopy
 from booster.common.text import listed
 from booster.model.dtensors import local_shard
-from booster.ranks.agreement import all_names
-from booster.ranks.communicate import communication_device, exchange
+from booster.ranks.agreement import all_names, gather
+from booster.ranks.communicate import reduced
 from booster.tensors.grads import tensor_norms
 from booster.tensors.trees import HALF_DTYPES
 
@@ -130,9 +129,9 @@ def _compare(parts: Sequence[_Part]) -> torch.Tensor:
     first, *others = parts
     ends = _ends(first.rows)
     for part in others:
-        found = _largest(_ends(part.rows), part.ranks)
+        found = reduced(_ends(part.rows), dist.ReduceOp.MAX, part.ranks)
         ends[2:] += (found[0] != -found[1]).to(ends.device)
-    return _largest(ends, first.ranks)
+    return reduced(ends, dist.ReduceOp.MAX, first.ranks)
 
 
 def _ends(rows: torch.Tensor) -> torch.Tensor:
@@ -140,18 +139,11 @@ def _ends(rows: torch.Tensor) -> torch.Tensor:
     return torch.stack([number, -number, torch.zeros_like(number)])
 
 
-def _largest(values: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:
-    device = communication_device(values.device, ranks)
-    there = values.to(device, non_blocking=device.type == "cuda")
-    dist.all_reduce(there, dist.ReduceOp.MAX, group=ranks)
-    return there
-
-
 def _apart(part: _Part) -> str:
     """Say what first differs among the ranks of `part`, if anything does. Small collectives."""
     allowed = torch.tensor(part.allowed, dtype=torch.float64)
-    told = exchange(json.dumps(part.rows.tolist()).encode(), part.ranks)
-    first, *others = [torch.tensor(json.loads(each), dtype=torch.float64).view(-1, 2) for each in told]
+    told = gather(part.rows.tolist(), part.ranks)
+    first, *others = [torch.tensor(each, dtype=torch.float64).view(-1, 2) for each in told]
     root = dist.get_global_rank(part.ranks, 0)
     for index, other in enumerate(others, 1):
         rank = dist.get_global_rank(part.ranks, index)

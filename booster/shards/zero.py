@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 from booster.common.torch_internals.tensor_internals import version
 from booster.model.optimizer_kinds import Kind, check_attributes, kind_of, unknown
-from booster.ranks.communicate import exchange
+from booster.ranks.agreement import gather
 from booster.shards.base import FROZEN, UNSYNCHRONISED, ShardedStateView, Shards, State
 from booster.shards.flat_shard import FlatShard
 from booster.shards.replica_check import ReplicaCheck
@@ -341,10 +340,9 @@ class ZeroShards(Shards):
     def state_of_ranks(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         group = self._layouts[0].group if self._layouts else None
-        own = json.dumps([list(state.get(param, ())) for param in params]).encode()
         names: defaultdict[Any, State] = defaultdict(dict)
-        for data in exchange(own, group):
-            for param, found in zip(params, json.loads(data), strict=True):
+        for names_of_rank in gather([list(state.get(param, ())) for param in params], group):
+            for param, found in zip(params, names_of_rank, strict=True):
                 if found:
                     names[param] |= dict.fromkeys(found)
         if not names and self._reduced and any(map(self._has_gradient, params)):

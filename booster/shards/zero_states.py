@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from booster.ranks.communicate import communication_device, exchange
+from booster.ranks.agreement import gather
+from booster.ranks.communicate import communication_device
 from booster.shards.base import State
 from booster.shards.zero_buckets import FlatParameters
 from booster.tensors.flat import flat, shaped_like
@@ -60,7 +60,11 @@ def gather_states(
     found: dict[Key, State] = {}
     sent: list[torch.Tensor] = []
     kept: list[list[torch.Tensor]] = [[] for _ in range(dist.get_world_size(group))]
-    for holder, entries in enumerate(_exchange(columns, group)):
+    try:
+        columns_of_ranks = gather(columns, group)
+    except TypeError as error:  # before anything is sent
+        raise TypeError(f"the optimizer's state holds something that is neither tensor nor number: {error}") from error
+    for holder, entries in enumerate(columns_of_ranks):
         for key, name, kind, dtype, content in zip(*entries, strict=True):
             if key not in found:
                 found[key] = {}
@@ -167,12 +171,3 @@ class _Bytes:
                 sizes.append(size)
             offset = end
         return parts, list(message[: sum(sizes)].split_with_sizes(sizes)) if parts else []
-
-
-def _exchange(entries: list[Any], group: dist.ProcessGroup) -> list[Any]:
-    """Return the entries of each rank, which travel as JSON: it tells every float exactly."""
-    try:
-        text = json.dumps(entries).encode()
-    except TypeError as error:
-        raise TypeError(f"the optimizer's state holds something that is neither tensor nor number: {error}") from error
-    return [json.loads(data) for data in exchange(text, group)]

@@ -71,9 +71,9 @@ class Norms(ABC):
         if math.isinf(norm_type):
             # NaN does not survive a MAX on every backend.
             largest = norms.double().amax() if norms.numel() else norms.new_zeros((), dtype=torch.float64)
-            return agreement.shared(largest.nan_to_num(math.inf, math.inf), self.group, dist.ReduceOp.MAX)
+            return agreement.all_reduce(largest.nan_to_num(math.inf, math.inf), self.group, dist.ReduceOp.MAX)
         copies = self.shards.num_replicas_of(params)
         if self._copies is None or self._copies[0] != copies:
             self._copies = copies, torch.tensor(copies, dtype=torch.float64).to(norms.device)
         powers = norms.double() ** norm_type / self._copies[1]
-        return agreement.shared(powers.sum(), self.group, dist.ReduceOp.SUM) ** (1.0 / norm_type)
+        return agreement.all_reduce(powers.sum(), self.group, dist.ReduceOp.SUM) ** (1.0 / norm_type)

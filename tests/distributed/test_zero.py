@@ -819,7 +819,9 @@ def bytes_of(job):
     params = list(job.model.parameters())
     kept = [value for own in job.optimizer.optimizer.state.values() for value in own.values()]
     kept += (
-        [bucket.rest for bucket in update.optimizer_state.masters.buckets] if update.optimizer_state.has_masters else []
+        [bucket.residual for bucket in update.optimizer_state.masters.buckets]
+        if update.optimizer_state.has_masters
+        else []
     )
     grads = [param.grad for param in params]
     grads += [bucket.gradient for layout in getattr(update.shards, "_layouts", []) for bucket in layout.buckets]

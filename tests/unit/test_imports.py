@@ -315,13 +315,8 @@ def test_tests_that_run_beside_a_gpu_say_on_which_device():
 
 
 SENDS_ITS_OWN = {
-    "checkpoint/run.py": "a flag",
     "facade/collectives.py": "what it made contiguous, of a dtype that backends know",
-    "facade/everyday.py": "a flag",
     "mixed_precision/naive.py": "a flat float32 copy",
-    "mixed_precision/half_products/product_choice.py": "a flag",
-    "mixed_precision/low_precision/autopilot.py": "float64 sums",
-    "mixed_precision/low_precision/delayed.py": "float32 magnitudes",
     "plugin/ddp/averaged_gradients.py": "flat buckets",
     "plugin/ddp/fp8_communication.py": "flat bytes",
     "plugin/ddp/gradient_reducer.py": "bytes",
@@ -335,7 +330,6 @@ SENDS_ITS_OWN = {
     "ranks/coordinator.py": "a flag",
     "shards/dtensor.py": "a float64 sum",
     "shards/fp8_gather.py": "flat bytes, and float32 magnitudes",
-    "shards/replica_check.py": "float64 sums",
     "shards/zero_buckets.py": "flat buckets",
     "shards/zero_states.py": "bytes",
     "tensors/grads.py": "a float32 flag",

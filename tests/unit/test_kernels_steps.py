@@ -43,7 +43,7 @@ def everything(model, optimizer):
     tensors = list(model.parameters())
     update = optimizer._update
     if update.optimizer_state.has_masters:
-        tensors += [bucket.rest for bucket in update.optimizer_state.masters.buckets if bucket.rest is not None]
+        tensors += [bucket.residual for bucket in update.optimizer_state.masters.buckets if bucket.residual is not None]
     for own in optimizer.optimizer.state.values():
         for value in own.values():
             tensors += value.tensors if hasattr(value, "tensors") else [value]

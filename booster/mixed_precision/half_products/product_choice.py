@@ -15,6 +15,7 @@ from booster.common import arguments
 from booster.mixed_precision import hardware
 from booster.mixed_precision.half_products.float32_products import Float32Products, Recomputation
 from booster.mixed_precision.half_products.half_sums import SUMS
+from booster.ranks.agreement import all_names
 from booster.tensors.trees import HALF_DTYPES
 
 Choice = Literal["auto", "native", "float32"]
@@ -70,16 +71,14 @@ class HalfProducts:
     def agree(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         """Have all ranks of `group` widen what any of them has no units for, and log once what that is.
 
-        Cost: the first time, one MAX all-reduce of a few bytes, where "auto" was chosen for a CPU.
+        Cost: the first time, two small collectives, where "auto" was chosen for a CPU.
         """
         if self._is_agreed or device.type != "cpu" or self.dtype is None:
             return
         self._is_agreed = True
         if self.choice == "auto" and group is not None:
-            ordered = sorted(hardware.KINDS)
-            found = torch.tensor([kind in self.kinds for kind in ordered], dtype=torch.int32)
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-            self.kinds = frozenset(kind for kind, widened in zip(ordered, found.tolist(), strict=True) if widened)
+            slow = all_names(tuple(sorted(self.kinds)), group)
+            self.kinds = frozenset(kind for kind in hardware.KINDS if kind in slow)
             self._plan()
         report = self.report()
         if report and (not dist.is_initialized() or dist.get_rank() == 0):

@@ -20,7 +20,7 @@ from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, pro
 from booster.mixed_precision.low_precision.recipes import ROLES, Product, Recipe, Role, Wide
 from booster.mixed_precision.low_precision.strategy import LowPrecision
 from booster.ranks.agreement import all_names
-from booster.ranks.communicate import communication_device
+from booster.ranks.communicate import reduced
 
 _logger = logging.getLogger(__name__)
 
@@ -390,8 +390,7 @@ class Pilot:
         empty = torch.zeros(2, dtype=torch.float64, device=device)
         sums = torch.stack([empty if row is None else row for row in rows])
         if self._group is not None:
-            sums = sums.to(communication_device(device, self._group))
-            dist.all_reduce(sums, group=self._group)
+            sums = reduced(sums, dist.ReduceOp.SUM, self._group)
         for key, (noise, signal) in zip(keys, sums.tolist(), strict=True):
             if noise or signal:
                 ratio = math.sqrt(noise / signal) if signal else math.inf

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +24,7 @@ from booster.mixed_precision.low_precision.operands import RoundedWeights
 from booster.mixed_precision.low_precision.recipes import Recipe
 from booster.mixed_precision.policy import DtypePolicy
 from booster.model.modules import bare, places_of
-from booster.ranks.communicate import exchange
+from booster.ranks.agreement import gather
 
 # Under the name that docs/low_precision.md gives users.
 _logger = logging.getLogger("booster.mixed_precision.low_precision.strategy")
@@ -95,8 +94,8 @@ class LinearConversion:
                 timer=self.timer,
             )
             own[shape] = wide, low[recipe.name]
-        for rank in exchange(json.dumps([[*shape, *times] for shape, times in own.items()]).encode(), group):
-            for inputs, outputs, wide, low in json.loads(rank):
+        for times_of_rank in gather([[*shape, *times] for shape, times in own.items()], group):
+            for inputs, outputs, wide, low in times_of_rank:
                 self._times.setdefault((inputs, outputs), (wide, low))  # those of the first rank that has it
 
     def policy(

@@ -16,7 +16,7 @@ from booster.mixed_precision.low_precision.recipes import DelayedScale
 from booster.number_formats import E4M3, E5M2
 from booster.number_formats.scaling import scale_of
 from booster.ranks.agreement import all_names
-from booster.ranks.communicate import communication_device
+from booster.ranks.communicate import reduced
 
 _MATRICES = 3  # of a layer: its input, its weight, and the gradient of its output
 
@@ -81,9 +81,7 @@ class ScaleHistories:
     @torch.no_grad()
     def after_step(self, update: Any, number: int, result: Any) -> None:
         if self._group is not None:
-            there = self._amax.to(communication_device(self._amax.device, self._group))
-            dist.all_reduce(there, dist.ReduceOp.MAX, group=self._group)
-            self._amax.copy_(there)
+            self._amax.copy_(reduced(self._amax, dist.ReduceOp.MAX, self._group))
         newest = torch.where(self._amax > 0, self._amax, self._history[0])
         self._history.copy_(self._history.roll(1, 0))
         self._history[0].copy_(newest)

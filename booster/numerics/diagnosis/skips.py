@@ -24,7 +24,6 @@ from booster.numerics.diagnosis.diagnosis import Diagnosis
 from booster.numerics.diagnosis.meeting import RanksApart
 from booster.numerics.diagnosis.replay import Replay
 from booster.ranks import agreement
-from booster.ranks.communicate import exchange
 from booster.tensors.cast_regions import region
 from booster.update.backward import begin_backward, end_backward, run_backward
 from booster.update.outcome import StepResult
@@ -236,7 +235,7 @@ class PinningWatcher(SkipWatcher):
             return
         own = culprit(self.diagnoses[-1]) if len(self.diagnoses) > before else ""
         own = own.replace(_COMPILED, "")
-        told = {data.decode() for data in exchange(own.encode(), self._group)}
+        told = set(agreement.gather(own, self._group))
         if len(told) > 1 or not own:
             return
         optimizer = passes[0].optimizers[0]

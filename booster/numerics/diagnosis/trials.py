@@ -5,7 +5,6 @@ A module that computes in float32 for the time of a trial.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +21,6 @@ from booster.numerics.diagnosis.cause import Cause, cause_of
 from booster.numerics.diagnosis.meeting import Meeting, RanksApart
 from booster.numerics.diagnosis.replay import Replay, StoppedElsewhere
 from booster.ranks import agreement
-from booster.ranks.communicate import exchange
 from booster.tensors.cast_regions import CastMode, cast_floats, disabled
 from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
 
@@ -189,7 +187,7 @@ class Trials:
         except Exception as error:
             problem = error  # raised once the others know
             report = {"error": f"{type(error).__name__}: {error}"}
-        told = [json.loads(data) for data in exchange(json.dumps(report).encode(), self._group)]
+        told = agreement.gather(report, self._group)
         if problem is not None:
             raise problem
         for rank, each in enumerate(told):
@@ -207,9 +205,6 @@ class Trials:
 
     def _meet(self, failed: bool) -> bool:
         return failed if self._meeting is None else self._meeting.any(failed)
-
-    def _agree(self, failed: bool) -> bool:
-        return bool(agreement.largest(float(failed), self._group))
 
     def first(self) -> Evidence:
         """Replay the step as it is."""
@@ -237,7 +232,9 @@ class Trials:
         named = self._replay.modules
         for name in reversed(cause.chain):
             in_stages = self._replay.is_partial
-            if not self._agree(name in named) or (in_stages and self.is_root(name)):  # no rank calls all of it
+            if not agreement.any_rank(name in named, self._group) or (
+                in_stages and self.is_root(name)
+            ):  # no rank calls all of it
                 continue
             module = named.get(name)  # None where another stage has it
             try:

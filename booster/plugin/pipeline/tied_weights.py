@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from booster.model.dtensors import around
-from booster.ranks.communicate import exchange
+from booster.ranks.agreement import gather
 
 
 class TiedWeights:
@@ -70,8 +69,7 @@ class TiedWeights:
 
     def _check(self) -> None:
         mine = {name: _placed(param) for name, param in self.params.items()}
-        texts = exchange(json.dumps(mine).encode(), self._group or dist.group.WORLD)
-        everyone = [json.loads(text) for text in texts]
+        everyone = gather(mine, self._group or dist.group.WORLD)
         for name in self.ranks:
             placings = {rank: held[name] for rank, held in enumerate(everyone) if name in held}
             if any(placing != placings[min(placings)] for placing in placings.values()):
