@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,13 +20,12 @@ _DEFAULTS = {"steps": 20, "seconds": 60.0, "max_gradient_error": 0.1, "max_memor
 
 def advise(argv: Sequence[str]) -> int:
     """Run `booster advise` with the options `argv`; returns 0, 1 where nothing is within the bounds, 2 for trouble."""
-    parser = argparse.ArgumentParser(
-        prog="booster advise",
-        description="Train a few steps in every precision, and say which to take: by time, memory and errors.",
+    parser = values.command_parser(
+        "advise",
+        "Train a few steps in every precision, and say which to take: by time, memory and errors.",
         epilog="A file defines model_fn, batch, criterion and optimizer_fn, the arguments of booster.numerics.advise; a "
         "function returns them as a dict, or (model, optimizer, batch, criterion). `booster estimate` takes the same. status: "
         "0 there is an answer, 1 nothing is within the bounds, 2 trouble",
-        allow_abbrev=False,
     )
     parser.add_argument("--precisions", type=values.precisions, metavar="A,B", help="names, by commas; all by default")
     parser.add_argument("--steps", type=values.whole(3), metavar="N", help="timed steps of each precision (20)")

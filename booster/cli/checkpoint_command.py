@@ -24,11 +24,7 @@ def checkpoint(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="booster checkpoint",
-        description="List, verify and convert checkpoints of Booster.save.",
-        allow_abbrev=False,
-    )
+    parser = values.command_parser("checkpoint", "List, verify and convert checkpoints of Booster.save.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="{show,verify,convert}")
     show = actions.add_parser("show", help="list what a checkpoint holds", allow_abbrev=False)
     show.add_argument("--json", action="store_true", help="print one JSON object instead of a table")

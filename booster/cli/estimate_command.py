@@ -21,14 +21,13 @@ _PATIENCE = 15.0  # seconds until it is said what takes so long, and between tha
 
 def estimate(argv: Sequence[str]) -> int:
     """Run `booster estimate` with the options `argv`; returns 0, or 1 where nothing could be estimated."""
-    parser = argparse.ArgumentParser(
-        prog="booster estimate",
-        description="Estimate the memory of a training step on one rank. Nothing is allocated, and no ranks are needed.",
-        allow_abbrev=False,
+    parser = values.command_parser(
+        "estimate",
+        "Estimate the memory of a training step on one rank. Nothing is allocated, and no ranks are needed.",
     )
 
     def add(name: str, **settings: Any) -> None:
-        parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), **settings)
+        parser.add_argument(*values.spellings(name), **settings)
 
     add("precision", type=_precisions, default=_PRECISIONS, metavar="A,B", help=f"default: {_PRECISIONS}")
     add(
@@ -102,16 +101,16 @@ def _answer(options: argparse.Namespace) -> str:
     found: list[Any] = []
     batches: dict[str, int] | None = None if options.memory is None else {}
     advice = None
-    with _patience() as doing:
+    with _progress_on_stderr() as current:
         for place, (name, plugin, size) in enumerate(rows, 1):
             where = f"{place} of {len(rows)}, {name}" + ("" if plugin == "single" else f", {plugin} x {size}")
-            doing.now = where
+            current[0] = where
             chosen: dict[str, Any] = {"precision": precisions[name], "plugin": plugin, "world_size": size, **ways}
             with _hinted():
                 each = dataclasses.replace(estimate_one(*parts, **chosen), precision=name)
             found.append(each)
             if batches is not None:
-                doing.now = f"{where}: the largest batch that fits"
+                current[0] = f"{where}: the largest batch that fits"
 
                 def peak(size: int, chosen: Any = chosen) -> int:
                     batch = resized(job.batch, size)
@@ -134,16 +133,10 @@ def _answer(options: argparse.Namespace) -> str:
     return f"{advice}\n" if advice else ""
 
 
-class _Doing:
-    """now: what is being estimated."""
-
-    now = ""
-
-
 @contextmanager
-def _patience() -> Iterator[_Doing]:
-    """Say on stderr, where it takes long, how far it is and what takes so long."""
-    doing, done, began = _Doing(), threading.Event(), time.monotonic()
+def _progress_on_stderr() -> Iterator[list[str]]:
+    """Say on stderr, where it takes long, how far it is and why; yields a list with what is being estimated now."""
+    current, done, began = [""], threading.Event(), time.monotonic()
 
     def watch() -> None:
         why = (
@@ -151,19 +144,15 @@ def _patience() -> Iterator[_Doing]:
             "forward pass, have many; shorter sequences or fewer of --precision and --plugin take less"
         )
         while not done.wait(_PATIENCE):
-            if not doing.now:
-                continue
-            print(
-                f"booster estimate: {doing.now}, after {time.monotonic() - began:.0f} s{why}",
-                file=sys.stderr,
-                flush=True,
-            )
-            why = ""
+            if current[0]:
+                seconds = time.monotonic() - began
+                print(f"booster estimate: {current[0]}, after {seconds:.0f} s{why}", file=sys.stderr, flush=True)
+                why = ""
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
-        yield doing
+        yield current
     finally:
         done.set()
         watcher.join()

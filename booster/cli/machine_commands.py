@@ -1,13 +1,7 @@
-"""`booster check`: what this machine has, and which precisions run on it at what speed.
-
-`booster env`: what a bug report needs to know of this machine.
-
-Short timings of each precision: a matrix product, a convolution and an attention, forward and backward.
-"""
+"""`booster check` and `booster env`: what this machine has, how fast each precision is on it, and what a bug report needs."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -20,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
-from booster.cli.option_values import wrapped
+from booster.cli.option_values import command_parser, wrapped
 from booster.common.installed import find_apex, version_of
 from booster.common.text import columns
 from booster.common.torch_internals.tensor_internals import scaled_matmul
@@ -141,28 +136,68 @@ _PROBE_SECONDS = 0.4
 
 def check(argv: Sequence[str]) -> int:
     """Run `booster check` with the options `argv`; print a table, or JSON with --json, and return 0."""
-    parser = argparse.ArgumentParser(
-        prog="booster check",
-        description="Report versions, devices, process-group backends and the speed of each precision here.",
-        allow_abbrev=False,
+    return _printed(
+        argv,
+        "check",
+        "Report versions, devices, process-group backends and the speed of each precision here.",
+        _collect,
+        _as_text,
     )
+
+
+def env(argv: Sequence[str]) -> int:
+    """Run `booster env` with the options `argv`; print a table, or JSON with --json, and return 0. Nothing is timed."""
+    return _printed(
+        argv,
+        "env",
+        "Report what a bug report needs: versions, machine, devices, settings of torch, launcher's variables.",
+        _collect_environment,
+        _environment_as_text,
+    )
+
+
+def _printed(
+    argv: Sequence[str],
+    name: str,
+    description: str,
+    collect: Callable[[], dict[str, Any]],
+    as_text: Callable[[dict[str, Any]], str],
+) -> int:
+    parser = command_parser(name, description)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(list(argv))
-    report = _collect()
-    print(json.dumps(report, indent=2) if options.json else _as_text(report))
+    report = collect()
+    print(json.dumps(report, indent=2) if options.json else as_text(report))
     return 0
 
 
-def _collect() -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
+def _backends() -> list[str]:
+    known = ("gloo", "nccl", "mpi", "ucc", "xccl")
+    return [name for name in known if dist.is_available() and dist.is_backend_available(name)]
 
+
+def _device(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+    }
+
+
+def _device_rows(devices: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [
+        (f"cuda:{index}", f"{each['name']}, capability {each['capability']}, {each['memory_gib']} GiB")
+        for index, each in enumerate(devices)
+    ]
+
+
+def _collect() -> dict[str, Any]:
     import booster
     from booster.mixed_precision.hardware import all_half_units, half_units, slow_products
 
     num_gpus = torch.cuda.device_count()
     device = torch.device("cuda", 0) if num_gpus else torch.device("cpu")
-    backends = ("gloo", "nccl", "mpi", "ucc", "xccl")
     apex = find_apex()
     return {
         "versions": {
@@ -182,16 +217,9 @@ def _collect() -> dict[str, Any]:
                 "half_units_used": list(half_units()),
                 "in_float32": {name: sorted(slow_products(_DTYPES[name])) for name in ("bf16", "fp16")},
             },
-            "cuda": [
-                {
-                    "name": torch.cuda.get_device_name(index),
-                    "capability": ".".join(map(str, torch.cuda.get_device_capability(index))),
-                    "memory_gib": round(torch.cuda.get_device_properties(index).total_memory / 2**30, 1),
-                }
-                for index in range(num_gpus)
-            ],
+            "cuda": [_device(index) for index in range(num_gpus)],
         },
-        "backends": [name for name in backends if dist.is_available() and dist.is_backend_available(name)],
+        "backends": _backends(),
         "apex": {"kind": apex.kind, "message": apex.message, "location": apex.location, "version": apex.version},
         "probed_device": str(device),
         "precisions": [probe.as_dict() for probe in probe_all(device, _PROBE_SECONDS)],
@@ -204,10 +232,7 @@ def _as_text(report: dict[str, Any]) -> str:
     rows.append(("cpu", f"{cpu['cores']} threads, {cpu['capability']}, units for halves: {_units(cpu)}"))
     if any(cpu["in_float32"].values()):
         rows.append(("half_products", _in_float32(cpu["in_float32"])))
-    for index, gpu in enumerate(report["devices"]["cuda"]):
-        rows.append((f"cuda:{index}", f"{gpu['name']}, capability {gpu['capability']}, {gpu['memory_gib']} GiB"))
-    if not report["devices"]["cuda"]:
-        rows.append(("cuda", "no device visible"))
+    rows += _device_rows(report["devices"]["cuda"]) or [("cuda", "no device visible")]
     rows.append(("backends", ", ".join(report["backends"]) or "none"))
     rows.append(("apex", report["apex"]["message"]))
     header = ("precision", "operation", "shape", "ms", "GFLOP/s", "against fp32")
@@ -276,27 +301,9 @@ _STEERING = re.compile(
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|JWT|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
-def env(argv: Sequence[str]) -> int:
-    """Run `booster env` with the options `argv`; print a table, or JSON with --json, and return 0. Nothing is timed."""
-    parser = argparse.ArgumentParser(
-        prog="booster env",
-        description="Report what a bug report needs: versions, machine, devices, settings of torch, launcher's variables.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    options = parser.parse_args(list(argv))
-    report = _collect_environment()
-    print(json.dumps(report, indent=2) if options.json else _environment_as_text(report))
-    return 0
-
-
 def _collect_environment() -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
-
     import booster
 
-    backends = ("gloo", "nccl", "mpi", "ucc", "xccl")
     packages = {name: version_of(name) for name in _PACKAGES}
     return {
         "versions": {
@@ -321,7 +328,7 @@ def _collect_environment() -> dict[str, Any]:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
             "devices": [_device(index) for index in range(torch.cuda.device_count())],
         },
-        "backends": [name for name in backends if dist.is_available() and dist.is_backend_available(name)],
+        "backends": _backends(),
         "settings": _settings(),
         "variables": {
             name: "(not shown)" if _SECRET.search(name) else value
@@ -333,8 +340,6 @@ def _collect_environment() -> dict[str, Any]:
 
 def _settings() -> dict[str, Any]:
     """What scripts and libraries change in torch, and numbers or speed with it."""
-    import torch
-
     deterministic = "on" if torch.are_deterministic_algorithms_enabled() else "off"
     if torch.is_deterministic_algorithms_warn_only_enabled():
         deterministic = "warn"
@@ -344,17 +349,6 @@ def _settings() -> dict[str, Any]:
         "deterministic_algorithms": deterministic,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "num_threads": torch.get_num_threads(),
-    }
-
-
-def _device(index: int) -> dict[str, Any]:
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    return {
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "memory_gib": round(properties.total_memory / 2**30, 1),
     }
 
 
@@ -376,17 +370,13 @@ def _memory_gib() -> float | None:
 
 def _environment_as_text(report: dict[str, Any]) -> str:
     cuda = report["cuda"]
-    devices = [
-        (f"cuda:{index}", f"{device['name']}, capability {device['capability']}, {device['memory_gib']} GiB")
-        for index, device in enumerate(cuda["devices"])
-    ]
     rows = [
         *report["versions"].items(),
         *report["packages"].items(),
         ("apex", report["apex"]),
         *report["machine"].items(),
         ("cuda", ", ".join(f"{name} {cuda[name]}" for name in ("built_for", "cudnn", "nccl") if cuda[name]) or None),
-        *(devices or [("devices", "no CUDA device visible")]),
+        *(_device_rows(cuda["devices"]) or [("devices", "no CUDA device visible")]),
         ("backends", ", ".join(report["backends"]) or "none"),
         *report["settings"].items(),
         *report["variables"].items(),

@@ -1,7 +1,4 @@
-"""What options of commands take: text to values, refused by argparse where it is none, so that the option is named.
-
-How a command ends that cannot go on: one line on stderr and a status, or quietly, where nobody reads on.
-"""
+"""What the commands share: their parsers, values of options, lines broken for the terminal, and ends with a status."""
 
 from __future__ import annotations
 
@@ -18,6 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from booster.common.untrusted_files import printable
+
+
+def command_parser(name: str, description: str, *, epilog: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of `booster NAME`."""
+    return argparse.ArgumentParser(prog=f"booster {name}", description=description, epilog=epilog, allow_abbrev=False)
+
+
+def spellings(name: str) -> list[str]:
+    """Return the two ways in which an option is written, --like_this and --like-this."""
+    return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
 
 
 def width(otherwise: int) -> int:

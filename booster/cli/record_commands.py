@@ -1,11 +1,7 @@
-"""`booster report`: what a run did, from the record that it wrote.
-
-`booster compare`: where two runs part by more than their formats explain.
-"""
+"""`booster report` and `booster compare`: what runs did, and where two of them part, from the records that they wrote."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 
@@ -16,9 +12,7 @@ from booster.common.untrusted_files import replace_regular
 
 def report(argv: Sequence[str]) -> int:
     """Run `booster report` with the options `argv`; returns 0, or 1 where there is no record, or a damaged one."""
-    parser = argparse.ArgumentParser(
-        prog="booster report", description="Show what a run did, from the record of Booster.record.", allow_abbrev=False
-    )
+    parser = values.command_parser("report", "Show what a run did, from the record of Booster.record.")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     output.add_argument(
@@ -33,10 +27,7 @@ def report(argv: Sequence[str]) -> int:
         "folder", type=values.file_path, nargs="?", metavar="FOLDER", help="the folder given to Booster.record"
     )
     options = parser.parse_args(list(argv))
-    if options.folder is None and options.html not in (
-        None,
-        True,
-    ):  # `--html FOLDER`, which argparse takes for the page
+    if options.folder is None and options.html not in (None, True):  # `--html FOLDER`: argparse takes it for the page
         options.folder, options.html = options.html, True
     if options.folder is None:
         parser.error("the following arguments are required: FOLDER")
@@ -61,11 +52,10 @@ def report(argv: Sequence[str]) -> int:
 
 def compare(argv: Sequence[str]) -> int:
     """Run `booster compare` with the options `argv`; returns 0 where the runs are alike, 1 where they part, 2 for trouble."""
-    parser = argparse.ArgumentParser(
-        prog="booster compare",
-        description="Say in which step two runs part by more than their formats explain, and by which parameter.",
+    parser = values.command_parser(
+        "compare",
+        "Say in which step two runs part by more than their formats explain, and by which parameter.",
         epilog="status: 0 the runs are alike, 1 they part, 2 trouble",
-        allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("a", type=values.file_path, metavar="RUN_A", help="a folder that was given to Booster.record")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from booster.cli.hosts import is_host_name
+from booster.cli.option_values import spellings
 
 DEFAULT_MASTER_PORT = 29500
 
@@ -48,107 +50,29 @@ def parse(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namesp
     return parser, options
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="booster run",
-        usage="booster run [options] [-m] script [arguments of the script]",
-        description="Start a script as the ranks of one job; it calls booster.launch_from_torch().",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _ranged(low: int, high: int, what: str) -> Callable[[str], int]:
+    """Return what reads whole numbers from `low` to `high`. what: what one of them is, for the message."""
 
-    def add(name: str, **settings: object) -> None:
-        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        parser.add_argument(*spellings, **settings)  # type: ignore[arg-type]
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
 
-    add(
-        "nproc_per_node", type=_process_number, metavar="N|gpu|cpu", help="processes on each node (default: GPUs, or 1)"
-    )
-    add("nnodes", type=_positive, metavar="N", help="number of nodes, when this command is run on each (default: 1)")
-    add("node_rank", type=_natural, metavar="R", help="this node's index, from 0")
-    add(
-        "master_addr",
-        type=_address,
-        metavar="ADDR",
-        help="address of node 0 (default: this machine, or the first host)",
-    )
-    add(
-        "master_port",
-        type=_port,
-        metavar="PORT",
-        help=f"port of node 0 (default: a free one on one node, {DEFAULT_MASTER_PORT} on several)",
-    )
-    add("host", metavar="H1,H2", help="start the job on these machines by ssh; the first is node 0")
-    add("hostfile", metavar="FILE", help="the same from a file: one `HOST` or `HOST slots=N` a line, # comments")
-    add("include", metavar="H1,H2", help="use only these hosts of the hostfile")
-    add("exclude", metavar="H1,H2", help="use all hosts of the hostfile but these")
-    add("ssh_port", type=_port, metavar="PORT", help="port of the ssh servers (default: 22)")
-    add("env", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable on all nodes; may be repeated")
-    add("max_restarts", type=_natural, default=0, metavar="N", help="relaunch the whole job up to N times (default: 0)")
-    add(
-        "grace_seconds",
-        type=_natural,
-        default=30,
-        metavar="S",
-        help="seconds that ranks have to save and end after SIGTERM, before they are killed (default: 30)",
-    )
-    add(
-        "timeout",
-        type=_seconds,
-        metavar="S",
-        help="seconds that a collective waits for other ranks before it fails, where the script names none (default: torch's)",
-    )
-    add(
-        "log_dir",
-        type=_directory,
-        metavar="DIR",
-        help="keep each rank's stdout and stderr under DIR, and show them on the console",
-    )
-    add(
-        "tee",
-        type=_streams,
-        metavar="0-3",
-        help="streams shown line by line with the rank in front: 1 stdout, 2 stderr, 3 both, 0 none; or RANK:N,RANK:N",
-    )
-    add("watch_stdin", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as in `python -m`")
-    # In one, since argparse takes away a "--" between two.
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="script", help="the file to run (with -m: the module)"
-    )
-    return parser
+    return read
 
 
-def _whole(text: str, low: int, high: int, what: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return value
-
-
-def _positive(text: str) -> int:
-    return _whole(text, 1, 2**31 - 1, "a whole number of at least 1")
-
-
-def _seconds(text: str) -> int:
-    return _whole(text, 1, 10**9, "a whole number of seconds, at least 1")
-
-
-def _natural(text: str) -> int:
-    return _whole(text, 0, 2**31 - 1, "a whole number of at least 0")
-
-
-def _port(text: str) -> int:
-    return _whole(text, 1, 65535, "a port from 1 to 65535")
+_positive = _ranged(1, 2**31 - 1, "a whole number of at least 1")
+_natural = _ranged(0, 2**31 - 1, "a whole number of at least 0")
+_port = _ranged(1, 65535, "a port from 1 to 65535")
 
 
 def _process_number(text: str) -> str:
     if text not in ("gpu", "cpu"):
-        _whole(text, 1, 2**31 - 1, "a whole number of at least 1, 'gpu' or 'cpu'")
+        _ranged(1, 2**31 - 1, "a whole number of at least 1, 'gpu' or 'cpu'")(text)
     return text
 
 
@@ -168,3 +92,76 @@ def _streams(text: str) -> str:
     if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not 0, 1, 2 or 3, nor a list such as 0:3,1:2")
     return text
+
+
+# name, what reads it, how its value is shown, default, help
+_OPTIONS: tuple[tuple[str, Callable[[str], Any] | None, str, Any, str], ...] = (
+    ("nproc_per_node", _process_number, "N|gpu|cpu", None, "processes on each node (default: GPUs, or 1)"),
+    ("nnodes", _positive, "N", None, "number of nodes, when this command is run on each (default: 1)"),
+    ("node_rank", _natural, "R", None, "this node's index, from 0"),
+    ("master_addr", _address, "ADDR", None, "address of node 0 (default: this machine, or the first host)"),
+    (
+        "master_port",
+        _port,
+        "PORT",
+        None,
+        f"port of node 0 (default: a free one on one node, {DEFAULT_MASTER_PORT} on several)",
+    ),
+    ("host", None, "H1,H2", None, "start the job on these machines by ssh; the first is node 0"),
+    ("hostfile", None, "FILE", None, "the same from a file: one `HOST` or `HOST slots=N` a line, # comments"),
+    ("include", None, "H1,H2", None, "use only these hosts of the hostfile"),
+    ("exclude", None, "H1,H2", None, "use all hosts of the hostfile but these"),
+    ("ssh_port", _port, "PORT", None, "port of the ssh servers (default: 22)"),
+    ("env", None, "NAME[=VALUE]", [], "set a variable on all nodes; may be repeated"),
+    ("max_restarts", _natural, "N", 0, "relaunch the whole job up to N times (default: 0)"),
+    (
+        "grace_seconds",
+        _natural,
+        "S",
+        30,
+        "seconds that ranks have to save and end after SIGTERM, before they are killed (default: 30)",
+    ),
+    (
+        "timeout",
+        _ranged(1, 10**9, "a whole number of seconds, at least 1"),
+        "S",
+        None,
+        "seconds that a collective waits for other ranks before it fails, where the script names none (default: torch's)",
+    ),
+    (
+        "log_dir",
+        _directory,
+        "DIR",
+        None,
+        "keep each rank's stdout and stderr under DIR, and show them on the console",
+    ),
+    (
+        "tee",
+        _streams,
+        "0-3",
+        None,
+        "streams shown line by line with the rank in front: 1 stdout, 2 stderr, 3 both, 0 none; or RANK:N,RANK:N",
+    ),
+)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="booster run",
+        usage="booster run [options] [-m] script [arguments of the script]",
+        description="Start a script as the ranks of one job; it calls booster.launch_from_torch().",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name, read, metavar, default, text in _OPTIONS:
+        repeated: Any = {"action": "append"} if isinstance(default, list) else {"type": read}
+        parser.add_argument(*spellings(name), metavar=metavar, default=default, help=text, **repeated)
+    # Of nodes that the launcher starts on other machines.
+    parser.add_argument(*spellings("watch_stdin"), action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as in `python -m`")
+    # One argument, since argparse takes away a "--" between two.
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="script", help="the file to run (with -m: the module)"
+    )
+    return parser
