@@ -19,8 +19,8 @@ from booster.capture.learning_rates import Course, Rates
 from booster.capture.posture import Cells, Posture
 from booster.capture.reads import origin_of
 from booster.capture.refusals import check_optimizers
-from booster.capture.rewind import Rewind
 from booster.common import arguments
+from booster.common.snapshot import StateSnapshot
 from booster.data.boosted import to_device
 from booster.interface.optimizer import OptimizerWrapper
 from booster.masters.masters import Masters
@@ -224,11 +224,11 @@ class CapturedStep:
     def _record(self, batch: Any, posture: Posture) -> _Graph:
         """Run `train_step` once for its launches alone; on the host it is a whole step. Where it raises it is none: nothing was
         launched, and what this library keeps is put back."""
-        before = Rewind([*self._roots, *self._optimizers, self._passes], of_memory=False)
+        before = StateSnapshot([*self._roots, *self._optimizers, self._passes], numbers=False)
         try:
             return self._recorded(batch, posture)
         except BaseException:
-            before.put_back()
+            before.restore()
             raise
 
     def _recorded(self, batch: Any, posture: Posture) -> _Graph:

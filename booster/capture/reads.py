@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from booster.capture.rewind import Rewind
+from booster.common.snapshot import StateSnapshot
 from booster.common.torch_internals.tensor_internals import TorchDispatchMode, storage_key
 from booster.tensors.trees import tensors
 
@@ -54,23 +54,27 @@ class Reads:
     """Notes in `found`, inside `watched`, what waits for a device, or would if the tensors here lay on one.
 
     Where `device` is a CPU, tensors are taken for ones of a GPU; but for those that are made from numbers without a device
-    being named, which lie on the host on every machine, and `on_host`. rewind: told of what is written, and of generators.
+    being named, which lie on the host on every machine, and `on_host`. snapshot: told of what is written, and of generators.
     origin: file and line where nothing else is known of the user's.
     """
 
     def __init__(
-        self, rewind: Rewind, origin: tuple[str, int], device: torch.device, on_host: Sequence[torch.Tensor] = ()
+        self,
+        snapshot: StateSnapshot,
+        origin: tuple[str, int],
+        device: torch.device,
+        on_host: Sequence[torch.Tensor] = (),
     ) -> None:
         self.found: dict[str, None] = {}
         self.on = False
-        self._rewind = rewind
+        self._snapshot = snapshot
         self._origin = origin
         self._device = device
         self._host = {storage_key(tensor): tensor.untyped_storage() for tensor in on_host}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        with _Calls(self) as calls, _Operations(self, self._rewind, calls):
+        with _Calls(self) as calls, _Operations(self, self._snapshot, calls):
             yield
 
     def note(self, what: str) -> None:
@@ -140,18 +144,18 @@ class _Calls(TorchFunctionMode):
 class _Operations(TorchDispatchMode):
     """Sees every operation, those of a backward pass too."""
 
-    def __init__(self, reads: Reads, rewind: Rewind, calls: _Calls) -> None:
+    def __init__(self, reads: Reads, snapshot: StateSnapshot, calls: _Calls) -> None:
         super().__init__()
-        self._reads, self._rewind, self._calls = reads, rewind, calls
+        self._reads, self._snapshot, self._calls = reads, snapshot, calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in tensors(list(written(func, args, kwargs))):
             if _plain(tensor):
-                self._rewind.memory.keep(tensor)
+                self._snapshot.memory.keep(tensor)
         generator = kwargs.get("generator")
         if generator is not None:
-            self._rewind.keep_generator(generator)
+            self._snapshot.keep_generator(generator)
         given = list(tensors((args, kwargs)))
         there = bool(given) and not all(map(self._reads.lies_on_host, given))
         if there and _waits(func, args):

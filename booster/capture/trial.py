@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from booster.capture.reads import Reads, origin_of
-from booster.capture.rewind import Rewind, schedules_of
+from booster.common.snapshot import StateSnapshot
 from booster.common.torch_internals.autograd_internals import compiler_is_loaded
 from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.scheduler import LRSchedulerWrapper
 from booster.update.application import decides_on_device, honours_grad_scale
 from booster.update.choice import Stepping, on_device, update_on_device
 from booster.update.context import UpdateContext
@@ -38,9 +41,9 @@ def reads_of(
     for optimizer in optimizers:
         optimizer.settle()
         optimizer.wait_for_weights()
-    rewind = Rewind([*roots, *optimizers, *schedules_of(optimizers)])
+    snapshot = StateSnapshot([*roots, *optimizers, *_schedules_of(optimizers)])
     origin = origin_of(train_step)
-    reads = Reads(rewind, origin, device, _counts_on_host(optimizers))
+    reads = Reads(snapshot, origin, device, _counts_on_host(optimizers))
     # Compiled code shows no operations. Importing the compiler where nothing is compiled would take seconds.
     eager = torch.compiler.set_stance("force_eager") if compiler_is_loaded() else nullcontext()
     try:
@@ -56,7 +59,7 @@ def reads_of(
             finally:
                 reads.on = False
     finally:
-        rewind.put_back()
+        snapshot.restore()
     return list(reads.found)
 
 
@@ -125,3 +128,15 @@ def _numbers_watched(optimizers: Sequence[OptimizerWrapper], reads: Reads) -> It
             groups[:] = [_Group(group, index, reads, by_ours=late) for index, group in enumerate(groups)]
             stack.callback(groups.__setitem__, slice(None), before)
         yield
+
+
+def _schedules_of(optimizers: Iterable[OptimizerWrapper]) -> list[Any]:
+    """Return the schedulers of `optimizers` in this process, boosted and others: nobody else knows who they are."""
+    theirs = {id(each) for wrapper in optimizers for each in (wrapper, wrapper.unwrap())}
+    found: list[Any] = []
+    for each in gc.get_objects():
+        if issubclass(type(each), LRSchedulerWrapper):
+            found += [each, vars(each).get("scheduler")]
+        elif issubclass(type(each), LRScheduler) and id(vars(each).get("optimizer")) in theirs:
+            found.append(each)
+    return found

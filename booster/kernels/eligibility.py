@@ -94,7 +94,7 @@ def _refusal(update: Update, context: UpdateContext, device: torch.device) -> st
         return "its steps are logged, by the host (verbose=True)"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    from booster.kernels.interpreted import IS_INTERPRETED
+    from booster.kernels.launches import IS_INTERPRETED
 
     if device.type not in ("cuda", "cpu") or (device.type == "cpu") != IS_INTERPRETED:
         return f"its parameters lie on {device.type}; TRITON_INTERPRET=1, set before, runs kernels on a CPU, and only there"

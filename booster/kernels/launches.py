@@ -292,3 +292,7 @@ def update(
     CLOSE0(p0, q0, start, offsets, mask, s0, random_bits + 64, TILE)
     CLOSE1(p1, q1, start, offsets, mask, s1, random_bits + 128, TILE)
     CLOSE2(p2, q2, start, offsets, mask, s2, random_bits + 192, TILE)
+
+
+# Triton takes TRITON_INTERPRET into account where a kernel is defined: then these run on CPU tensors.
+IS_INTERPRETED = not isinstance(decide, triton.runtime.JITFunction)

@@ -70,7 +70,7 @@ def rounded(
     Cost: two launches, of blocks one, with `given` three, of which the first reads nothing where the scale is known.
     """
     from booster.kernels.launch_cache import current
-    from booster.kernels.rounding import BLOCKS, ROW, TENSOR, largest_of, note, write
+    from booster.kernels.rounding import BLOCKS, ROW, TENSOR, largest_of, track_largest, write
 
     if not (x.is_contiguous() or x.t().is_contiguous()):
         x = x.contiguous()
@@ -113,7 +113,7 @@ def rounded(
             **sizes,
         )
         if given is not None:
-            note[(1,)](seen, tiles, given, largest, scale, LARGEST=target.largest, BLOCK=_BLOCK)
+            track_largest[(1,)](seen, tiles, given, largest, scale, LARGEST=target.largest, BLOCK=_BLOCK)
     made = Scaled(values, scale, None, scaling)
     return made, None if other is None else replace(made, values=other, scale=scale.t().contiguous())
 
@@ -126,8 +126,8 @@ def rounded_to_fours(
     rotates: after `rotation.rotated`. stochastic: with the noise of what is rounded, see `noise_of`. Numbers are in bfloat16.
     Cost: two launches, both of which read the matrix.
     """
-    from booster.kernels.four_bits import look, write_fours
     from booster.kernels.launch_cache import current
+    from booster.kernels.rounding import largest_of_rotated, write_fours
 
     if not (x.is_contiguous() or x.t().is_contiguous()):
         x = x.contiguous()
@@ -149,7 +149,7 @@ def rounded_to_fours(
     sizes["SIGNS"] = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0) if rotates else -1
     x = x.detach()
     with current(x.device):
-        look[(parts,)](x, partials, sums, rows, columns, *lies, splits, **sizes)
+        largest_of_rotated[(parts,)](x, partials, sums, rows, columns, *lies, splits, **sizes)
         write_fours[(above * -(-filled // width),)](
             *(x, values, scale, outer, partials, sums, rows, columns, filled, *lies, parts),
             DOWN=down,

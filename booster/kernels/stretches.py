@@ -15,10 +15,8 @@ from torch.optim import Optimizer
 
 from booster.kernels.arithmetic import BFLOAT16, FLOAT16, FLOAT32
 from booster.kernels.rule import Rule
-from booster.kernels.states import ENCODINGS, StateForm
-from booster.kernels.states import FULL as FULL_STATE
 from booster.kernels.table import Stretch, beside, places_of
-from booster.kernels.weights import FORMS, FULL
+from booster.kernels.weights import ENCODINGS, FORMS, FULL, FULL_STATE, StateForm
 from booster.masters.bucket import Bucket
 from booster.masters.quantized_state import QuantizedState
 from booster.shards import Shards

@@ -14,8 +14,7 @@ from booster.kernels.arithmetic import BFLOAT16, FLOAT16, FLOAT32
 from booster.kernels.launch_cache import CompiledKernels
 from booster.kernels.launches import BLOCK, COLUMNS, SCALARS, TILE, measure
 from booster.kernels.rule import MOST_STATES
-from booster.kernels.states import ABSENT, StateForm
-from booster.kernels.weights import WeightForm
+from booster.kernels.weights import NO_STATE, StateForm, WeightForm
 from booster.masters.quantized_state import QuantizedState
 
 RESIDUAL, GRADIENT, STATES = 1, 2, 3  # columns: of an address, of another, and the first of the addresses of states
@@ -228,7 +227,7 @@ def places_of(states: Sequence[Any], offset: int) -> tuple[tuple[int, ...], tupl
 
 
 def _constants(each: Stretch, dtype: int) -> dict[str, Any]:
-    encodings = (*each.encodings, *(ABSENT,) * (MOST_STATES - len(each.encodings)))
+    encodings = (*each.encodings, *(NO_STATE,) * (MOST_STATES - len(each.encodings)))
     constants = {"FLAGS": each.flags, "LOAD": each.form.load, "STORE": each.form.store, "HALF": each.half}
     for index, encoding in enumerate(encodings):
         constants |= {f"OPEN{index}": encoding.open, f"CLOSE{index}": encoding.close}

@@ -75,7 +75,7 @@ class Gradients:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is not listened to: who listens, such as an open record, knows this one.
-        return {**self.__dict__, "listeners": [], "noted": None}
+        return {**self.__dict__, "listeners": [], "mutation_check": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
+from booster.common.snapshot import StateSnapshot
 from booster.loss_scaler import LossScaler
 from booster.model.dtensors import is_dtensor
 from booster.model.optimizer_states import differences
@@ -81,19 +81,24 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
         moved = _moved(update, state, rest)
     agreement.require_alike(repr(moved), "the tensors that change their layout among ranks", update.gradients.group)
     before = implementation(optimizer)
-    undo = _undo_all(optimizer, scaler)
-    with (
-        _on_error(undo),
-        agreement.all_or_none(update.gradients.group, "load its optimizer state"),
-        update.shards.local(),
-    ):
-        if own.scale:
-            _load_scale(scaler, own.scale)
-        groups = [dict(group) for group in optimizer.param_groups]
-        take_over_states = update.optimizer_state.read_state_dict(*cut(update, state, rest))
-        weights = {param: update.shards.distribute(value, param) for param, value in values.items()}
-        keep_implementation(optimizer, before)
-        _check_options(groups, optimizer.param_groups)
+    snapshot, scale = StateSnapshot([optimizer], numbers=False, random=False), scaler.state_dict()
+
+    def undo() -> None:
+        snapshot.restore()
+        scaler.load_state_dict(scale)
+
+    try:
+        with agreement.all_or_none(update.gradients.group, "load its optimizer state"), update.shards.local():
+            if own.scale:
+                _load_scale(scaler, own.scale)
+            groups = [dict(group) for group in optimizer.param_groups]
+            take_over_states = update.optimizer_state.read_state_dict(*cut(update, state, rest))
+            weights = {param: update.shards.distribute(value, param) for param, value in values.items()}
+            keep_implementation(optimizer, before)
+            _check_options(groups, optimizer.param_groups)
+    except BaseException:
+        undo()
+        raise
 
     def take_over() -> None:
         with update.shards.local():
@@ -302,49 +307,3 @@ def _load_scale(scaler: LossScaler, state: dict[str, Any]) -> None:
             f"the loss scale in the optimizer state, state[{STATE_KEY!r}]['loss_scaler'], does not load: {error}; "
             f"{_KEEP_SCALE}"
         ) from error
-
-
-# ---------------------------------------------------------------------- undoing
-
-
-@contextmanager
-def _on_error(undo: Callable[[], None]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        undo()
-        raise
-
-
-def _undo_all(optimizer: Optimizer, scaler: LossScaler) -> Callable[[], None]:
-    """Return what restores the containers of `optimizer`, not its tensors, and `scaler` as they are now."""
-    restore, scale = _undo(optimizer), scaler.state_dict()
-
-    def undo() -> None:
-        restore()
-        scaler.load_state_dict(scale)
-
-    return undo
-
-
-def _undo(optimizer: Optimizer) -> Callable[[], None]:
-    attributes = dict(vars(optimizer))
-    inner = [_undo(value) for value in attributes.values() if isinstance(value, Optimizer)]
-    held: list[Any] = [optimizer.state, *optimizer.param_groups]
-    held += [entry for entry in optimizer.state.values() if isinstance(entry, dict)]
-    mappings = [(mapping, dict(mapping)) for mapping in held]
-    groups: Any = optimizer.param_groups
-    lists = [(items, list(items)) for items in (groups, *(group["params"] for group in groups))]
-
-    def undo() -> None:
-        vars(optimizer).clear()
-        vars(optimizer).update(attributes)
-        for mapping, entries in mappings:
-            mapping.clear()
-            mapping.update(entries)
-        for items, content in lists:
-            items[:] = content
-        for again in inner:
-            again()
-
-    return undo

@@ -4,19 +4,19 @@ import triton
 import triton.language as tl
 
 from booster.kernels.arithmetic import half_bits, plain_bits, store_half
-from booster.kernels.rules.adam import _body, _prepare
+from booster.kernels.rules import _adam, _prepare_adam
 
 
 @triton.jit
 def slow_body(w, g, m, v, most, decay, rise, beta2, rise2, size, root, eps, lr, FLAGS: tl.constexpr):
     """Updates that are a thousandth too small."""
-    return _body(w, g, m, v, most, decay, rise, beta2, rise2, size * 0.999, root, eps, lr, FLAGS)
+    return _adam(w, g, m, v, most, decay, rise, beta2, rise2, size * 0.999, root, eps, lr, FLAGS)
 
 
 @triton.jit
 def no_corrections(row, step):
     """Of Adam, with every step taken for the first."""
-    return _prepare(row, step * 0.0 + 1.0)
+    return _prepare_adam(row, step * 0.0 + 1.0)
 
 
 @triton.jit

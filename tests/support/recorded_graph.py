@@ -20,8 +20,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from booster.capture.reads import _waits, written
+from booster.common.snapshot import MemorySnapshot
 from booster.common.torch_internals.tensor_internals import TorchDispatchMode, storage_key
-from booster.numerics.diagnosis.replay import Memory
 from booster.tensors.trees import map_tensors, tensors
 
 T = TypeVar("T")
@@ -41,14 +41,14 @@ class RecordedGraphs:
         return body()
 
     def record(self, body: Callable[[], T], generators: Iterable[torch.Generator]) -> tuple[T, Callable[[], None]]:
-        memory, random = Memory(), torch.get_rng_state()
+        memory, random = MemorySnapshot(), torch.get_rng_state()
         states = [(generator, generator.get_state()) for generator in generators]
         recording = _Recording(memory)
         try:
             with recording, _launches(recording), _compiled(recording):
                 result = body()
         finally:
-            memory.write_back()
+            memory.restore()
             torch.set_rng_state(random)
             for generator, state in states:
                 generator.set_state(state)
@@ -136,7 +136,7 @@ def _compiled(recording: Any) -> Iterator[None]:
 
 
 class _Recording(TorchDispatchMode):
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MemorySnapshot) -> None:
         super().__init__()
         self.operations: list[Callable[[], None]] = []
         self._made: list[torch.Tensor] = []

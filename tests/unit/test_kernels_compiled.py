@@ -22,8 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from torch.optim import SGD, Adagrad, AdamW, RMSprop
-from booster.kernels import launches, states, weights
-from booster.kernels.rules import lion, rule_of
+from booster.kernels import launches, weights
+from booster.kernels.rules import lion_rule, rule_of
 from booster.kernels.rule import MOST_NUMBERS
 from booster.kernels.arithmetic import BFLOAT16, FLOAT16, FLOAT32
 import torch
@@ -54,7 +54,7 @@ def compiled(name, kernel, types, constants, warps=4, asks=False):
         spilled[name] = int(registers[1]) * warps * 32, int(spills[1])
 
 param = torch.nn.Parameter(torch.zeros(1))
-rules = [rule_of(kind([param], lr=0.1)) for kind in (SGD, AdamW, RMSprop, Adagrad)] + [lion.lion_rule(SGD)]
+rules = [rule_of(kind([param], lr=0.1)) for kind in (SGD, AdamW, RMSprop, Adagrad)] + [lion_rule(SGD)]
 sizes = {"COLUMNS": launches.COLUMNS, "TILE": launches.TILE}
 read = {"table": "*i64", "tiles": "*i32", "partials": "*fp64"}
 compiled("measure", launches.measure, read, {**sizes, "zeros": None})
@@ -72,30 +72,30 @@ whole = dict(zip(names.split(), types.split(), strict=True))
 maybe = {"partials", "zeros", "found_in", "carried", "pending", "scale", "growth", "hysteresis", "seed"}
 for rule in rules:
     constants = {"PREPARE": rule.prepare, "NUMBERS": MOST_NUMBERS, "SCALARS": launches.SCALARS, "BLOCK": launches.BLOCK}
-    compiled(f"decide {rule.body.__module__}", launches.decide, whole, {**constants, "CLIP": True})
+    compiled(f"decide {rule.body.__name__}", launches.decide, whole, {**constants, "CLIP": True})
     some = {name: kind for name, kind in whole.items() if name not in maybe}
-    compiled(f"decide little {rule.body.__module__}", launches.decide, some,
+    compiled(f"decide little {rule.body.__name__}", launches.decide, some,
              {**constants, "CLIP": False, **dict.fromkeys(maybe)})
 
 def update(rule, flags, form, half, ways):
-    ways = [*ways, *[states.ABSENT] * (3 - len(ways))]
+    ways = [*ways, *[weights.NO_STATE] * (3 - len(ways))]
     constants = {"RULE": rule.body, "FLAGS": flags, "LOAD": form.load, "STORE": form.store, "HALF": half, "GRADIENT": half,
                  "CHECKED": True, "DIVIDE": True, "COLUMNS": launches.COLUMNS, "SCALARS": launches.SCALARS,
                  "TILE": launches.TILE}
     for place, way in enumerate(ways):
         constants |= {f"OPEN{place}": way.open, f"CLOSE{place}": way.close}
     types = {"table": "*i64", "tiles": "*i32", "first_tile": "i32", "scalars": "*fp32", "out": "*fp32", "chances": "*i32"}
-    compiled(f"update {rule.body.__module__} {flags} {form.store.__name__} {half} {ways[0].open.__name__}",
+    compiled(f"update {rule.body.__name__} {flags} {form.store.__name__} {half} {ways[0].open.__name__}",
              launches.update, types, constants, launches.WARPS, asks=form.bytes_kept < 4 and rule is rules[1])
 
-packed = [states.ENCODINGS["signed"], states.ENCODINGS["unsigned"]]
+packed = [weights.ENCODINGS["signed"], weights.ENCODINGS["unsigned"]]
 for form in {id(form): form for form in weights.FORMS.values()}.values():
     for half in (FLOAT32,) if form is weights.FULL else (BFLOAT16, FLOAT16):
-        for ways in ([states.FULL] * 2, packed, [states.ENCODINGS["bf16"]] * 2):
+        for ways in ([weights.FULL_STATE] * 2, packed, [weights.ENCODINGS["bf16"]] * 2):
             update(rules[1], 4 | 8, form, half, ways)
 for rule, several in zip(rules, ((0, 1, 15), (7,), (0, 1, 2, 15), (0, 3), (0,)), strict=True):
     for flags in several:
-        update(rule, flags, weights.FULL, FLOAT32, [states.FULL] * 3)
+        update(rule, flags, weights.FULL, FLOAT32, [weights.FULL_STATE] * 3)
 print(json.dumps([found, loads, spilled, specialised]))
 """
 

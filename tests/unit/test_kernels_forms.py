@@ -101,7 +101,7 @@ def test_every_half_number_with_any_rest_is_read_and_written_as_its_form_says(na
 def test_states_are_packed_and_unpacked_to_the_bit(encoding):
     from interpreted_forms import close, open_
 
-    from booster.kernels.states import ENCODINGS
+    from booster.kernels.weights import ENCODINGS
 
     rng = RoundingRNG()
     generator = torch.Generator().manual_seed(1)

@@ -57,7 +57,7 @@ def rule_with(monkeypatch, **changes):
 def plant(fault, monkeypatch):
     import interpreted_faults as faults
 
-    from booster.kernels import states, weights
+    from booster.kernels import weights
     from booster.masters.formats import SplitBFloat16
 
     if fault == "rule":
@@ -71,7 +71,7 @@ def plant(fault, monkeypatch):
         monkeypatch.setitem(weights.FORMS, SplitBFloat16, form)
     elif fault == "states":
         monkeypatch.setitem(
-            states.ENCODINGS, "bf16", dataclasses.replace(states.ENCODINGS["bf16"], close=faults.closes_twice)
+            weights.ENCODINGS, "bf16", dataclasses.replace(weights.ENCODINGS["bf16"], close=faults.closes_twice)
         )
     elif fault == "skip":
         from booster.kernels.steps import KernelSteps

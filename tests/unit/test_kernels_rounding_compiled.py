@@ -17,7 +17,7 @@ import json, re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from booster.kernels import four_bits, matrices, rounding
+from booster.kernels import matrices, rounding
 from booster.number_formats import E4M3, E5M2, INT8
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
@@ -79,18 +79,19 @@ write(rounding.BLOCKS, (128, 128), E4M3, 0, power=True)
 types, none = given("largest", "*fp32", True)
 for there in (True, False):
     types, none = given("largest", "*fp32", there)
-    compiled(f"note {there}", rounding.note, {"seen": "*i32", "count": "i32", "given": "*fp32", **types, "scale": "*fp32"},
+    types = {"seen": "*i32", "count": "i32", "given": "*fp32", **types, "scale": "*fp32"}
+    compiled(f"note {there}", rounding.track_largest, types,
              {"LARGEST": 448.0, "BLOCK": 256, **none})
 for signs in (-1, 0b1101000010110100):
     for there in (True, False):
         own, none = given("sums", "*i32", there)
         sizes = {"SIGNS": signs, "DTYPE": 1, **dict(zip(("BM", "BN"), matrices.FOURS_TILE, strict=True)), **none}
-        compiled(f"look {signs} {there}", four_bits.look,
+        compiled(f"look {signs} {there}", rounding.largest_of_rotated,
                  {"x": "*bf16", "partials": "*i32", **own, **LIES, "splits": "i32"}, sizes)
         for down in (1, 16):
             types = {"x": "*bf16", "values": "*bf16", **dict.fromkeys(("scales", "outer"), "*fp32"), "partials": "*i32"}
             types |= {**own, **LIES, "filled": "i32", "parts": "i32"}
-            compiled(f"write_fours {signs} {there} {down}", four_bits.write_fours, types, {**sizes, "DOWN": down, "BLOCK": 256})
+            compiled(f"write_fours {signs} {there} {down}", rounding.write_fours, types, {**sizes, "DOWN": down, "BLOCK": 256})
 # Whole numbers that are 1 are constants of a kernel, unless it says otherwise; those of its own making are none.
 ONES = {**dict.fromkeys(LIES, 1), "DTYPE": 1, "BM": 64, "BN": 128}
 compiled("largest_of, ones", rounding.largest_of, {"x": "*bf16", "partials": "*i32", "splits": "i32"},
@@ -100,12 +101,12 @@ compiled("write, ones", rounding.write,
          {**ONES, **dict.fromkeys(("turned", "given", "seen")), "filled": 1, "turned_filled": 1, "KIND": rounding.ROW,
           "POWER": True, "DOWN": 1, "ACROSS": 1, "BLOCK": 256, **matrices.form_of(E4M3)})
 ONES |= {"SIGNS": 5, **dict(zip(("BM", "BN"), matrices.FOURS_TILE, strict=True))}
-compiled("look, ones", four_bits.look, {"x": "*bf16", "partials": "*i32", "sums": "*i32", "splits": "i32"}, ONES)
-compiled("write_fours, ones", four_bits.write_fours,
+compiled("look, ones", rounding.largest_of_rotated, {"x": "*bf16", "partials": "*i32", "sums": "*i32", "splits": "i32"}, ONES)
+compiled("write_fours, ones", rounding.write_fours,
          {"x": "*bf16", "values": "*bf16", **dict.fromkeys(("scales", "outer"), "*fp32"),
           **dict.fromkeys(("partials", "sums"), "*i32"), **dict.fromkeys(("filled", "parts"), "i32")},
          {**ONES, "DOWN": 1, "BLOCK": 256})
-kernels = rounding.largest_of, rounding.write, rounding.note, four_bits.look, four_bits.write_fours
+kernels = rounding.largest_of, rounding.write, rounding.track_largest, rounding.largest_of_rotated, rounding.write_fours
 always = {each.__name__: [p.name for p in each.params if p.do_not_specialize] for each in kernels}
 anywhere = {each.__name__: [p.name for p in each.params if p.do_not_specialize_on_alignment] for each in kernels}
 print(json.dumps([found, always, anywhere]))

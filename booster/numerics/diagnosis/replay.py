@@ -15,8 +15,8 @@ from torch import nn
 
 from booster.common import arguments
 from booster.common.random_states import random_state, set_random_state
+from booster.common.snapshot import ContainerSnapshot, MemorySnapshot
 from booster.common.torch_internals.autograd_internals import compiler_is_loaded
-from booster.common.torch_internals.tensor_internals import storage_key
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.model.dtensors import is_dtensor
@@ -27,73 +27,37 @@ from booster.tensors.cast_regions import region
 from booster.tensors.trees import HALF_DTYPES, tensors
 from booster.update.update import Update
 
-
-class Memory:
-    """Memory that existed before a replay, kept when the replay is about to write to it, and written back."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Copy all of the memory of `tensor`, unless that was done."""
-        storage = tensor.untyped_storage()
-        if storage_key(tensor) not in self._kept and storage.nbytes():
-            self._kept[storage_key(tensor)] = (storage, storage.clone())
-
-    def write_back(self) -> None:
-        # On storages, because no version counter tells of it: graphs that saved these tensors stay valid.
-        for storage, copy in self._kept.values():
-            if storage.nbytes() == copy.nbytes():
-                storage.copy_(copy)
-        self._kept.clear()
-
-
 _OF_TORCH = frozenset(nn.Module().__dict__)  # children, parameters and hooks: nobody adds one while it computes
 
 
-class _Containers:
-    """Lists, dicts and sets, and those inside of them, with what was in them."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[Any, Any]] = {}
-
-    def keep(self, value: Any) -> None:
-        if type(value) not in (list, dict, set) or id(value) in self._kept:
-            return
-        self._kept[id(value)] = (value, value.copy())
-        for inner in value.values() if type(value) is dict else value:
-            self.keep(inner)
-
-    def write_back(self) -> None:
-        for value, before in self._kept.values():
-            if type(value) is list:
-                value[:] = before
-            else:
-                value.clear()
-                value.update(before)
+def _keep_all(containers: ContainerSnapshot, value: Any) -> None:
+    """Keep `value` if it is a list, dict or set, and those inside of it."""
+    if type(value) in (list, dict, set):
+        for inner in containers.keep(value):
+            _keep_all(containers, inner)
 
 
 @contextmanager
-def unchanged(modules: Iterable[nn.Module], updates: Iterable[Update], scale: float) -> Iterator[Memory]:
+def unchanged(modules: Iterable[nn.Module], updates: Iterable[Update], scale: float) -> Iterator[MemorySnapshot]:
     """Inside there are no gradients; afterwards, gradients and all else are what and where they were.
 
     scale: that `updates` multiply losses by inside.
     modules: those that compute: their buffers come back, and plain attributes such as counters, with what is in lists, dicts
     and sets among them. Other memory comes back where
-    the `Memory` that this yields was told of it before it was written.
+    the `MemorySnapshot` that this yields was told of it before it was written.
     """
     modules, updates = list(modules), list(updates)
-    memory, random = Memory(), random_state()
+    memory, random = MemorySnapshot(), random_state()
     for module in modules:
         for buffer in module.buffers():
             if type(buffer) is torch.Tensor:
                 memory.keep(buffer)
     inner = {child: None for module in modules for child in module.modules()}
-    containers = _Containers()
+    containers = ContainerSnapshot()
     for child in inner:
         for name, value in child.__dict__.items():
             if name not in _OF_TORCH:
-                containers.keep(value)
+                _keep_all(containers, value)
     attributes = [(child, dict(child.__dict__), dict(child._buffers)) for child in inner]
     with ExitStack() as gradients:
         params = {param: None for module in modules for param in module.parameters()}
@@ -110,8 +74,8 @@ def unchanged(modules: Iterable[nn.Module], updates: Iterable[Update], scale: fl
                 child.__dict__.update(own)
                 child._buffers.clear()
                 child._buffers.update(buffers)
-            containers.write_back()
-            memory.write_back()
+            containers.restore()
+            memory.restore()
             torch.clear_autocast_cache()
             set_random_state(random)
 
@@ -217,7 +181,9 @@ class Replay:
         with unchanged(self._wrappers, self._updates, scale) as memory, self._quiet(), within():
             return self._run(scale, repair, memory, agree)
 
-    def _run(self, scale: float, repair: Collection[int], memory: Memory, agree: Callable[[bool], bool]) -> Outcome:
+    def _run(
+        self, scale: float, repair: Collection[int], memory: MemorySnapshot, agree: Callable[[bool], bool]
+    ) -> Outcome:
         counted = self._updates[0]
         watch = Watch(
             Places(self._names, self._criteria, self._params, _call.__code__),
