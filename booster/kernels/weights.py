@@ -1,7 +1,7 @@
 """How kernels read and write what is stepped: forms of weights, and forms of optimizer states.
 
-A form is a pair of jit functions. `masters/formats.py` and `masters/quantized_state.py` define the bits; what is here is the same
-arithmetic once more, for a GPU, and tests hold the two together to the bit.
+A form is a pair of jit functions. `masters/formats.py` and `masters/quantized_state.py` define the bits. Here is the same
+arithmetic once more, for a GPU; tests hold the two together to the bit.
 
     weights   load(weights, rest, offsets, mask, HALF) -> float32
               store(weights, rest, offsets, mask, values, chances, HALF)
