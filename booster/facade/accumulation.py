@@ -157,7 +157,7 @@ class Accumulations:
         if not self._looks or ranks is None:
             return
         self._looks -= 1
-        least, most = agreement.ends(0.0 if num_tokens is None else num_tokens, ranks)
+        least, most = agreement.min_and_max(0.0 if num_tokens is None else num_tokens, ranks)
         if least != most:
             raise ValueError(
                 f"accumulate() got num_tokens={num_tokens} on rank {dist.get_rank()}, and ranks gave from {least or None} to "

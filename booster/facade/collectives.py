@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import pytree
 from booster.data import DataLoaderWrapper, Share
-from booster.ranks.communicate import communication_device, gather_integers
+from booster.ranks.messages import communication_device, gather_integers
 
 Op = Literal["mean", "sum", "max", "min"]
 _OPS = ("mean", "sum", "max", "min")

@@ -42,7 +42,7 @@ from booster.plugin.pipeline.pipeline import LayersLoaded
 from booster.plugin.pipeline.schedule_runner import check_count, check_style
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
 from booster.plugin.tensor_parallel.plan import TPPlan, check_tp_plan
-from booster.ranks.communicate import broadcast, communication_device
+from booster.ranks.messages import broadcast, communication_device
 
 PipelineStyle = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 

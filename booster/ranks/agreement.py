@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.ranks.communicate import communication_device, exchange, reduced
+from booster.ranks.messages import communication_device, gather_bytes, reduced
 
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     if group is None:
         return [value]
     sent = b"" if value is None else json.dumps(value).encode()
-    return [json.loads(data) if data else None for data in exchange(sent, group)]
+    return [json.loads(data) if data else None for data in gather_bytes(sent, group)]
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
@@ -79,7 +79,7 @@ def require_alike(text: str, what: str, group: dist.ProcessGroup | None) -> None
     """Raise ValueError on every rank of `group` unless all have the same `text`. what: its subject, for the message."""
     # Six bytes, which a float64 holds exactly: one message, however long the text.
     code = float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big"))
-    least, most = ends(code, group)
+    least, most = min_and_max(code, group)
     if least != most:
         raise ValueError(f"ranks differ in {what}; pass states of one kind, saved under one layout, on every rank")
 
@@ -96,7 +96,7 @@ def largest(value: float, group: dist.ProcessGroup | None) -> float:
     return float(tensor)
 
 
-def ends(value: float, group: dist.ProcessGroup | None) -> tuple[float, float]:
+def min_and_max(value: float, group: dist.ProcessGroup | None) -> tuple[float, float]:
     """Return the smallest and the largest `value` of all ranks of `group`, none of which may be NaN."""
     if group is None:
         return value, value

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from booster.common import arguments
 from booster.launch import environment_local_rank
-from booster.ranks.communicate import exchange
+from booster.ranks.messages import gather_bytes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -147,7 +147,7 @@ class DistCoordinator:
         return dist.is_available() and dist.is_initialized()
 
     def _count_neighbours(self) -> int:
-        hosts = exchange(socket.gethostname().encode(), dist.group.WORLD)
+        hosts = gather_bytes(socket.gethostname().encode(), dist.group.WORLD)
         return hosts[: self.rank].count(hosts[self.rank])
 
     def _told(self, succeeded: bool, executor_rank: int, group: dist.ProcessGroup | None) -> bool:

@@ -19,7 +19,7 @@ from booster.common.torch_internals.tensor_internals import gather_whole, local_
 from booster.model.dtensors import around
 from booster.model.optimizer_kinds import check_attributes, kind_of, known, unknown
 from booster.ranks.agreement import all_names
-from booster.ranks.communicate import reduced
+from booster.ranks.messages import reduced
 from booster.shards.base import ShardedStateView, Shards, State, world_size
 from booster.shards.replica_check import ReplicaCheck, trained
 from booster.tensors.trees import HALF_DTYPES

@@ -20,7 +20,7 @@ from booster.common.torch_internals.tensor_internals import storage_key, version
 from booster.model.dtensors import local_shard
 from booster.number_formats import E4M3, Scaled, Scaling, decode_tensorwise, encode_tensorwise
 from booster.number_formats.scaling import scale_of, share_of
-from booster.ranks.communicate import reduced
+from booster.ranks.messages import reduced
 
 # torch 2.13 renamed the collective and warns about the old name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -14,7 +14,7 @@ from booster.common.devices import HostCopy
 from booster.common.text import listed
 from booster.model.dtensors import local_shard
 from booster.ranks.agreement import all_names, gather
-from booster.ranks.communicate import reduced
+from booster.ranks.messages import reduced
 from booster.tensors.grads import tensor_norms
 from booster.tensors.trees import HALF_DTYPES
 

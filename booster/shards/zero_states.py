@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from booster.ranks.agreement import gather
-from booster.ranks.communicate import communication_device
+from booster.ranks.messages import communication_device
 from booster.shards.base import State
 from booster.shards.zero_buckets import FlatParameters
 from booster.tensors.flat import flat, shaped_like

@@ -326,7 +326,7 @@ SENDS_ITS_OWN = {
     "plugin/tensor_parallel/styles.py": "float64 sums",
     "plugin/zero/sliced_gradients.py": "flat buckets",
     "ranks/agreement.py": "a float64 number",
-    "ranks/communicate.py": "bytes",
+    "ranks/messages.py": "bytes",
     "ranks/coordinator.py": "a flag",
     "shards/dtensor.py": "a float64 sum",
     "shards/fp8_gather.py": "flat bytes, and float32 magnitudes",

@@ -20,7 +20,7 @@ from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, pro
 from booster.mixed_precision.low_precision.recipes import ROLES, Product, Recipe, Role, Wide
 from booster.mixed_precision.low_precision.strategy import LowPrecision
 from booster.ranks.agreement import all_names
-from booster.ranks.communicate import reduced
+from booster.ranks.messages import reduced
 
 _logger = logging.getLogger(__name__)
 

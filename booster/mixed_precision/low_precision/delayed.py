@@ -16,7 +16,7 @@ from booster.mixed_precision.low_precision.recipes import DelayedScale
 from booster.number_formats import E4M3, E5M2
 from booster.number_formats.scaling import scale_of
 from booster.ranks.agreement import all_names
-from booster.ranks.communicate import reduced
+from booster.ranks.messages import reduced
 
 _MATRICES = 3  # of a layer: its input, its weight, and the gradient of its output
 

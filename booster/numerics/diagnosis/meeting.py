@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from booster.common.store_barrier import StoreBarrier
 from booster.common.torch_internals.tensor_internals import default_store
-from booster.ranks.communicate import exchange
+from booster.ranks.messages import gather_bytes
 
 PATIENCE = timedelta(seconds=60)  # of a rank that failed, for the others to come
 
@@ -27,7 +27,7 @@ class Meeting:
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Meeting:
         """Return meetings of all ranks of `group`. A small collective."""
-        name = f"booster/meeting/{exchange(os.urandom(16), group)[0].hex()}"
+        name = f"booster/meeting/{gather_bytes(os.urandom(16), group)[0].hex()}"
         return cls(StoreBarrier(default_store(), name, dist.get_rank(group), dist.get_world_size(group)))
 
     def any(self, failed: bool) -> bool:

@@ -24,7 +24,7 @@ from booster.plugin.ddp.averaged_gradients import AverageReducer
 from booster.plugin.ddp.fp8_communication import FP8Average, FP8Communication
 from booster.plugin.ddp.gradient_reducer import GradientReducer
 from booster.plugin.ddp.reduced_module import ReducedModule
-from booster.ranks.communicate import align, broadcast, is_sent
+from booster.ranks.messages import broadcast, broadcast_from_first, is_sendable
 from booster.shards import Shards
 from booster.shards.replicated import GradSyncTracker, ReplicatedShards
 
@@ -141,7 +141,7 @@ class TorchDDPPlugin(Plugin):
             )
 
     def synchronise(self, module: nn.Module) -> None:
-        align([*module.parameters(), *module.buffers()], self.group)
+        broadcast_from_first([*module.parameters(), *module.buffers()], self.group)
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         stored = policy.store or policy.param
@@ -164,11 +164,11 @@ class TorchDDPPlugin(Plugin):
             return self._place_released(module)
         index = None if device.type == "cpu" else [device]
         tensors = (*module.named_parameters(), *module.named_buffers())
-        unsent = {name: each for name, each in tensors if not (each.requires_grad or is_sent(each))}
-        align(unsent.values(), self.group)
+        unsent = {name: each for name, each in tensors if not (each.requires_grad or is_sendable(each))}
+        broadcast_from_first(unsent.values(), self.group)
         with left_to_others(module, list(unsent)):
             placed = self._wrapper(module, device_ids=index, process_group=self.group, **self._ddp_options)
-        if _BUFFERS not in self._ddp_options and not all(map(is_sent, module.buffers())):
+        if _BUFFERS not in self._ddp_options and not all(map(is_sendable, module.buffers())):
             placed.register_forward_pre_hook(_send_buffers)
         self._hook(placed, device)
         self._sync_trackers[placed] = GradSyncTracker(placed)
@@ -258,7 +258,7 @@ def _send_buffers(placed: Any, args: Any) -> None:
     """Do for buffers that `DistributedDataParallel` cannot send what it does for others."""
     if placed.require_forward_param_sync:  # not after passes inside no_sync
         for buffer in placed.module.buffers():
-            if not is_sent(buffer):
+            if not is_sendable(buffer):
                 broadcast(buffer.detach(), 0, placed.process_group)
 
 

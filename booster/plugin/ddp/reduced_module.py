@@ -17,7 +17,7 @@ from booster.common.torch_internals.autograd_internals import graph_task
 from booster.model.modules import PlacedModule, bare
 from booster.plugin.ddp.averaged_gradients import AverageReducer
 from booster.plugin.ddp.gradient_reducer import GradientReducer
-from booster.ranks.communicate import broadcast
+from booster.ranks.messages import broadcast
 from booster.shards.zero_buckets import ModuleBuckets
 from booster.tensors.trees import tensors
 

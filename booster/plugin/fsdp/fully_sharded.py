@@ -54,7 +54,7 @@ from booster.plugin.fsdp.dtypes import show_computed_dtypes
 from booster.plugin.fsdp.groups import Group, plan_groups
 from booster.plugin.fsdp.unused import UnusedParameters
 from booster.plugin.fsdp.written import RefuseReplaced, WrittenParameters
-from booster.ranks.communicate import SENT
+from booster.ranks.messages import SENDABLE
 from booster.shards.dtensor import check_own
 from booster.shards.fp8_gather import FP8Gather, WeightScales
 from booster.shards.fully_sharded import UnshardedParams, forget_scales, recover, reshard
@@ -139,7 +139,7 @@ def shard_module(
     frozen = {
         name: param for name, param in model.named_parameters() if not (param.requires_grad or param.is_complex())
     }
-    unsent = [name for name, param in frozen.items() if dtype_at_rest(param, policy, False) not in SENT]
+    unsent = [name for name, param in frozen.items() if dtype_at_rest(param, policy, False) not in SENDABLE]
     if unsent and device.type == "cpu" and mesh.size() > 1:
         raise ValueError(
             f"gloo does not gather parameters of {frozen[unsent[0]].dtype}, such as {unsent[0]}, of {len(unsent)}; use "

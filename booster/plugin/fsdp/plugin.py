@@ -18,7 +18,7 @@ from booster.plugin.base import check_joined
 from booster.plugin.fsdp.fully_sharded import change_dtypes, shard_module, stays_sharded
 from booster.plugin.fsdp.groups import WrapPolicy, block_names, check_wrap_policy
 from booster.plugin.fsdp.sharding import ShardingPlugin
-from booster.ranks.communicate import align
+from booster.ranks.messages import broadcast_from_first
 from booster.shards import Shards
 
 _REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -121,7 +121,7 @@ class TorchFSDPPlugin(ShardingPlugin):
             device=device,
             blocks=blocks,
             gathered=gathered_modules(model, policy),
-            synchronise=lambda tensors: align(map(local_shard, tensors), self.group),
+            synchronise=lambda tensors: broadcast_from_first(map(local_shard, tensors), self.group),
             **self._options,
             left=self._left,
         )

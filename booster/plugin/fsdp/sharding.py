@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from booster.plugin.base import Plugin, shared_mesh, world
 from booster.plugin.fsdp.fully_sharded import without_reduction
-from booster.ranks.communicate import align
+from booster.ranks.messages import broadcast_from_first
 from booster.shards import Shards
 from booster.shards.dtensor import check_steps_shards
 from booster.shards.fully_sharded import FullyShardedShards, UnshardedParams
@@ -46,7 +46,7 @@ class ShardingPlugin(Plugin):
         return world()
 
     def synchronise(self, module: nn.Module) -> None:
-        align([*module.parameters(), *module.buffers()], self.group)
+        broadcast_from_first([*module.parameters(), *module.buffers()], self.group)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         check_steps_shards(optimizer)

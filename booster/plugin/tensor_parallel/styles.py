@@ -20,7 +20,7 @@ from booster.common.torch_internals.tensor_internals import StridedShard
 from booster.plugin.tensor_parallel import boundary
 from booster.plugin.tensor_parallel.boundary import LocalStyle, PartForward, own_dtensors, part_with_gradient, swapped
 from booster.plugin.tensor_parallel.shared_input import SharedInput
-from booster.ranks.communicate import communication_device
+from booster.ranks.messages import communication_device
 from booster.tensors.trees import HALF_DTYPES
 from booster.tensors.weak import InPlaceOfForward
 

@@ -6,7 +6,7 @@ from counts import Messages
 
 from booster import Booster
 from booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
-from booster.ranks.communicate import SMALL, TOGETHER, align, exchange
+from booster.ranks.messages import SMALL, TOGETHER, broadcast_from_first, gather_bytes
 
 PLUGINS = {
     "ddp": TorchDDPPlugin,
@@ -39,7 +39,7 @@ def kinds(rank):
 def aligned(rank, world_size):
     tensors = kinds(rank + 1)
     with Messages() as sent:
-        align(tensors, torch.distributed.group.WORLD)
+        broadcast_from_first(tensors, torch.distributed.group.WORLD)
     pairs = zip(tensors, kinds(1), strict=True)
     alike = [torch.equal(own.double(), first.double()) for own, first in pairs if not own.is_meta]
     return alike, [each.stride() for each in tensors] == [each.stride() for each in kinds(1)], sent.count
@@ -54,7 +54,7 @@ def test_every_kind_of_tensor_becomes_what_the_first_rank_has(ranks2):
 
 def messages_for(rank, world_size, count, elements):
     with Messages() as sent:
-        align([torch.zeros(elements) for _ in range(count)], torch.distributed.group.WORLD)
+        broadcast_from_first([torch.zeros(elements) for _ in range(count)], torch.distributed.group.WORLD)
     return sent.count
 
 
@@ -75,7 +75,7 @@ def refused(rank, world_size, name):
     tensors = UNLIKE[name](rank)
     before = [each.clone() for each in tensors]
     with pytest.raises(RuntimeError, match="not the same on all ranks, or not in the same order"):
-        align(tensors, torch.distributed.group.WORLD)
+        broadcast_from_first(tensors, torch.distributed.group.WORLD)
     return [torch.equal(*pair) for pair in zip(tensors, before, strict=True) if not pair[0].is_meta]
 
 
@@ -85,7 +85,7 @@ def test_ranks_that_hold_other_tensors_raise_and_nothing_is_written(ranks2, name
 
 
 def exchanged(rank, world_size):
-    return exchange(bytes(range(256)) * rank, torch.distributed.group.WORLD)
+    return gather_bytes(bytes(range(256)) * rank, torch.distributed.group.WORLD)
 
 
 def test_bytes_of_any_number_arrive_as_they_were_sent(ranks2):

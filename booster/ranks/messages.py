@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-SENT = frozenset(
+SENDABLE = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16}
     | {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 )
@@ -35,9 +35,9 @@ def reduced(values: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.Proce
     return there
 
 
-def is_sent(tensor: torch.Tensor) -> bool:
+def is_sendable(tensor: torch.Tensor) -> bool:
     """Return whether others can send `tensor`, and write to it, as it is; `broadcast` can send any."""
-    return tensor.dtype in SENT and (0 not in tensor.stride() or not tensor.numel())
+    return tensor.dtype in SENDABLE and (0 not in tensor.stride() or not tensor.numel())
 
 
 def broadcast(values: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
@@ -60,7 +60,7 @@ def _write(values: torch.Tensor, new: torch.Tensor) -> None:
     values.copy_(new)
 
 
-def align(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+def broadcast_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Give every rank of `group` the values that its first rank has, in place.
 
     group: None means this rank alone. Tensors on the meta device are left out. Collectives: a small one, one for each tensor
@@ -104,7 +104,7 @@ def _check_alike(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _align(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """`align` tensors of one device, which travel together."""
+    """`broadcast_from_first` tensors of one device, which travel together."""
     device = communication_device(tensors[0].device, group)
     there = [tensor.to(device).contiguous() for tensor in tensors]
     if len(there) == 1:
@@ -122,7 +122,7 @@ def _align(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
             _write(tensor, aligned)
 
 
-def exchange(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Return what each rank of `group` brings, in the order of ranks; a small collective, and another one unless all is empty.
 
     group: None means this rank alone. `agreement.gather` does this for values.
