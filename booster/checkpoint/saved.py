@@ -25,7 +25,7 @@ from booster.update.state_dict import STATE_KEY
 class Saved:
     """A checkpoint, opened, and what a load requests of it.
 
-    Tensors are requested one by one (`want`, `want_part`, `want_all`), then `read` reads all of them at once, then `value` and
+    Tensors are requested (`want`, `want_part`, `want_all`), `read` reads all of them at once, and `value` and
     `tensor` give them. What is requested in place (`want_in_place`) is compared with its hash by `read`, and read by
     `read_in_place` once nothing else can refuse.
 
