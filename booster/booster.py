@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler
 
 from booster.checkpoint.objects import Loaded
-from booster.checkpoint.run import RunCheckpoints
+from booster.checkpoint.run_checkpoints import RunCheckpoints
 from booster.common import arguments
 from booster.common.devices import resolve_device
 from booster.common.hang_watchdog import PATIENCE, watch
@@ -611,7 +611,7 @@ class Booster:
         it does. No line is written to a record. Costs a copy of all that training changes.
         """
         from booster.capture.trial import reads_of
-        from booster.data.boosted import to_device
+        from booster.data.boosted_loader import to_device
 
         arguments.function("train_step", train_step, "a function that makes one training step of a batch")
         optimizers = self._boosted.all_optimizers("capturable")

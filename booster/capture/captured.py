@@ -21,7 +21,7 @@ from booster.capture.reads import origin_of
 from booster.capture.refusals import check_optimizers
 from booster.common import arguments
 from booster.common.snapshot import StateSnapshot
-from booster.data.boosted import to_device
+from booster.data.boosted_loader import to_device
 from booster.interface.optimizer import OptimizerWrapper
 from booster.masters.masters import Masters
 from booster.masters.update import MasterApplication

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.checkpoint.agree import agreed, is_first
-from booster.checkpoint.export import replaced
+from booster.checkpoint.exported_files import replaced
 from booster.checkpoint.folder import write_beside
 from booster.checkpoint.manifest import CheckpointError
-from booster.checkpoint.serving import Source, sources_of
+from booster.checkpoint.serving import ExportSpec, sources_of
 from booster.checkpoint.tensor_file import write_tensors
 from booster.common.text import listed
 from booster.common.torch_internals.tensor_internals import gather_whole
@@ -118,7 +118,7 @@ def _write(config: Any, kept: dict[str, torch.Tensor], folder: Path) -> None:
     write_beside(folder, config.save_pretrained)
 
 
-def merged(model: nn.Module, names: Iterable[str]) -> tuple[nn.Module, dict[str, Source]]:
+def merged(model: nn.Module, names: Iterable[str]) -> tuple[nn.Module, dict[str, ExportSpec]]:
     """Return the model inside of adapters, and how its weights are made of those tensors of `model` that `names` are.
 
     model: one that `check_merges` lets pass. Copies of modules that train beside adapters take the place of the originals.

@@ -11,18 +11,18 @@ import torch.distributed as dist
 
 from booster.checkpoint import parts
 from booster.checkpoint.agree import agreed, is_first
+from booster.checkpoint.dcp_storage import read_entries
 from booster.checkpoint.folder import checkpoints, damage, manifest_now, standing
 from booster.checkpoint.hashing import new_hash
 from booster.checkpoint.manifest import MANIFEST, CheckpointError, Chunk, Tensor, dtype_of
 from booster.checkpoint.objects import Loaded, Objects, named
-from booster.checkpoint.parts.others import extra_of
-from booster.checkpoint.parts.part import Found
-from booster.checkpoint.saved import Saved
-from booster.checkpoint.storage import read_entries
+from booster.checkpoint.parts.part import LoadContext
+from booster.checkpoint.parts.run_objects import extra_of
+from booster.checkpoint.saved_checkpoint import SavedCheckpoint
+from booster.checkpoint.snapshots import load_module, read_by_torch
 from booster.checkpoint.tensor_file import entries_of, entry_of
-from booster.checkpoint.tensor_layout import note_written
-from booster.checkpoint.way_back import load_module, read_by_torch
-from booster.checkpoint.weight_files import Fitting, half_read, weights_for
+from booster.checkpoint.tensor_layout import mark_written
+from booster.checkpoint.weight_files import FittedWeights, half_read, weights_for
 from booster.common.text import listed
 from booster.common.untrusted_files import printable
 from booster.interface.model import ModelWrapper
@@ -60,13 +60,13 @@ def load(root: Path, objects: Objects, *, strict: bool, group: dist.ProcessGroup
     return loading.apply(group)
 
 
-def rehearse(folder: Path, objects: Objects | None, rank: int) -> None:
+def check_loads(folder: Path, objects: Objects | None, rank: int) -> None:
     """Raise CheckpointError where no load would take what was just written into `folder`; reads no tensor.
 
     objects: those that were saved, unless they train on meanwhile: then a load is asked nothing of them.
     """
     try:
-        saved = Saved(folder, rehearsed=True)
+        saved = SavedCheckpoint(folder, rehearsed=True)
         if rank == 0:
             by_file: dict[str, list[tuple[Chunk, Tensor]]] = {}
             for tensor in saved.manifest.tensors.values():
@@ -79,7 +79,7 @@ def rehearse(folder: Path, objects: Objects | None, rank: int) -> None:
         if objects is not None:
             loading = _Loading(saved, objects, rank=rank, strict=True)
             loading.compare()
-            loading.rehearse()
+            loading.check_loads()
     except Exception as error:
         raise CheckpointError(
             f"what was written would not load: {type(error).__name__}: {error}. Nothing is put in its place or removed"
@@ -115,7 +115,7 @@ def _read(folder: Path, objects: Objects, *, strict: bool, group: dist.ProcessGr
     found: list[_Loading] = []
     with agreed(group, partial(_unfit, f"{folder} cannot be compared with this job")):
         rank = 0 if group is None else dist.get_rank(group)
-        found.append(_Loading(Saved(folder), objects, rank=rank, strict=strict))
+        found.append(_Loading(SavedCheckpoint(folder), objects, rank=rank, strict=strict))
         found[0].compare()
     (loading,) = found
     loading.saved.read(group)
@@ -147,7 +147,7 @@ def load_model(model: ModelWrapper, path: Path, *, strict: bool, group: dist.Pro
     if gather((path / MANIFEST).exists(), group)[0]:
         load(path, named(model, None, None, None, None, None), strict=strict, group=group)
         return
-    found = Fitting()
+    found = FittedWeights()
     with agreed(group):
         found = weights_for(model, path, read_by_torch(model), read_entries, strict=strict)
     with ExitStack() as undo:
@@ -156,7 +156,7 @@ def load_model(model: ModelWrapper, path: Path, *, strict: bool, group: dist.Pro
         with agreed(group, half_read):
             targets = {name: here for name, (_, here) in found.in_place.items()}
             read_entries({name: entry for name, (entry, _) in found.in_place.items()}, targets)
-            note_written(targets.values())
+            mark_written(targets.values())
         undo.pop_all()
     if found.left_out:
         _logger.warning("%s: %s", path, printable(listed(found.left_out, 8)))
@@ -165,17 +165,17 @@ def load_model(model: ModelWrapper, path: Path, *, strict: bool, group: dist.Pro
 class _Loading:
     """One load on one rank: `compare`, then `saved.read`, `prepare`, and only then `apply`."""
 
-    def __init__(self, saved: Saved, objects: Objects, *, rank: int, strict: bool) -> None:
+    def __init__(self, saved: SavedCheckpoint, objects: Objects, *, rank: int, strict: bool) -> None:
         self.saved = saved
         own = saved.tree.get("own", [])
-        if len(own) == Found(saved, rank, strict).world_size:
+        if len(own) == LoadContext(saved, rank, strict).world_size:
             saved.own = own[rank]
         elif any(own):
             saved.notes.append(
                 f"buffers, extra or random states of rounding differ between the {len(own)} ranks that saved; those of the "
                 "first are given to all"
             )
-        self._found = Found(saved, rank, strict)
+        self._found = LoadContext(saved, rank, strict)
         self._parts = [kind(objects) for kind in parts.PARTS]
 
     def compare(self) -> None:
@@ -203,9 +203,9 @@ class _Loading:
             part.prepare(self._found)
         self._extra = self.saved.value(extra_of(self._found))
 
-    def rehearse(self) -> None:
+    def check_loads(self) -> None:
         for part in self._parts:
-            part.rehearse(self._found)
+            part.check_loads(self._found)
         self.saved.value(extra_of(self._found))
 
     def apply(self, group: dist.ProcessGroup | None) -> Loaded:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from booster.checkpoint import parts
 from booster.checkpoint.agree import agreed, first_failure, is_first
+from booster.checkpoint.dcp_storage import ManifestWriter, WholeSavePlanner
 from booster.checkpoint.folder import (
     checkpoints,
     make_folder,
@@ -30,14 +31,13 @@ from booster.checkpoint.folder import (
     writing,
 )
 from booster.checkpoint.hashing import hash_of, new_hash
-from booster.checkpoint.loading import rehearse
+from booster.checkpoint.loading import check_loads
 from booster.checkpoint.lock import Lock
 from booster.checkpoint.manifest import LARGEST_NUMBER, MANIFEST, STATE, CheckpointError, File, Manifest, check_text
 from booster.checkpoint.objects import Objects
-from booster.checkpoint.parts.part import Collection, Tensors, leaves_out_frozen
-from booster.checkpoint.storage import ManifestWriter, WholeSavePlanner
-from booster.checkpoint.tensor_layout import Held, storable
-from booster.checkpoint.tree import OWN
+from booster.checkpoint.parts.part import SaveContext, Tensors, leaves_out_frozen
+from booster.checkpoint.state_tree import OWN
+from booster.checkpoint.tensor_layout import HeldTensor, as_planned
 from booster.common.installed import version_of
 from booster.common.text import listed
 from booster.common.untrusted_files import json_cost
@@ -53,24 +53,24 @@ ROUNDING = f"/{STATE_KEY}/masters/rounding/"
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class CollectedState:
     """All that one rank puts into a checkpoint: tensors by name, and the tree of all ranks."""
 
-    tensors: dict[str, Held]
+    tensors: dict[str, HeldTensor]
     tree: dict[str, Any]
 
-    def copied(self) -> Snapshot:
+    def copied(self) -> CollectedState:
         """Return it with copies of the tensors in host memory, pinned where they come from a device; waits for them."""
         copies = {name: _host_copy(tensor) for name, tensor in self.tensors.items()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        return Snapshot(copies, self.tree)
+        return CollectedState(copies, self.tree)
 
 
-def snapshot(objects: Objects, run: Mapping[str, Any], group: dist.ProcessGroup | None) -> Snapshot:
+def collect_state(objects: Objects, run: Mapping[str, Any], group: dist.ProcessGroup | None) -> CollectedState:
     """Return the state of `objects` now; the tensors are those of the running job. A collective."""
     new_hash()  # raises now, and not in the thread that writes, where xxhash is missing
-    return Snapshot(*collect(objects, run, group))
+    return CollectedState(*collect(objects, run, group))
 
 
 def collect(
@@ -80,18 +80,18 @@ def collect(
 
     run: what is known of the run as a whole, JSON-like. Tensors are those of the running job, not copies.
     """
-    into = Collection(0 if group is None else dist.get_rank(group), frozen=not leaves_out_frozen(run))
+    into = SaveContext(0 if group is None else dist.get_rank(group), frozen=not leaves_out_frozen(run))
     tree: dict[str, Any] = {} if into.rank else {"run": dict(run)}
     with agreed(group):
         for kind in parts.PARTS:
             tree |= kind(objects).collect(into)
-    shared = {name: storable(tensor) for name, tensor in into.shared.items()}
-    tensors, own = settle(shared, group, buffers_of(objects))
+    shared = {name: as_planned(tensor) for name, tensor in into.shared.items()}
+    tensors, own = choose_writers(shared, group, buffers_of(objects))
     merged = _merged(gather(tree, group))
     return tensors | into.own, {**merged, OWN: own} if any(own) else merged
 
 
-def settle(
+def choose_writers(
     shared: Tensors, group: dist.ProcessGroup | None, buffers: Container[str], *, all_kept: bool = True
 ) -> tuple[Tensors, list[dict[str, str]]]:
     """Return what this rank writes of `shared`, and by rank the names of what it keeps under another name; a collective.
@@ -104,11 +104,11 @@ def settle(
     if group is None:
         return shared, [{}]
     plain = {name: _digest(tensor) for name, tensor in shared.items() if _is_plain(tensor)}
-    rank, told = dist.get_rank(group), gather(plain, group)
-    kept, own, drifted = dict(shared), [dict[str, str]() for _ in told], []
-    for name in sorted({name for each in told for name in each}):
-        holders = [index for index, each in enumerate(told) if name in each]
-        if len({told[index][name] for index in holders}) == 1:
+    rank, said = dist.get_rank(group), gather(plain, group)
+    kept, own, drifted = dict(shared), [dict[str, str]() for _ in said], []
+    for name in sorted({name for each in said for name in each}):
+        holders = [index for index, each in enumerate(said) if name in each]
+        if len({said[index][name] for index in holders}) == 1:
             continue
         may_differ = name in buffers or name == "extra" or name.startswith("extra/") or ROUNDING in name
         drifted += [] if may_differ else [name]
@@ -129,11 +129,11 @@ def settle(
     return kept, own
 
 
-def _is_plain(tensor: Held) -> bool:
+def _is_plain(tensor: HeldTensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided  # type: ignore[union-attr]
 
 
-def _digest(tensor: Held) -> str:
+def _digest(tensor: HeldTensor) -> str:
     """Say by which tensors of other numbers, or in another order, are told apart; on a device without a copy to the host."""
     bits = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)  # type: ignore[union-attr]
     form = f"{tensor.dtype} {list(tensor.shape)} "
@@ -197,7 +197,7 @@ def reserve(root: Path, step: int | None, group: dist.ProcessGroup | None) -> tu
 
 def write(
     final: Path,
-    taken: Snapshot,
+    taken: CollectedState,
     *,
     step: int,
     keep_last: int | None,
@@ -244,7 +244,7 @@ def write(
         if taken.tree.keys() > {"random"}:  # not of weights alone, which have no tree
             with agreed(group):
                 if objects is not None or is_first(group):
-                    rehearse(staging, objects, 0 if group is None else dist.get_rank(group))
+                    check_loads(staging, objects, 0 if group is None else dist.get_rank(group))
         with agreed(group):
             if writer.manifest is not None:
                 assert lock is not None  # the coordinator is the first rank
@@ -269,7 +269,7 @@ def write(
     return final
 
 
-def _host_copy(tensor: Held) -> Held:
+def _host_copy(tensor: HeldTensor) -> HeldTensor:
     if isinstance(tensor, FlatShard):
         return tensor.with_values(_host_copy(tensor.values))  # type: ignore[arg-type]
     if tensor.device.type == "cpu":

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.checkpoint.agree import agreed, is_first
-from booster.checkpoint.export import Read, Stored, Written, export
+from booster.checkpoint.exported_files import CheckpointTensors, ExportedTensor, Read, export
 from booster.checkpoint.folder import remove, write_beside
 from booster.checkpoint.manifest import CheckpointError, Tensor, dtype_of, read_manifest
-from booster.checkpoint.saving import Snapshot, settle, write
-from booster.checkpoint.tensor_layout import refuse_made_of_tensors, storable
+from booster.checkpoint.saving import CollectedState, choose_writers, write
+from booster.checkpoint.tensor_layout import as_planned, refuse_made_of_tensors
 from booster.common import arguments
 from booster.common.text import listed
 from booster.frozen import FORMS, Form, FrozenLinear, origins_of
@@ -31,8 +31,8 @@ from booster.ranks.agreement import gather
 
 _logger = logging.getLogger(__name__)
 
-Served = Literal["bf16", "fp16", "fp8", "int8"]
-SERVED = ("bf16", "fp16", "fp8", "int8")
+ServingFormat = Literal["bf16", "fp16", "fp8", "int8"]
+SERVING_FORMATS = ("bf16", "fp16", "fp8", "int8")
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TIED = "tie_word_embeddings"
 _BLOCK = 128  # rows, and columns, that share a scale in fp8
@@ -40,7 +40,7 @@ _BLOCK = 128  # rows, and columns, that share a scale in fp8
 
 def check_served(model: nn.Module, weights: Any, *, shard: bool, use_safetensors: bool) -> None:
     """Raise ValueError where `weights` of `model` cannot be written so; see `Booster.save_model`."""
-    arguments.choice("weights", weights, (None, *SERVED))
+    arguments.choice("weights", weights, (None, *SERVING_FORMATS))
     if weights not in ("fp8", "int8"):
         return
     if not (shard and use_safetensors):
@@ -56,7 +56,7 @@ def check_served(model: nn.Module, weights: Any, *, shard: bool, use_safetensors
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSpec:
     """What one weight is made of, by names of tensors of the model.
 
     stored: its numbers; in the form of a frozen layer where `packed` says which one, and how many columns. dtype: that of the
@@ -82,30 +82,30 @@ class Source:
             value = value.float() + (added.T if self.transposed else added)
         return value.to(dtype)
 
-    def of(self, tensors: Mapping[str, Tensor]) -> Written:
+    def of(self, tensors: Mapping[str, Tensor]) -> ExportedTensor:
         """Return what is written of it, given what the model holds."""
         entry = tensors[self.stored]
         shape = entry.shape if self.packed is None else (entry.shape[0], self.packed[1])
-        return Written(self.dtype or dtype_of(entry), shape, self.whole)
+        return ExportedTensor(self.dtype or dtype_of(entry), shape, self.whole)
 
 
-def sources_of(model: nn.Module, names: Iterable[str], *, unpack: bool) -> dict[str, Source]:
+def sources_of(model: nn.Module, names: Iterable[str], *, unpack: bool) -> dict[str, ExportSpec]:
     """Return what is written of the tensors `names` of `model`, by the names that it gets: each as it is stored.
 
     unpack: but weights of frozen layers as matrices, in the dtype that they were loaded from, or float32.
     """
-    found = {name: Source(name) for name in names}
+    found = {name: ExportSpec(name) for name in names}
     for name, layer in model.named_modules() if unpack else ():
         if isinstance(layer, FrozenLinear) and layer.form is not None:
             stored, weight = (f"{name}.{own}".removeprefix(".") for own in (layer.stored_name, "weight"))
             dtype = origins_of(layer).get(layer.stored_name, torch.float32)
             if found.pop(stored, None) is not None:
-                found[weight] = Source(stored, (layer.form, layer.in_features), dtype)
+                found[weight] = ExportSpec(stored, (layer.form, layer.in_features), dtype)
     return found
 
 
 @dataclass(frozen=True)
-class Layers:
+class ServedLayers:
     """What a model says of its tensors beyond their numbers; JSON-like, for ranks to tell each other.
 
     linear: names of linear layers, and why their weights stay wide where others are in 8 bits; empty where they need not.
@@ -117,7 +117,7 @@ class Layers:
     experts: list[str]
 
 
-def layers_of(model: nn.Module) -> Layers:
+def layers_of(model: nn.Module) -> ServedLayers:
     """Return what the user's `model` says of its layers, as far as this rank has them."""
     places = places_of(model)
     shared = {place.holder for found in places.values() if len(found) > 1 for place in found}
@@ -138,10 +138,10 @@ def layers_of(model: nn.Module) -> Layers:
         if tensor.dim() == 3 and tensor.is_floating_point() and not hasattr(place.holder, "kernel_size"):
             experts.append(place.name)
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    return Layers(linear, buffers, experts)
+    return ServedLayers(linear, buffers, experts)
 
 
-def together(layers: Iterable[Layers], sources: Mapping[str, Source]) -> Layers:
+def merge_layers(layers: Iterable[ServedLayers], sources: Mapping[str, ExportSpec]) -> ServedLayers:
     """Return what ranks say that have layers each, by the names that their tensors get in `sources`."""
     found, written_as = [*layers], {source.stored: name for name, source in sources.items()}
     linear = {
@@ -155,12 +155,12 @@ def together(layers: Iterable[Layers], sources: Mapping[str, Source]) -> Layers:
         sorted({written_as[name] for names in kind for name in names if name in written_as})
         for kind in ([each.buffers for each in found], [each.experts for each in found])
     )
-    return Layers(linear, buffers, experts)
+    return ServedLayers(linear, buffers, experts)
 
 
-def served(
-    plain: Mapping[str, Written], weights: Served, layers: Layers, wide: torch.dtype
-) -> tuple[dict[str, Written], dict[str, Any] | None]:
+def in_serving_format(
+    plain: Mapping[str, ExportedTensor], weights: ServingFormat, layers: ServedLayers, wide: torch.dtype
+) -> tuple[dict[str, ExportedTensor], dict[str, Any] | None]:
     """Return what is written of `plain` in the form `weights`, and what the model's configuration says of it, or None.
 
     wide: what floating parameters become that are not in 8 bits. Raises ValueError where no layer can be in 8 bits.
@@ -181,7 +181,7 @@ def served(
         )
     _logger.info("written in %s, not in %s: %s", wide, weights, "; ".join(f"{n} ({why})" for n, why in left.items()))
     narrow = _FP8() if weights == "fp8" else _Int8()
-    entries: dict[str, Written] = {}
+    entries: dict[str, ExportedTensor] = {}
     for name, each in plain.items():
         layer, _, own = name.rpartition(".")
         if own == "weight" and layer in layers.linear and layer not in left:
@@ -208,7 +208,12 @@ def ends_that_differ(model: Any, same: Callable[[str, str], bool]) -> tuple[str,
 
 
 def write_config(
-    folder: Path, model: nn.Module, entries: Mapping[str, Written], quantization: dict[str, Any] | None, *, untied: bool
+    folder: Path,
+    model: nn.Module,
+    entries: Mapping[str, ExportedTensor],
+    quantization: dict[str, Any] | None,
+    *,
+    untied: bool,
 ) -> None:
     """Write the configurations of `model` into `folder`, if it has some, with the dtype and form of what was written.
 
@@ -239,7 +244,7 @@ def _with_text(config: Any) -> list[Any]:
     return [config, *([config.get_text_config()] if callable(getattr(config, "get_text_config", None)) else [])]
 
 
-def _rounded(name: str, each: Written, dtype: torch.dtype, layers: Layers) -> Written:
+def _rounded(name: str, each: ExportedTensor, dtype: torch.dtype, layers: ServedLayers) -> ExportedTensor:
     if not each.is_wide or name in layers.buffers:
         return each
 
@@ -252,10 +257,10 @@ def _rounded(name: str, each: Written, dtype: torch.dtype, layers: Layers) -> Wr
             )
         return rounded
 
-    return Written(dtype, each.shape, make)
+    return ExportedTensor(dtype, each.shape, make)
 
 
-def _misfit(plain: Mapping[str, Written], layer: str, weights: Served) -> str:
+def _misfit(plain: Mapping[str, ExportedTensor], layer: str, weights: ServingFormat) -> str:
     rows, columns = plain[f"{layer}.weight"].shape
     fits = weights == "int8" or not (rows % _BLOCK or columns % _BLOCK)
     return "" if fits else f"{rows} x {columns} is not in blocks of {_BLOCK} x {_BLOCK}"
@@ -271,18 +276,18 @@ class _EightBits:
     def __init__(self) -> None:
         self._last: tuple[str, Scaled] | None = None
 
-    def entries(self, name: str, each: Written) -> dict[str, Written]:
+    def entries(self, name: str, each: ExportedTensor) -> dict[str, ExportedTensor]:
         rows, columns = each.shape
         over = self.scaling.over
         scales = (rows, 1) if over == "row" else (rows // over[0], columns // over[1])  # type: ignore[operator]
         return {
-            name: Written(self.target.dtype, each.shape, lambda read: self._scaled(name, each, read).values),  # type: ignore[arg-type]
-            f"{name}{self.scale_name}": Written(
+            name: ExportedTensor(self.target.dtype, each.shape, lambda read: self._scaled(name, each, read).values),  # type: ignore[arg-type]
+            f"{name}{self.scale_name}": ExportedTensor(
                 torch.float32, scales, lambda read: self._scaled(name, each, read).scale
             ),
         }
 
-    def _scaled(self, name: str, each: Written, read: Read) -> Scaled:
+    def _scaled(self, name: str, each: ExportedTensor, read: Read) -> Scaled:
         if self._last is None or self._last[0] != name:  # values and scales are written one after the other
             scaled = scale_to(each.make(read).float(), self.target, self.scaling)
             if not bool(scaled.scale.isfinite().all()):
@@ -339,10 +344,10 @@ def save_weights(
     prefix: str | None,
     size_per_shard: int,
     use_safetensors: bool,
-    weights: Served | None,
+    weights: ServingFormat | None,
     half: torch.dtype | None,
     wide: torch.dtype,
-    merge: Callable[[nn.Module, Iterable[str]], tuple[nn.Module, dict[str, Source]]] | None,
+    merge: Callable[[nn.Module, Iterable[str]], tuple[nn.Module, dict[str, ExportSpec]]] | None,
 ) -> None:
     """Write the whole weights of `model` to `path`, see `Booster.save_model`; a collective.
 
@@ -351,7 +356,7 @@ def save_weights(
 
     half: the dtype in which the forward reads all weights, also those that ranks hold in float32; None where it reads them as
         they are stored.
-    wide: see `served`.
+    wide: see `in_serving_format`.
     merge: gives the model without adapters, and what is written of the tensors of these names; None writes them as they are.
     """
     own = bare(model.module)
@@ -362,8 +367,8 @@ def save_weights(
     for name, tensor in tensors.items():
         refuse_made_of_tensors(name, tensor)
     buffers = dict(own.named_buffers(remove_duplicate=False))
-    written, _ = settle({name: storable(t) for name, t in tensors.items()}, group, buffers, all_kept=False)
-    taken = Snapshot(written, {"random": []})
+    written, _ = choose_writers({name: as_planned(t) for name, t in tensors.items()}, group, buffers, all_kept=False)
+    taken = CollectedState(written, {"random": []})
     between = write(path.with_name(f".{path.name}.whole"), taken, step=0, keep_last=None, group=group)
     said = gather(asdict(layers_of(own)), group) if weights is not None else []
     with agreed(group):
@@ -376,8 +381,8 @@ def save_weights(
                     described, sources = merge(own, manifest.tensors)
                 entries = {name: source.of(manifest.tensors) for name, source in sources.items()}
                 if weights is not None:
-                    layers = together((Layers(**each) for each in said), sources)
-                    entries, quantization = served(entries, weights, layers, wide)
+                    layers = merge_layers((ServedLayers(**each) for each in said), sources)
+                    entries, quantization = in_serving_format(entries, weights, layers, wide)
                 export(
                     between,
                     manifest,
@@ -389,14 +394,14 @@ def save_weights(
                     use_safetensors=use_safetensors,
                 )
                 if shard:
-                    whole = Stored(between, manifest.tensors).whole
+                    whole = CheckpointTensors(between, manifest.tensors).whole
                     apart = ends_that_differ(described, partial(_same, entries, whole))
                     write_config(path, described, entries, quantization, untied=apart is not None)
             finally:
                 remove(between)
 
 
-def _same(entries: Mapping[str, Written], read: Read, one: str, other: str) -> bool:
+def _same(entries: Mapping[str, ExportedTensor], read: Read, one: str, other: str) -> bool:
     """Whether two names are written with the same numbers, or one of them is not written."""
     ends = [entries[name] for name in (one, other) if name in entries]
     return len(ends) < 2 or torch.equal(*(end.make(read).float() for end in ends))

@@ -14,7 +14,7 @@ from torch import nn
 
 from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.tensor_file import Entry, entries_of, pieces, read_entry
-from booster.checkpoint.tensor_layout import note_written
+from booster.checkpoint.tensor_layout import mark_written
 from booster.checkpoint.weight_files import half_read, is_safetensors, weight_files
 from booster.common.text import listed
 from booster.common.untrusted_files import open_regular
@@ -228,7 +228,7 @@ def _read_in_place(opened: IO[bytes], step: _Step) -> None:
     tensor = step.tensor.detach()
     if tensor.dtype == step.stored:
         _read(opened, step, tensor)
-        note_written([step.tensor])
+        mark_written([step.tensor])
     else:
         memory = torch.empty_like(tensor, dtype=step.stored)  # type: ignore[arg-type]
         _read(opened, step, memory)

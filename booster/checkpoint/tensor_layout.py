@@ -10,10 +10,10 @@ from booster.common.torch_internals.tensor_internals import gather_whole
 from booster.model.dtensors import is_dtensor, local_shard
 from booster.shards.flat_shard import FlatShard
 
-Held = torch.Tensor | FlatShard  # what a rank holds of a tensor
+HeldTensor = torch.Tensor | FlatShard  # what a rank holds of a tensor
 
 
-def storable(tensor: Held) -> Held:
+def as_planned(tensor: HeldTensor) -> HeldTensor:
     """Return `tensor` as the planners take it: a DTensor of plain shards as it is, any other one whole.
 
     A collective for a DTensor whose shards are not boxes of the whole, as those of a fused projection are that tensor
@@ -31,7 +31,7 @@ def empty_like_whole(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Ten
     return torch.empty_like(like, dtype=dtype)
 
 
-def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return `value`, whole on every rank, divided as `like` is; no communication."""
     if not is_dtensor(like) or is_dtensor(value):
         return value
@@ -55,7 +55,7 @@ def can_be_read_into(held: torch.Tensor, shape: tuple[int, ...], dtype: torch.dt
     )
 
 
-def note_written(tensors: Iterable[torch.Tensor]) -> None:
+def mark_written(tensors: Iterable[torch.Tensor]) -> None:
     """Tell autograd that the memory of `tensors` was written to, which a read from a file does past it."""
     written = list(tensors)
     torch.autograd.graph.increment_version([*written, *(local_shard(each) for each in written if is_dtensor(each))])
@@ -68,7 +68,7 @@ def _is_boxes(tensor: torch.Tensor) -> bool:
     return all(type(placement) in (Replicate, Shard, Partial) for placement in placements)
 
 
-def refuse_made_of_tensors(where: str, tensor: Held) -> None:
+def refuse_made_of_tensors(where: str, tensor: HeldTensor) -> None:
     """Raise TypeError for a tensor made of others inside, as those of torchao in few bits and sparse ones are."""
     held = tensor.values if isinstance(tensor, FlatShard) else tensor
     local = held.to_local() if is_dtensor(held) else held  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from torch import nn
 
 from booster.checkpoint.manifest import PAIRS, SAFETENSORS_DTYPES, CheckpointError
 from booster.checkpoint.tensor_file import Entry, entries_of
-from booster.checkpoint.tensor_layout import empty_like_whole, placed_like
+from booster.checkpoint.tensor_layout import empty_like_whole, shard_like
 from booster.common.untrusted_files import ROOM, names_a_regular_file, open_regular, parse_json, read_regular
 from booster.interface.model import ModelWrapper
 from booster.model.dtensors import local_shard
@@ -99,7 +99,7 @@ def read_torch_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @dataclass
-class Fitting:
+class FittedWeights:
     """What files of weights have for a module. state: what it must be given, read, and divided as it is there. in_place: where
     an entry's numbers are to be read to, with the tensor. left_out: names that one side alone has, in words."""
 
@@ -115,7 +115,7 @@ def weights_for(
     read: Callable[[Mapping[str, Entry], Mapping[str, torch.Tensor]], None],
     *,
     strict: bool,
-) -> Fitting:
+) -> FittedWeights:
     """Return what the files of weights in `path` have for this rank of `module`, of which nothing is written to yet.
 
     own: tensors of `module`, by name, that may be read into. read: reads entries into new tensors. Raises CheckpointError that
@@ -123,7 +123,7 @@ def weights_for(
     """
     current = module.state_dict()
     partial = getattr(getattr(module, "module", None), "is_partial", False)
-    found, unread = Fitting(), dict[str, Entry]()
+    found, unread = FittedWeights(), dict[str, Entry]()
     different, unknown, seen = [], [], set()
     for name, value in named_in(path):
         here = current.get(name)
@@ -137,14 +137,14 @@ def weights_for(
         elif not fits(value.dtype, here.dtype):
             different.append(f"{name} has dtype {value.dtype} in the file and {here.dtype} in the model")
         elif isinstance(value, torch.Tensor):
-            found.state[name] = placed_like(value.to(here.device), here)
+            found.state[name] = shard_like(value.to(here.device), here)
         elif name in own and _memory(own[name]) == _memory(here):
             found.in_place[name] = value, here
         else:
             unread[name] = value
             found.state[name] = empty_like_whole(value.shape, value.dtype, here)
     read(unread, {name: found.state[name] for name in unread})
-    found.state |= {name: placed_like(found.state[name], current[name]) for name in unread}
+    found.state |= {name: shard_like(found.state[name], current[name]) for name in unread}
     different += ties_that_differ(module, found.state)
     # Files of other programs hold a tied weight once.
     names = found.state.keys() | found.in_place.keys()

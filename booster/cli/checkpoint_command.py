@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 def _show(options: argparse.Namespace) -> int:
     from booster.checkpoint.folder import standing
     from booster.checkpoint.manifest import read_manifest
-    from booster.checkpoint.tree import read_tree
+    from booster.checkpoint.state_tree import read_tree
 
     folder = _newest(standing(options.folder))
     manifest = read_manifest(folder)
@@ -108,10 +108,10 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from booster.checkpoint.export import Written, export
+    from booster.checkpoint.exported_files import ExportedTensor, export
     from booster.checkpoint.folder import damage, standing
     from booster.checkpoint.manifest import CheckpointError, read_manifest
-    from booster.checkpoint.saved import Saved
+    from booster.checkpoint.saved_checkpoint import SavedCheckpoint
 
     folder = _newest(standing(options.folder))
     problems = damage(folder)
@@ -124,12 +124,12 @@ def _convert(options: argparse.Namespace) -> int:
         models = sorted({name.split("/")[1] for name in manifest.tensors if name.startswith("models/")})
         raise CheckpointError(f"{folder} holds no model {options.model!r}; choose one of {models}")
     if options.masters:
-        masters = Saved(folder).masters_behind("models", options.model)
+        masters = SavedCheckpoint(folder).masters_behind("models", options.model)
         names |= {key: name for key, name in masters.items() if key in names}
     export(
         folder,
         manifest,
-        {name: Written.as_stored(stored, manifest.tensors[stored]) for name, stored in names.items()},
+        {name: ExportedTensor.as_stored(stored, manifest.tensors[stored]) for name, stored in names.items()},
         options.target,
         shard=options.shard is not None,
         prefix=None,

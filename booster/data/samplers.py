@@ -56,8 +56,8 @@ def check_dealt(loader: Any, *, place: int, num_places: int, group: dist.Process
     torch's own way, orders that differ are a logged warning: they may be meant to.
     """
     sampler = None if loader is None else distributed_sampler(loader)
-    told = gather(None if sampler is None else _deal(sampler, place), group)
-    deals = {rank: deal for rank, deal in enumerate(told) if deal is not None}
+    said = gather(None if sampler is None else _deal(sampler, place), group)
+    deals = {rank: deal for rank, deal in enumerate(said) if deal is not None}
     reason = _misdealt(list(deals.values()), num_places)
     draws = {json.dumps(deal["order"]) for deal in deals.values()}
     if reason is None and len(draws) < 2:
@@ -114,7 +114,7 @@ def stride(loader: Any) -> int:
     return batch_size * getattr(distributed_sampler(loader), "num_replicas", 1) if batch_size else 0
 
 
-def drawn_of(loader: Any) -> dict[str, int] | None:
+def order_source(loader: Any) -> dict[str, int] | None:
     """Return of how many samples, and by which seed where it has one, `loader` draws the order of an epoch, besides what random
     states say; empty where that is the order of the dataset, None where it is not known."""
     sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
@@ -140,7 +140,7 @@ def is_stateful(part: Any) -> bool:
     return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
 
 
-class Announced:
+class EpochSetter:
     """The epochs that a loader, its sampler and its batch sampler are told, those of them that have `set_epoch`.
 
     epoch: what they were told last, or held from the beginning, 0 where none says.

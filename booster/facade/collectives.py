@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import pytree
-from booster.data import DataLoaderWrapper, Share
+from booster.data import DataLoaderWrapper, YieldedRows
 from booster.ranks.messages import communication_device, gather_integers
 
 Op = Literal["mean", "sum", "max", "min"]
@@ -40,7 +40,7 @@ def gather(
     """
     leaves, spec = pytree.tree_flatten(tensor)
     tensors: list[torch.Tensor] = []
-    share: Share | None = None
+    share: YieldedRows | None = None
     problem: Exception | None = None
     try:
         share = _share_of(padding_from, _world_size(group))
@@ -231,7 +231,7 @@ def _rows(value: torch.Tensor) -> torch.Tensor:
     return value.reshape(1) if value.dim() == 0 else value
 
 
-def _share_of(loader: DataLoaderWrapper | None, world_size: int) -> Share | None:
+def _share_of(loader: DataLoaderWrapper | None, world_size: int) -> YieldedRows | None:
     if loader is None:
         return None
     if not isinstance(loader, DataLoaderWrapper):
@@ -250,7 +250,7 @@ def _share_of(loader: DataLoaderWrapper | None, world_size: int) -> Share | None
     return share
 
 
-def _check_rows(tensors: list[torch.Tensor], share: Share | None) -> None:
+def _check_rows(tensors: list[torch.Tensor], share: YieldedRows | None) -> None:
     if share is None or not share.rows:
         return
     for value in tensors:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import default_store
-from booster.data.iteration import Iteration
+from booster.data.epoch_iterator import EpochIterator
 from booster.ranks.abortable_pass import AbortablePass, LeftByOtherRank
 from booster.ranks.agreement import any_rank
 from booster.ranks.coordinator import is_main, world
@@ -130,7 +130,7 @@ def progress(items: Iterable[T], description: str, total: int | None, loss: Show
     def drawn() -> Iterator[T]:
         began, each, seen = time.monotonic(), iter(items), 0
         known = _known_length(items) if total is None else total
-        if isinstance(each, Iteration) and total is None:  # of an epoch that may go on where it was left
+        if isinstance(each, EpochIterator) and total is None:  # of an epoch that may go on where it was left
             known, seen = each.num_batches, each.progress.num_batches
         with bar:
             task = bar.add_task(description, total=known, completed=seen, rate="", loss="")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from booster.checkpoint.adapters import check_merges, merged
-from booster.checkpoint.serving import Source, ends_that_differ
+from booster.checkpoint.serving import ExportSpec, ends_that_differ
 from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import gather_whole
 from booster.interface.model import ModelWrapper
@@ -34,7 +34,7 @@ def synced_weights(
         )
     own, state = bare(model.module), {k: v for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
     dtypes = dtypes_read(own, half, weights=halves)
-    sources = {name: Source(name) for name in state}
+    sources = {name: ExportSpec(name) for name in state}
     if arguments.flag("merge", merge):
         check_merges(own)
         base, sources = merged(own, state)
@@ -48,7 +48,7 @@ def synced_weights(
 
 
 def _gathered(
-    state: dict[str, torch.Tensor], dtypes: dict[str, torch.dtype], sources: dict[str, Source], *, halves: bool
+    state: dict[str, torch.Tensor], dtypes: dict[str, torch.dtype], sources: dict[str, ExportSpec], *, halves: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     def read(name: str) -> torch.Tensor:
         return _whole(state[name], dtypes.get(name) if halves else None)
@@ -59,7 +59,7 @@ def _gathered(
         held, dtype = state[source.stored], dtypes.get(source.stored)
         key = _memory(held)
         left[key] -= 1
-        if source != Source(source.stored):
+        if source != ExportSpec(source.stored):
             value = source.whole(read)
             yield name, value if dtype is None else value.to(dtype)
             continue
@@ -69,7 +69,7 @@ def _gathered(
         yield name, value
 
 
-def _made_alike(state: dict[str, torch.Tensor], sources: dict[str, Source], one: str, other: str) -> bool:
+def _made_alike(state: dict[str, torch.Tensor], sources: dict[str, ExportSpec], one: str, other: str) -> bool:
     """Whether two weights are made of the same tensors in the same way, or one of them is not there."""
     ends = [sources[name] for name in (one, other) if name in sources]
     return len(ends) < 2 or (

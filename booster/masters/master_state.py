@@ -59,7 +59,7 @@ class LoadedWeights:
         return next((hook for hook in hooks if isinstance(hook, cls)), None)
 
     @classmethod
-    def way_back(cls, model: nn.Module) -> Callable[[], None]:
+    def snapshot(cls, model: nn.Module) -> Callable[[], None]:
         """What makes those of `model` the ones that they are now."""
         found = cls._of(model)
         if found is None:

@@ -7,7 +7,7 @@ import torch
 from test_tensor_parallel import package
 
 from booster import Booster
-from booster.checkpoint.serving import SERVED
+from booster.checkpoint.serving import SERVING_FORMATS
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
 
 PLUGINS = {
@@ -51,7 +51,7 @@ def files_in(folder):
 
 def written(rank, world_size, folder, name, precision):
     booster, model = boosted(PLUGINS[name](), precision, steps=0)
-    for weights in SERVED:
+    for weights in SERVING_FORMATS:
         booster.save_model(model, f"{folder}/{weights}", shard=True, weights=weights)
 
 
@@ -62,7 +62,7 @@ def test_files_for_servers_are_those_of_one_device_byte_for_byte(ranks2, tmp_pat
     """Also under FSDP, where half weights lie in float32 shards."""
     ranks2(written, str(tmp_path / "ranks"), name, precision)
     booster, model = boosted(SingleDevice(), precision, steps=0)
-    for weights in SERVED:
+    for weights in SERVING_FORMATS:
         booster.save_model(model, tmp_path / "one" / weights, shard=True, weights=weights)
         ours, theirs = (files_in(tmp_path / each / weights) for each in ("ranks", "one"))
         assert ours.keys() == theirs.keys()

@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from booster import Booster
-from booster.checkpoint import CheckpointError, latest, saved, saving
-from booster.checkpoint.tree import decode, encode
+from booster.checkpoint import CheckpointError, latest, saving
+from booster.checkpoint import saved_checkpoint as saved
+from booster.checkpoint.state_tree import decode, encode
 from booster.mixed_precision import (
     BF16NaiveMixedPrecision,
     FP16ApexMixedPrecision,

@@ -19,7 +19,7 @@ class Modes(Part):
     def collect(self, into):
         return {
             "modes": {
-                name: into.alone(
+                name: into.per_rank(
                     {"trains": model.training, "mean": torch.stack([p.mean() for p in model.parameters()]).mean()},
                     f"modes/{name}/{into.rank}",
                 )
@@ -29,7 +29,7 @@ class Modes(Part):
 
     def compare(self, found):
         said = found.saved.tree.get("modes", {})
-        found.saved.want_all(said)
+        found.saved.request_all(said)
         for name in self.objects.models:
             if name not in said:
                 found.saved.notes.append(f"models {name!r}: whether it trained is not known")

@@ -10,7 +10,7 @@ from torch import nn
 
 from booster import Booster
 from booster.checkpoint import CheckpointError
-from booster.checkpoint.run import StopRequests
+from booster.checkpoint.run_checkpoints import StopRequests
 
 
 def boosted(precision="bf16", seed=0, width=4):

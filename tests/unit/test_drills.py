@@ -47,10 +47,10 @@ FIELD = '''
 class Modes(Part):
     """Whether each model trains."""
 
-    def collect(self, into: Collection) -> dict[str, Any]:
+    def collect(self, into: SaveContext) -> dict[str, Any]:
         return {"modes": {name: model.training for name, model in self.objects.models.items()}}
 
-    def prepare(self, found: Found) -> None:
+    def prepare(self, found: LoadContext) -> None:
         self._modes = found.saved.tree.get("modes", {})
 
     def finish(self) -> None:
@@ -74,12 +74,12 @@ WRITES = {
         )
     },
     "a field of checkpoints": {
-        "booster/checkpoint/parts/others.py": FIELD,
+        "booster/checkpoint/parts/run_objects.py": FIELD,
         "booster/checkpoint/parts/__init__.py": (
-            "import Carried, Random, Stateful",
-            "import Carried, Modes, Random, Stateful",
-            "Carried, Random)",
-            "Carried, Random, Modes)",
+            "import ErrorFeedback, Random, StatefulObjects",
+            "import ErrorFeedback, Modes, Random, StatefulObjects",
+            "ErrorFeedback, Random)",
+            "ErrorFeedback, Random, Modes)",
         ),
     },
     "a message": {

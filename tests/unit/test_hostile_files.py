@@ -228,7 +228,7 @@ from pathlib import Path
 from booster.checkpoint import CheckpointError
 from booster.checkpoint.tensor_file import entries_of
 from booster.checkpoint.manifest import read_manifest
-from booster.checkpoint.tree import read_tree
+from booster.checkpoint.state_tree import read_tree
 from booster.checkpoint.weight_files import weight_files
 folder, size = Path(sys.argv[1]), int(sys.argv[2])
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -20,7 +20,8 @@ from test_hostile_checkpoints import edited
 from test_load_weights import net, on_meta, saved
 
 from booster import Booster, load_weights
-from booster.checkpoint import CheckpointError, export, streaming, tensor_file
+from booster.checkpoint import CheckpointError, streaming, tensor_file
+from booster.checkpoint import exported_files as export
 from booster.cli import main
 
 

@@ -502,9 +502,9 @@ def test_what_each_rank_alone_carries_is_refused_since_checkpoints_would_lose_it
 def test_all_that_checkpoints_hold_is_kept_by_those_of_a_trainer_or_refused():
     from booster.checkpoint.parts import PARTS
 
-    by_transformers = {"Modules", "Stateful", "Random"}
-    by_booster = {"Optimizers", "Scales", "Chosen", "PinnedModules"}  # of integrations/trained.py
-    refused = {"Carried"}
+    by_transformers = {"Modules", "StatefulObjects", "Random"}
+    by_booster = {"Optimizers", "ScaleHistory", "LayerChoices", "PinnedModules"}  # of integrations/trained.py
+    refused = {"ErrorFeedback"}
     assert {part.__name__ for part in PARTS} == by_transformers | by_booster | refused
 
 

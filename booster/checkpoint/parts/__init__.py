@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from booster.checkpoint.parts.modules import Chosen, Modules, PinnedModules, Scales
+from booster.checkpoint.parts.modules import LayerChoices, Modules, PinnedModules, ScaleHistory
 from booster.checkpoint.parts.optimizers import Optimizers
-from booster.checkpoint.parts.others import Carried, Random, Stateful
 from booster.checkpoint.parts.part import Part
+from booster.checkpoint.parts.run_objects import ErrorFeedback, Random, StatefulObjects
 
-PARTS: tuple[type[Part], ...] = (Modules, PinnedModules, Chosen, Scales, Optimizers, Stateful, Carried, Random)
+PARTS: tuple[type[Part], ...] = (
+    Modules,
+    PinnedModules,
+    LayerChoices,
+    ScaleHistory,
+    Optimizers,
+    StatefulObjects,
+    ErrorFeedback,
+    Random,
+)

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from booster.checkpoint.manifest import CheckpointError, dtype_of
-from booster.checkpoint.parts.part import Collection, Found, Part, Step, leaves_out_frozen
-from booster.checkpoint.saved import Saved
-from booster.checkpoint.tensor_layout import placed_like
-from booster.checkpoint.tree import reference
-from booster.checkpoint.way_back import load_module, may_refuse, read_by_torch
+from booster.checkpoint.parts.part import LoadContext, Part, SaveContext, Step, leaves_out_frozen
+from booster.checkpoint.saved_checkpoint import SavedCheckpoint
+from booster.checkpoint.snapshots import load_module, may_refuse, read_by_torch
+from booster.checkpoint.state_tree import reference
+from booster.checkpoint.tensor_layout import shard_like
 from booster.checkpoint.weight_files import fits, ties_that_differ
 from booster.common.arguments import is_whole
 from booster.common.text import listed
@@ -39,17 +39,19 @@ class Modules(Part):
     def named(self) -> Mapping[str, Mapping[str, nn.Module]]:
         return {"models": self.objects.models, "criteria": self.objects.criteria}
 
-    def collect(self, into: Collection) -> dict[str, Any]:
+    def collect(self, into: SaveContext) -> dict[str, Any]:
         return {
-            kind: {name: into.together(_kept(kind, module, into), f"{kind}/{name}") for name, module in modules.items()}
+            kind: {
+                name: into.replicated(_kept(kind, module, into), f"{kind}/{name}") for name, module in modules.items()
+            }
             for kind, modules in self.named.items()
         }
 
-    def compare(self, found: Found) -> Iterator[str]:
+    def compare(self, found: LoadContext) -> Iterator[str]:
         for each in self._entries(found):
             yield from each.differences(strict=found.strict)
 
-    def prepare(self, found: Found) -> None:
+    def prepare(self, found: LoadContext) -> None:
         states = [(each.what, each.module, each.state()) for each in self._entries(found)]
         self._states = sorted(states, key=lambda entry: not may_refuse(entry[1]))
 
@@ -57,13 +59,13 @@ class Modules(Part):
         for what, module, state in self._states:
             yield what, partial(load_module, module, state)
 
-    def _entries(self, found: Found) -> list[_Entry]:
+    def _entries(self, found: LoadContext) -> list[_Entry]:
         return [
             _Entry(found.saved, kind, name, module) for kind, own in self.named.items() for name, module in own.items()
         ]
 
 
-def _kept(kind: str, module: nn.Module, into: Collection) -> dict[str, Any]:
+def _kept(kind: str, module: nn.Module, into: SaveContext) -> dict[str, Any]:
     left_out = _frozen_names(module) if kind == "models" and not into.frozen else frozenset()
     return {key: value for key, value in module.state_dict().items() if not _is_of(key, left_out)}
 
@@ -86,7 +88,7 @@ def _is_of(key: str, params: frozenset[str]) -> bool:
 class _Entry:
     """One module of the job, and its entry in the checkpoint. kind: "models" or "criteria"."""
 
-    def __init__(self, saved: Saved, kind: str, name: str, module: nn.Module) -> None:
+    def __init__(self, saved: SavedCheckpoint, kind: str, name: str, module: nn.Module) -> None:
         self._saved, self._kind, self._name, self.module = saved, kind, name, module
         self.what = f"{kind} {name!r}"
 
@@ -111,7 +113,7 @@ class _Entry:
         own = read_by_torch(self.module)
         for key, value in current.items():
             if key not in saved or not isinstance(value, torch.Tensor):
-                self._saved.want_all(saved.get(key))
+                self._saved.request_all(saved.get(key))
                 continue
             entry = self._saved.entry(sources[key]) if reference(saved[key]) else None
             if entry is None or entry.shape != tuple(value.shape):
@@ -122,8 +124,8 @@ class _Entry:
                 yield f"{self.what}: {key} has dtype {dtype_of(entry)} in the checkpoint and {value.dtype} here"
                 continue
             in_place = key in own and local_shard(own[key]).data_ptr() == local_shard(value).data_ptr()
-            if not in_place or not self._saved.want_in_place(sources[key], value, partial(_itself, value)):
-                self._saved.want(sources[key], value)
+            if not in_place or not self._saved.request_in_place(sources[key], value, partial(_itself, value)):
+                self._saved.request(sources[key], value)
 
     def state(self) -> dict[str, Any]:
         """Return what was read as the module takes it."""
@@ -133,7 +135,7 @@ class _Entry:
             if key not in saved or (isinstance(value, torch.Tensor) and self._saved.is_in_place(sources[key])):
                 continue
             if isinstance(value, torch.Tensor):
-                state[key] = placed_like(self._saved.tensor(sources[key]), value)  # type: ignore[arg-type]
+                state[key] = shard_like(self._saved.tensor(sources[key]), value)  # type: ignore[arg-type]
             else:
                 state[key] = self._saved.value(saved[key])
         if differing := list(ties_that_differ(self.module, state)):
@@ -175,10 +177,10 @@ class PinnedModules(Part):
 
     turn = 3
 
-    def collect(self, into: Collection) -> dict[str, Any]:
+    def collect(self, into: SaveContext) -> dict[str, Any]:
         return {"pins": {name: pins.state_dict() for name, pins in self._here()}}
 
-    def compare(self, found: Found) -> Iterator[str]:
+    def compare(self, found: LoadContext) -> Iterator[str]:
         for name, model in self.objects.models.items():
             state, pins = found.saved.tree.get("pins", {}).get(name, {}), pins_of(model)
             if pins is None and state.get("names"):
@@ -190,7 +192,7 @@ class PinnedModules(Part):
                 what, _ = _PILOTED if "products" in state else _PINNED
                 yield f"models {name!r}: it has no modules {missing}, which {what}"
 
-    def prepare(self, found: Found) -> None:
+    def prepare(self, found: LoadContext) -> None:
         said = found.saved.tree.get("pins", {})
         self._states = [(pins, said.get(name, {})) for name, pins in self._here()]
 
@@ -208,15 +210,15 @@ class PinnedModules(Part):
                 yield name, pins
 
 
-class Chosen(Part):
+class LayerChoices(Part):
     """Which layers were measured to gain by a low precision; others have none."""
 
     turn = 3
 
-    def collect(self, into: Collection) -> dict[str, Any]:
+    def collect(self, into: SaveContext) -> dict[str, Any]:
         return {} if into.rank else {"chosen": {name: choice.state_dict() for name, choice in self._here()}}
 
-    def compare(self, found: Found) -> Iterator[str]:
+    def compare(self, found: LoadContext) -> Iterator[str]:
         said = found.saved.tree.get("chosen", {})
         for name, _ in self._here():
             if name not in said:
@@ -226,7 +228,7 @@ class Chosen(Part):
             elif not _is_choice(said[name]):
                 yield f"models {name!r}: what is saved of its choice of layers is none"
 
-    def prepare(self, found: Found) -> None:
+    def prepare(self, found: LoadContext) -> None:
         said = found.saved.tree.get("chosen", {})
         self._states = [(name, choice, said.get(name, {})) for name, choice in self._here()]
 
@@ -260,35 +262,35 @@ def _is_choice(state: Any) -> bool:
     )
 
 
-class Scales(Part):
+class ScaleHistory(Part):
     """What the scales of low-precision layers follow from; other precisions have none."""
 
     turn = 3
 
-    def collect(self, into: Collection) -> dict[str, Any]:
+    def collect(self, into: SaveContext) -> dict[str, Any]:
         if into.rank:
             return {}
-        return {"scales": {name: into.alone(each.state_dict(), f"scales/{name}") for name, each in self._here()}}
+        return {"scales": {name: into.per_rank(each.state_dict(), f"scales/{name}") for name, each in self._here()}}
 
-    def compare(self, found: Found) -> Iterator[str]:
+    def compare(self, found: LoadContext) -> Iterator[str]:
         said = found.saved.tree.get("scales", {})
         for name, _ in self._here():
             if name in said:
                 yield from self._misfit(name, found)
-                found.saved.want_all(said[name])
+                found.saved.request_all(said[name])
             else:
                 found.saved.notes.append(
                     f"models {name!r}: no history of scales was saved; delayed scaling begins anew"
                 )
 
-    def _misfit(self, name: str, found: Found) -> Iterator[str]:
+    def _misfit(self, name: str, found: LoadContext) -> Iterator[str]:
         state = found.saved.tree["scales"][name]
         entry = found.saved.entry(reference(state["history"])) if state.keys() == {"names", "history"} else None
         names = state.get("names")
         if entry is None or not isinstance(names, list) or entry.shape[1:] != (len(names), 3) or len(entry.shape) != 3:
             yield f"models {name!r}: what is saved of its scales is no history of them"
 
-    def prepare(self, found: Found) -> None:
+    def prepare(self, found: LoadContext) -> None:
         said = found.saved.tree.get("scales", {})
         self._states = [(each, found.saved.value(said.get(name, {}))) for name, each in self._here()]
 

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.objects import Objects
-from booster.checkpoint.parts.part import Collection, Found, Part, Step
-from booster.checkpoint.saved import Saved
-from booster.checkpoint.tensor_layout import Held
-from booster.checkpoint.tree import BESIDE, has_order, reference, references
+from booster.checkpoint.parts.part import LoadContext, Part, SaveContext, Step
+from booster.checkpoint.saved_checkpoint import SavedCheckpoint
+from booster.checkpoint.state_tree import BESIDE, has_order, reference, references
+from booster.checkpoint.tensor_layout import HeldTensor
 from booster.common.text import listed
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of
@@ -40,24 +40,24 @@ class Optimizers(Part):
     def named(self) -> Mapping[str, Mapping[str, OptimizerWrapper]]:
         return {"optimizers": self.objects.optimizers}
 
-    def collect(self, into: Collection) -> dict[str, Any]:
-        told = {}
+    def collect(self, into: SaveContext) -> dict[str, Any]:
+        said = {}
         for name, optimizer in self.objects.optimizers.items():
             try:
-                told[name] = into.together(_loadable(name, optimizer), f"optimizers/{name}")
+                said[name] = into.replicated(_loadable(name, optimizer), f"optimizers/{name}")
             except TypeError as error:
                 raise TypeError(f"{type(optimizer.unwrap()).__name__} keeps more than its state: {error}") from error
-        return {"optimizers": told, "masters": masters_behind(self.objects, told)}
+        return {"optimizers": said, "masters": masters_behind(self.objects, said)}
 
-    def compare(self, found: Found) -> Iterator[str]:
+    def compare(self, found: LoadContext) -> Iterator[str]:
         for each in self._entries(found):
             yield from each.differences()
 
-    def prepare(self, found: Found) -> None:
+    def prepare(self, found: LoadContext) -> None:
         self._states = [(each.what, each.optimizer, each.state()) for each in self._entries(found)]
         self._readings: list[Reading] = []
 
-    def rehearse(self, found: Found) -> None:
+    def check_loads(self, found: LoadContext) -> None:
         for each in self._entries(found):
             each.state()
 
@@ -79,7 +79,7 @@ class Optimizers(Part):
         for read in self._readings:
             read.take_over()
 
-    def _entries(self, found: Found) -> list[_Entry]:
+    def _entries(self, found: LoadContext) -> list[_Entry]:
         homes: dict[torch.Tensor, tuple[str, str]] = {
             param: (name, key)
             for name, model in self.objects.models.items()
@@ -95,7 +95,11 @@ class _Entry:
     """
 
     def __init__(
-        self, saved: Saved, name: str, optimizer: OptimizerWrapper, homes: Mapping[torch.Tensor, tuple[str, str]]
+        self,
+        saved: SavedCheckpoint,
+        name: str,
+        optimizer: OptimizerWrapper,
+        homes: Mapping[torch.Tensor, tuple[str, str]],
     ) -> None:
         self._saved, self._name, self.optimizer, self._homes = saved, name, optimizer, homes
         self.what = f"optimizers {name!r}"
@@ -119,23 +123,25 @@ class _Entry:
             if unknown:
                 yield f"{self.what}: {listed(unknown, 8)} of group {index} are not in that group of the checkpoint"
         params = dict(zip((n for g in groups for n, _ in g), _params(optimizer), strict=True))
-        self._saved.want_all(saved.get("own"))
-        self._saved.want_all(saved.get(_INNER))
+        self._saved.request_all(saved.get("own"))
+        self._saved.request_all(saved.get(_INNER))
         for param_name, param in params.items():
             for key, value in (saved["state"].get(param_name) or {}).items():
                 if (entry := reference(value)) is not None:
-                    self._saved.want_part(entry, param, optimizer, None if has_order(value) else key)
+                    self._saved.request_shard(entry, param, optimizer, None if has_order(value) else key)
                 for nested in references(value) if entry is None else ():
-                    self._saved.want(nested, param)
+                    self._saved.request(nested, param)
             if self._takes_master(param_name, param):
-                self._saved.want_part(self._saved.widest(param_name, name, self._homes.get(param)), param, optimizer)
+                self._saved.request_shard(
+                    self._saved.widest_source(param_name, name, self._homes.get(param)), param, optimizer
+                )
         for key, value in saved[STATE_KEY].items():
             if key != "masters":
-                self._saved.want_all(value)
-        self._saved.want_all(self._saved.masters(name).get("rounding"))
+                self._saved.request_all(value)
+        self._saved.request_all(self._saved.masters(name).get("rounding"))
         for group in saved["groups"]:
-            self._saved.want_all(group["options"])
-        self._saved.want_all(saved.get(BESIDE))
+            self._saved.request_all(group["options"])
+        self._saved.request_all(saved.get(BESIDE))
 
     def state(self) -> dict[str, Any]:
         """Return what was read as a state dict of the boosted optimizer."""
@@ -167,7 +173,7 @@ class _Entry:
         if kept.has_masters:
             held = dict(zip(numbers, _params(optimizer), strict=True))
             weights = {
-                key: self._saved.widest(key, name, self._homes.get(param))
+                key: self._saved.widest_source(key, name, self._homes.get(param))
                 for key, param in held.items()
                 if self._takes_master(key, param)
             }
@@ -195,7 +201,7 @@ class _Entry:
         )
 
 
-def _float(tensor: Held) -> Held:
+def _float(tensor: HeldTensor) -> HeldTensor:
     return tensor.with_values(tensor.values.float()) if isinstance(tensor, FlatShard) else tensor.float()
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch.distributed as dist
 
 from booster.checkpoint.objects import Objects
-from booster.checkpoint.saved import Saved
-from booster.checkpoint.tensor_layout import Held
-from booster.checkpoint.tree import encode
+from booster.checkpoint.saved_checkpoint import SavedCheckpoint
+from booster.checkpoint.state_tree import encode
+from booster.checkpoint.tensor_layout import HeldTensor
 
-Tensors = dict[str, Held]
+Tensors = dict[str, HeldTensor]
 WITHOUT_FROZEN = {"frozen weights": "left out"}
 """What a checkpoint says of its run that has no parameters of models that do not train."""
 
@@ -25,7 +25,7 @@ def leaves_out_frozen(run: Mapping[str, Any]) -> bool:
 
 
 @dataclass
-class Collection:
+class SaveContext:
     """What one rank puts into a checkpoint. shared: tensors that ranks have together, by name; own: those of this rank.
 
     frozen: whether parameters of models that do not train are among them.
@@ -36,20 +36,20 @@ class Collection:
     shared: Tensors = field(default_factory=dict)
     own: Tensors = field(default_factory=dict)
 
-    def together(self, value: Any, name: str) -> Any:
+    def replicated(self, value: Any, name: str) -> Any:
         """Return `value` for the tree, with tensors under `name` that all ranks have, or parts of them."""
         return encode(value, name, self.shared)
 
-    def alone(self, value: Any, name: str) -> Any:
+    def per_rank(self, value: Any, name: str) -> Any:
         """Return `value` for the tree, with tensors under `name` that no other rank has under it."""
         return encode(value, name, self.own)
 
 
 @dataclass(frozen=True)
-class Found:
+class LoadContext:
     """A checkpoint, as it was found, and the rank that loads it. strict: whether models must have just its entries."""
 
-    saved: Saved
+    saved: SavedCheckpoint
     rank: int
     strict: bool
 
@@ -91,18 +91,18 @@ class Part:
         """The objects of the job, by key of the tree and name, that a checkpoint must have."""
         return {}
 
-    def collect(self, into: Collection) -> dict[str, Any]:
+    def collect(self, into: SaveContext) -> dict[str, Any]:
         """Return what this rank says under each key. Raises CheckpointError for what no load would take."""
         return {}
 
-    def compare(self, found: Found) -> Iterator[str]:
+    def compare(self, found: LoadContext) -> Iterator[str]:
         """Say what differs between checkpoint and job, and makes a load impossible; note what is to be read."""
         return iter(())
 
-    def prepare(self, found: Found) -> None:
+    def prepare(self, found: LoadContext) -> None:
         """Make of what was read what objects take."""
 
-    def rehearse(self, found: Found) -> None:
+    def check_loads(self, found: LoadContext) -> None:
         """Decode what `prepare` would, of tensors on the meta device; a save asks this of what it wrote, after `compare`."""
 
     def steps(self) -> Iterator[Step]:

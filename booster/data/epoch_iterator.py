@@ -12,13 +12,13 @@ from typing import Any
 
 from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import end_workers
-from booster.data.draws import Counts, Draws, generators_of, undrawn
-from booster.data.samplers import Announced, drawn_of, is_stateful, stride
+from booster.data.epoch_randomness import EpochRandomness, SamplerCounters, generators_of, preserve_rng
+from booster.data.samplers import EpochSetter, is_stateful, order_source, stride
 
 # In the state of a boosted loader, what is each rank's own: the state that the loader inside keeps, and the random states
-# from which its order follows; see `Draws.state_dict`.
+# from which its order follows; see `EpochRandomness.state_dict`.
 OWN_STATE, DRAWS = "loader", "draws"
-ORDER = "order"  # what `drawn_of` says of a loader in the middle of an epoch
+ORDER = "order"  # what `order_source` says of a loader in the middle of an epoch
 _MOST = 2**53  # with a seed it still is one of torch's
 
 
@@ -59,10 +59,10 @@ def position_of(state: Mapping[str, Any], loader: Any) -> dict[str, Any]:
 
 
 def _check_order(saved: Any, loader: Any) -> None:
-    """Raise ValueError where `loader` draws the order of an epoch of other samples than `saved`, see `drawn_of`."""
+    """Raise ValueError where `loader` draws the order of an epoch of other samples than `saved`, see `order_source`."""
     if not isinstance(saved, Mapping) or not all(map(arguments.is_whole, saved.values())):
         raise ValueError("this is no state of a boosted dataloader: its order is not told by whole numbers")
-    here = drawn_of(loader)
+    here = order_source(loader)
     if here is None or dict(saved) == here:
         return
     raise ValueError(
@@ -79,7 +79,7 @@ def _order_in_words(drawn: Mapping[str, Any]) -> str:
 
 
 def _check_draws(draws: Any, loader: Any) -> None:
-    """Raise ValueError where a pass over `loader` cannot be made again from what `Draws.state_dict` said."""
+    """Raise ValueError where a pass over `loader` cannot be made again from what `EpochRandomness.state_dict` said."""
     try:
         places, workers = sorted(draws["now"]), draws["num_workers"]
         passes = [] if "begin" not in draws else [each for each in (draws["begin"], draws["first"]) if each is not None]
@@ -111,14 +111,14 @@ class Progress:
     """How far a pass over a loader is. It outlives the iterator, and does not keep it or its workers.
 
     epoch: of the pass. draws: what it drew from; None for loaders that leave out what was seen without reading it. counts:
-    those of samplers when it began, see `Counts`.
+    those of samplers when it began, see `SamplerCounters`.
     count: batches yielded by this iterator; at_end: whether the last was the loader's last; over: whether the iterator said
     so. start, before: samples over all ranks, and batches of this rank, that were yielded of the epoch before this iterator
     began. stride: samples that all ranks read in a step, 0 where that is not known.
     """
 
     epoch: int
-    draws: Draws | None = None
+    draws: EpochRandomness | None = None
     counts: Mapping[str, Any] = field(default_factory=dict)
     count: int = 0
     at_end: bool = False
@@ -138,7 +138,7 @@ class Progress:
         return self.start + self.count * self.stride
 
 
-class Iteration:
+class EpochIterator:
     """One pass over a loader. progress: how far it is; whoever asks for that later keeps it, and not the iteration.
 
     position: where to begin in the epoch; None means at its start. deliver: makes of each batch what is yielded.
@@ -147,8 +147,8 @@ class Iteration:
     def __init__(
         self,
         loader: Any,
-        announced: Announced,
-        counts: Counts,
+        announced: EpochSetter,
+        counts: SamplerCounters,
         epoch: int,
         position: Mapping[str, Any] | None,
         deliver: Callable[[Progress, Any], Any],
@@ -170,7 +170,7 @@ class Iteration:
         if position is not None and OWN_STATE not in position:
             end_workers(loader)  # those that persist are of another time
             if draws is not None and draws["warm"]:
-                with undrawn(generators_of(loader)):
+                with preserve_rng(generators_of(loader)):
                     iter(loader)  # starts them; an epoch that is not their first draws less
         if seen and skips(loader):
             assert position is not None  # it says what was seen
@@ -182,7 +182,7 @@ class Iteration:
         elif position is not None and (seen or (draws is not None and "begin" in draws)):
             self._batches = self._begun_again(position)
         else:
-            progress.draws = Draws(loader)
+            progress.draws = EpochRandomness(loader)
             with progress.draws.drawing(), counts.drawing():
                 self._batches = iter(loader)
 
@@ -190,7 +190,7 @@ class Iteration:
         """Return the iterator as it was at `position`, without drawing a random number of the run's."""
         progress, count = self.progress, position["batches"]
         progress.count = count
-        progress.draws = draws = Draws(self._loader, position.get(DRAWS))
+        progress.draws = draws = EpochRandomness(self._loader, position.get(DRAWS))
         with draws.replaying():
             batches = iter(self._loader)
             if OWN_STATE not in position:

@@ -15,9 +15,9 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import has_workers
-from booster.data.draws import Counts, generators_of, set_states, states_of, try_states
-from booster.data.iteration import DRAWS, ORDER, OWN_STATE, Iteration, Progress, position_of, skips
-from booster.data.samplers import Announced, distributed_sampler, drawn_of, is_stateful
+from booster.data.epoch_iterator import DRAWS, ORDER, OWN_STATE, EpochIterator, Progress, position_of, skips
+from booster.data.epoch_randomness import SamplerCounters, generators_of, set_states, states_of, try_states
+from booster.data.samplers import EpochSetter, distributed_sampler, is_stateful, order_source
 from booster.tensors.trees import map_tensors
 
 
@@ -41,7 +41,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 @dataclass(frozen=True)
-class Share:
+class YieldedRows:
     """What is known of the rows that a loader has yielded, which is the same on every rank.
 
     num_replicas: ranks to which the sampler deals in turn. num_padded: repeated samples at the end of what all ranks
@@ -71,8 +71,8 @@ class DataLoaderWrapper:
             raise TypeError(f"dataloader must be an iterable of batches, got {arguments.described(loader)}")
         self._loader = loader
         self.device = torch.device(device)
-        self._announced = Announced(loader)
-        self._counts = Counts(loader)
+        self._announced = EpochSetter(loader)
+        self._counts = SamplerCounters(loader)
         self._epoch = self._announced.epoch
         self._chosen = False  # whether the user has set the next epoch here
         # Of iterators no more is kept than how far they are: their workers end with the loop that is left.
@@ -95,7 +95,7 @@ class DataLoaderWrapper:
         self.epoch = epoch
 
     @property
-    def share(self) -> Share | None:
+    def share(self) -> YieldedRows | None:
         """What is known of the rows yielded so far; None unless a torch DistributedSampler deals them.
 
         Raises RuntimeError before the first batch.
@@ -118,7 +118,7 @@ class DataLoaderWrapper:
             epoch_rows = min(count * batch_size, num_samples - left_over)
             rows = frozenset({epoch_rows - (count - 1) * batch_size, epoch_rows})
         padded = (num_samples - left_over) * sampler.num_replicas - size
-        return Share(sampler.num_replicas, max(0, padded) if self._current.at_end else 0, rows)
+        return YieldedRows(sampler.num_replicas, max(0, padded) if self._current.at_end else 0, rows)
 
     def unwrap(self) -> Iterable[Any]:
         """The user's loader."""
@@ -140,7 +140,11 @@ class DataLoaderWrapper:
         state: dict[str, Any] = {"epoch": self._epoch, "batches": 0, "samples": 0}
         if inside and newest is not None:
             state |= {"epoch": newest.epoch, "batches": newest.num_batches, "samples": newest.num_samples}
-            if newest.num_batches and (order := drawn_of(self._loader)) is not None and not is_stateful(self._loader):
+            if (
+                newest.num_batches
+                and (order := order_source(self._loader)) is not None
+                and not is_stateful(self._loader)
+            ):
                 state[ORDER] = order
         if is_stateful(self._loader):
             state[OWN_STATE] = self._loader.state_dict()  # type: ignore[attr-defined]
@@ -211,7 +215,7 @@ class DataLoaderWrapper:
         self._position = position
         self._newest = None
 
-    def way_back(self) -> Callable[[], None]:
+    def snapshot(self) -> Callable[[], None]:
         """Return what undoes a `load_state_dict` that follows."""
         attributes, generators = vars(self).copy(), generators_of(self._loader)
         states = states_of(generators)
@@ -235,13 +239,13 @@ class DataLoaderWrapper:
 
     def __iter__(self) -> Iterator[Any]:
         if not self._chosen:
-            told = self._announced.changed()
-            self._epoch = self._epoch if told is None else told
+            said = self._announced.changed()
+            self._epoch = self._epoch if said is None else said
         self._chosen = False
         position, self._position = self._position, None
         if position is not None and position["epoch"] != self._epoch:
             position = None  # the user has chosen another epoch since
-        iteration = Iteration(self._loader, self._announced, self._counts, self._epoch, position, self._deliver)
+        iteration = EpochIterator(self._loader, self._announced, self._counts, self._epoch, position, self._deliver)
         self._newest = iteration.progress
         self._epoch += 1
         return iteration

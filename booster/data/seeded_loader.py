@@ -48,7 +48,7 @@ class SeededDataLoader(DataLoader[Any]):
             options["sampler"] = RandomSampler(dataset, generator=self._order)  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(_mix(seed, rank, 0))
         super().__init__(dataset, generator=generator, **options)
-        self._rest = _Rest(self.batch_sampler)
+        self._rest = RemainingBatches(self.batch_sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`; `booster.data.DataLoaderWrapper` calls it by itself."""
@@ -88,7 +88,7 @@ class SeededDataLoader(DataLoader[Any]):
         return self._rest
 
 
-class _Rest:
+class RemainingBatches:
     """The batches of indices that are left of an epoch.
 
     batches: those of a whole epoch on this rank. consumed: samples over all ranks that the next iteration leaves out. Workers

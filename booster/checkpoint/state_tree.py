@@ -15,7 +15,7 @@ import torch
 
 from booster.checkpoint.hashing import hash_of
 from booster.checkpoint.manifest import STATE, CheckpointError, Manifest, read_text, room_of
-from booster.checkpoint.tensor_layout import Held, refuse_made_of_tensors
+from booster.checkpoint.tensor_layout import HeldTensor, refuse_made_of_tensors
 from booster.common.untrusted_files import ANY, TEXT, check_form, one_of, parse_json
 from booster.model.dtensors import is_dtensor
 from booster.shards.flat_shard import FlatShard
@@ -29,7 +29,7 @@ _TAG = "__booster__"  # the key of everything that JSON has no form for
 _ORDER = "order"  # of a reference to a tensor whose dimensions lie in memory otherwise than in a file
 
 
-def encode(value: Any, where: str, tensors: dict[str, Held]) -> Any:
+def encode(value: Any, where: str, tensors: dict[str, HeldTensor]) -> Any:
     """Return `value` as what `json.dumps` takes; its tensors go into `tensors`, under names that begin with `where`.
 
     Takes None, booleans, numbers, strings, lists, tuples, sets of them, mappings with any of these as keys, tensors, dtypes
@@ -83,7 +83,7 @@ def has_order(value: Any) -> bool:
     return isinstance(value, dict) and _ORDER in value
 
 
-def _laid(held: Held, order: Any) -> Held:
+def _laid(held: HeldTensor, order: Any) -> HeldTensor:
     """Return `held` with its dimensions in memory in the order of `_order_of`, where this rank has all of it."""
     if order is None or isinstance(held, FlatShard) or is_dtensor(held):
         return held
@@ -92,7 +92,7 @@ def _laid(held: Held, order: Any) -> Held:
     return held.permute(order).contiguous().permute([order.index(dim) for dim in range(held.dim())])
 
 
-def decode(value: Any, tensors: Mapping[str, Held]) -> Any:
+def decode(value: Any, tensors: Mapping[str, HeldTensor]) -> Any:
     """Return what `encode` was given. Raises ValueError for what it did not write."""
     if isinstance(value, list):
         return [decode(entry, tensors) for entry in value]

@@ -86,7 +86,7 @@ def set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None
 
 
 @contextmanager
-def undrawn(generators: Mapping[str, Any]) -> Iterator[None]:
+def preserve_rng(generators: Mapping[str, Any]) -> Iterator[None]:
     """A context after which the global generators and `generators` are where they were."""
     own, everybody = states_of(generators), random_state()
     try:
@@ -97,16 +97,16 @@ def undrawn(generators: Mapping[str, Any]) -> Iterator[None]:
 
 
 def try_states(loader: Any, saved: Mapping[str, Any]) -> None:
-    """Raise what restoring the states of `saved`, a state dict of `Draws`, would raise; keeps none."""
+    """Raise what restoring the states of `saved`, a state dict of `EpochRandomness`, would raise; keeps none."""
     generators = generators_of(loader)
-    with undrawn(generators):
+    with preserve_rng(generators):
         for states in (saved.get("begin"), saved.get("first")):
             if states is not None:
                 set_random_state(states["random"])
                 set_states(generators, states["generators"])
 
 
-class Draws:
+class EpochRandomness:
     """The random numbers of one pass over a loader: from which states it began, and whether they lead there again.
 
     begin: `{"random", "generators"}`, the global states and those of the loader's own generators when the pass began; first:
@@ -180,7 +180,7 @@ class Draws:
         return {place: _mark(each) for place, each in self._watched.items()}
 
 
-class Counts:
+class SamplerCounters:
     """Plain numbers and words that samplers change by themselves as they are iterated, such as a count of their rounds.
 
     A new process begins without them, and nobody tells them, as `set_epoch` does an epoch.

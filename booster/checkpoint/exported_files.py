@@ -23,7 +23,7 @@ Read = Callable[[str], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Written:
+class ExportedTensor:
     """A tensor that is to be written: its dtype and shape, and what makes it of tensors of a model."""
 
     dtype: torch.dtype
@@ -31,9 +31,9 @@ class Written:
     make: Callable[[Read], torch.Tensor]
 
     @staticmethod
-    def as_stored(name: str, tensor: Tensor) -> Written:
+    def as_stored(name: str, tensor: Tensor) -> ExportedTensor:
         """Return what is written of `tensor`, which is called `name` in its checkpoint: the same."""
-        return Written(dtype_of(tensor), tensor.shape, lambda read: read(name))
+        return ExportedTensor(dtype_of(tensor), tensor.shape, lambda read: read(name))
 
     @property
     def is_wide(self) -> bool:
@@ -45,7 +45,7 @@ class Written:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class Stored:
+class CheckpointTensors:
     """The tensors of the checkpoint in `folder`, one at a time, whole, in host memory. The header of a file is read once."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -73,7 +73,7 @@ class Stored:
 def export(
     folder: Path,
     manifest: Manifest,
-    entries: Mapping[str, Written],
+    entries: Mapping[str, ExportedTensor],
     target: Path,
     *,
     shard: bool,
@@ -86,7 +86,7 @@ def export(
     entries: what is written, by its names in the new files. shard: write files of at most `size_per_shard` MB and an
     index into the folder `target`; else `target` is the file. A file appears whole or not at all.
     """
-    stored = Stored(folder, manifest.tensors)
+    stored = CheckpointTensors(folder, manifest.tensors)
     if not shard:
         target.parent.mkdir(parents=True, exist_ok=True)
         _write_file(target, stored, entries, use_safetensors=use_safetensors)
@@ -106,7 +106,9 @@ def export(
     replaced(target / f"{stem}{ending}.index.json", lambda path: write_synced(path, text.encode()))
 
 
-def _write_file(target: Path, stored: Stored, entries: Mapping[str, Written], *, use_safetensors: bool) -> None:
+def _write_file(
+    target: Path, stored: CheckpointTensors, entries: Mapping[str, ExportedTensor], *, use_safetensors: bool
+) -> None:
     def write(path: Path) -> None:
         if use_safetensors:
             shapes = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
@@ -131,7 +133,7 @@ def replaced(target: Path, write: Callable[[Path], object]) -> None:
         beside.unlink(missing_ok=True)
 
 
-def _shards(entries: Mapping[str, Written], limit: int) -> list[list[str]]:
+def _shards(entries: Mapping[str, ExportedTensor], limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     size = 0
     for name, entry in entries.items():

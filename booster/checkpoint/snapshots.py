@@ -21,10 +21,10 @@ from booster.tensors.trees import map_tensors
 _OURS = ("torch.", "booster.")
 
 
-def way_back(part: Any) -> Callable[[], None]:
+def snapshot(part: Any) -> Callable[[], None]:
     """Return what gives a loader, a scheduler or an object of the user's the state that it has now."""
     if isinstance(part, DataLoaderWrapper):  # its state dict may refuse what cannot be gone on with elsewhere
-        return part.way_back()
+        return part.snapshot()
     # Copied, and to host memory: loading writes into the tensors that are there.
     state = map_tensors(_kept, part.state_dict(), copy_containers=True)
     attributes = [(own, dict(vars(own))) for own in _with_attributes(part)]
@@ -115,7 +115,7 @@ def _way_back_of_module(module: nn.Module) -> Callable[[], None]:
             attributes.append(
                 (child, dict(vars(child)), tables, (lambda c=child, s=state: c.set_extra_state(s), extra))
             )
-    loaded = LoadedWeights.way_back(own)
+    loaded = LoadedWeights.snapshot(own)
 
     @torch.no_grad()
     def back() -> None:

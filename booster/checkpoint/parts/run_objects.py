@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from booster.checkpoint.manifest import dtype_of
-from booster.checkpoint.parts.part import Collection, Found, Part, Step
-from booster.checkpoint.tree import reference
-from booster.checkpoint.way_back import way_back
+from booster.checkpoint.parts.part import LoadContext, Part, SaveContext, Step
+from booster.checkpoint.snapshots import snapshot
+from booster.checkpoint.state_tree import reference
 from booster.common.random_states import SharedRandom, of_torch, random_state, set_random_state, shared_random
 from booster.data import DRAWS, OWN_STATE, DataLoaderWrapper, skips
 from booster.interface.model import ModelWrapper
@@ -20,7 +20,7 @@ from booster.interface.scheduler import LRSchedulerWrapper, known_state
 from booster.model.dtensors import is_dtensor
 
 
-class Stateful(Part):
+class StatefulObjects(Part):
     """Loaders, schedulers and the user's `extra`: what takes its state by `load_state_dict`.
 
     The position of a loader is the same on all ranks; `loaders` holds what of its state is each rank's own.
@@ -33,16 +33,16 @@ class Stateful(Part):
     def named(self) -> Mapping[str, Mapping[str, Any]]:
         return {"dataloaders": self.objects.dataloaders, "lr_schedulers": self.objects.lr_schedulers}
 
-    def collect(self, into: Collection) -> dict[str, Any]:
+    def collect(self, into: SaveContext) -> dict[str, Any]:
         positions = {name: split_state(loader) for name, loader in self.objects.dataloaders.items()}
         of_rank = {
-            name: into.alone(state, f"dataloaders/{name}/{into.rank}")
+            name: into.per_rank(state, f"dataloaders/{name}/{into.rank}")
             for name, (_, state) in positions.items()
             if state is not None
         }
         extra = self.objects.extra
         stateful = callable(getattr(extra, "state_dict", None))
-        extra = into.together(_states(extra.state_dict() if stateful else extra), "extra")
+        extra = into.replicated(_states(extra.state_dict() if stateful else extra), "extra")
         if into.rank:
             return {"loaders": of_rank, "extras": extra}
         return {
@@ -50,36 +50,36 @@ class Stateful(Part):
             "extras": extra,
             "extra": extra,
             "dataloaders": {
-                name: into.alone(position, f"dataloaders/{name}") for name, (position, _) in positions.items()
+                name: into.per_rank(position, f"dataloaders/{name}") for name, (position, _) in positions.items()
             },
             "lr_schedulers": {
-                name: into.alone(part.state_dict(), f"lr_schedulers/{name}")
+                name: into.per_rank(part.state_dict(), f"lr_schedulers/{name}")
                 for name, part in self.objects.lr_schedulers.items()
             },
         }
 
-    def compare(self, found: Found) -> Iterator[str]:
+    def compare(self, found: LoadContext) -> Iterator[str]:
         saved = found.saved
         for kind, own in self.named.items():
             there = saved.tree.get(kind, {})
             for name in [name for name in own if name in there]:
-                saved.want_all(there[name])
+                saved.request_all(there[name])
                 if kind == "dataloaders":
                     yield from self._compare_loader(name, found)
         extra = extra_of(found)
         for path, like in _placed(self.objects.extra, "extra"):
-            saved.want(path, like)
-        saved.want_all(extra)
+            saved.request(path, like)
+        saved.request_all(extra)
         if "extras" in saved.tree and extra is saved.tree["extra"]:
             saved.notes.append(
                 f"extra is that of {len(saved.tree['extras'])} ranks, each its own; this job has {found.world_size}, and all "
                 "get the first rank's"
             )
 
-    def _compare_loader(self, name: str, found: Found) -> Iterator[str]:
+    def _compare_loader(self, name: str, found: LoadContext) -> Iterator[str]:
         saved, loaders = found.saved, found.saved.tree["loaders"]
         if len(loaders) == found.world_size:
-            saved.want_all(loaders[found.rank].get(name))
+            saved.request_all(loaders[found.rank].get(name))
         elif any(OWN_STATE in of_rank.get(name, {}) for of_rank in loaders):
             yield (
                 f"dataloaders {name!r}: its state is that of {len(loaders)} ranks, each its own, and this job has "
@@ -93,7 +93,7 @@ class Stateful(Part):
                 "with one of b.prepare_dataloader, whose rest of the epoch is dealt to any number"
             )
 
-    def prepare(self, found: Found) -> None:
+    def prepare(self, found: LoadContext) -> None:
         saved = found.saved
         self._states = [(loader, self._state_of(name, found)) for name, loader in self.objects.dataloaders.items()]
         for name, part in self.objects.lr_schedulers.items():
@@ -103,10 +103,10 @@ class Stateful(Part):
             self._states.append((part, state))
         self._states += _takers(self.objects.extra, saved.value(extra_of(found)))
 
-    def rehearse(self, found: Found) -> None:
+    def check_loads(self, found: LoadContext) -> None:
         self.prepare(found)
 
-    def _state_of(self, loader: str, found: Found) -> Any:
+    def _state_of(self, loader: str, found: LoadContext) -> Any:
         saved, loaders = found.saved, found.saved.tree["loaders"]
         position = saved.value(saved.tree["dataloaders"][loader])
         if len(loaders) != found.world_size:
@@ -120,7 +120,7 @@ class Stateful(Part):
 
     def _hand_over(self, undo: ExitStack) -> None:
         for part, state in self._states:
-            undo.callback(way_back(part))
+            undo.callback(snapshot(part))
             part.load_state_dict(state)
 
 
@@ -143,7 +143,7 @@ def _states(extra: Any) -> Any:
     return extra.state_dict() if stateful else extra
 
 
-def extra_of(found: Found) -> Any:
+def extra_of(found: LoadContext) -> Any:
     """What the tree says of this rank's `extra`: its own where ranks gave others and as many load, else the first rank's."""
     extras = found.saved.tree.get("extras", [])
     own = extras[found.rank] if len(extras) == found.world_size else None
@@ -177,24 +177,24 @@ def _takers(extra: Any, state: Any) -> Iterator[tuple[Any, Any]]:
             yield from _takers(value, own)
 
 
-class Carried(Part):
+class ErrorFeedback(Part):
     """What each rank alone carries from step to step, see `Plugin.carried`."""
 
     of_ranks = ("carried",)
 
-    def collect(self, into: Collection) -> dict[str, Any]:
+    def collect(self, into: SaveContext) -> dict[str, Any]:
         return {
             "carried": {
-                name: into.alone(_by_name(self.objects.models[name], carried), f"carried/{name}/{into.rank}")
+                name: into.per_rank(_by_name(self.objects.models[name], carried), f"carried/{name}/{into.rank}")
                 for name, carried in self.objects.carried.items()
             }
         }
 
-    def compare(self, found: Found) -> Iterator[str]:
+    def compare(self, found: LoadContext) -> Iterator[str]:
         for name in self.objects.carried:
             yield from self._compare(name, found)
 
-    def _compare(self, name: str, found: Found) -> Iterator[str]:
+    def _compare(self, name: str, found: LoadContext) -> Iterator[str]:
         saved, ranks = found.saved, found.saved.tree.get("carried", [])
         if len(ranks) != found.world_size or name not in ranks[found.rank]:
             those = f"it is that of {len(ranks)} ranks" if ranks and len(ranks) != found.world_size else "there is none"
@@ -209,9 +209,9 @@ class Carried(Part):
             fits = key in params and entry is not None and entry.shape == (params[key].numel(),)
             if not fits or not dtype_of(entry).is_floating_point:  # type: ignore[arg-type]
                 yield f"models {name!r}: what is carried of {key} fits no parameter here"
-        saved.want_all(ranks[found.rank][name])
+        saved.request_all(ranks[found.rank][name])
 
-    def prepare(self, found: Found) -> None:
+    def prepare(self, found: LoadContext) -> None:
         ranks = found.saved.tree.get("carried", [])
         own = ranks[found.rank] if len(ranks) == found.world_size else {}
         self._values = {
@@ -239,29 +239,29 @@ class Random(Part):
 
     of_ranks = ("random",)
 
-    def collect(self, into: Collection) -> dict[str, Any]:
+    def collect(self, into: SaveContext) -> dict[str, Any]:
         models = {name: [each.state for each in shared] for name, shared in self._shared().items()}
-        return {"random": into.alone({**random_state(), "models": models}, f"random/{into.rank}")}
+        return {"random": into.per_rank({**random_state(), "models": models}, f"random/{into.rank}")}
 
     def _shared(self) -> dict[str, list[SharedRandom]]:
         """By the name of a model, what ranks that divide its layers draw by."""
         return {name: shared_random(model.module) for name, model in self.objects.models.items()}
 
-    def compare(self, found: Found) -> Iterator[str]:
+    def compare(self, found: LoadContext) -> Iterator[str]:
         ranks = found.saved.tree["random"]
         if found.same_ranks:
-            found.saved.want_all(ranks[found.rank])
+            found.saved.request_all(ranks[found.rank])
         else:
             found.saved.notes.append(
                 f"random states are those of {len(ranks)} ranks and are left out; this job has another number"
             )
         return iter(())
 
-    def prepare(self, found: Found) -> None:
+    def prepare(self, found: LoadContext) -> None:
         ranks = found.saved.tree["random"]
         self._state: Any = found.saved.value(ranks[found.rank]) if found.same_ranks else None
 
-    def rehearse(self, found: Found) -> None:
+    def check_loads(self, found: LoadContext) -> None:
         self.prepare(found)
 
     def steps(self) -> Iterator[Step]:

@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from booster.checkpoint.agree import agree_on_success, agreed, first_failure
+from booster.checkpoint.dcp_storage import ManifestReader, load_into
 from booster.checkpoint.manifest import CheckpointError, Tensor, check_sizes, dtype_of, read_manifest
-from booster.checkpoint.storage import ManifestReader, load_into
-from booster.checkpoint.tensor_layout import Held, can_be_read_into, empty_like_whole, note_written
-from booster.checkpoint.tree import decode, read_tree, reference, references
+from booster.checkpoint.state_tree import decode, read_tree, reference, references
+from booster.checkpoint.tensor_layout import HeldTensor, can_be_read_into, empty_like_whole, mark_written
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.ranks.agreement import gather
 from booster.shards.flat_shard import FlatShard
 from booster.update.state_dict import STATE_KEY
 
 
-class Saved:
+class SavedCheckpoint:
     """A checkpoint, opened, and what a load requests of it.
 
-    Tensors are requested (`want`, `want_part`, `want_all`), `read` reads all of them at once, and `value` and
-    `tensor` give them. What is requested in place (`want_in_place`) is compared with its hash by `read`, and read by
+    Tensors are requested (`request`, `request_shard`, `request_all`), `read` reads all of them at once, and `value` and
+    `tensor` give them. What is requested in place (`request_in_place`) is compared with its hash by `read`, and read by
     `read_in_place` once nothing else can refuse.
 
     Attributes:
@@ -46,8 +46,8 @@ class Saved:
         self.tree: dict[str, Any] = read_tree(folder, self.manifest)
         self.own: Mapping[str, str] = {}
         self.notes: list[str] = []
-        self._targets: dict[str, Held] = {}
-        self._in_place: dict[str, Callable[[], Held]] = {}
+        self._targets: dict[str, HeldTensor] = {}
+        self._in_place: dict[str, Callable[[], HeldTensor]] = {}
 
     # ------------------------------------------------------------------ what there is
 
@@ -64,7 +64,7 @@ class Saved:
         prefix = f"{kind}/{module}/"
         return {w.removeprefix(prefix): master for w, master in self.tree["masters"].items() if w.startswith(prefix)}
 
-    def widest(self, param: str, optimizer: str, home: tuple[str, str] | None) -> str | None:
+    def widest_source(self, param: str, optimizer: str, home: tuple[str, str] | None) -> str | None:
         """Return where the widest numbers of a parameter are: its master's, else those of its weight.
 
         home: the model of the job that has it, and its name there. Where none of them has, the only model that has the name.
@@ -80,7 +80,7 @@ class Saved:
 
     # ------------------------------------------------------------------ what is wanted of it, and read
 
-    def want(self, name: str | None, like: torch.Tensor | None) -> None:
+    def request(self, name: str | None, like: torch.Tensor | None) -> None:
         """Read the tensor `name`, where there is one, in the layout of `like`; whole where that is None."""
         name = self._own(name)
         entry = self.entry(name)
@@ -94,7 +94,7 @@ class Saved:
     def _own(self, name: str | None) -> str | None:
         return None if name is None else self.own.get(name, name)
 
-    def want_in_place(self, name: str | None, held: Held | None, where: Callable[[], Held]) -> bool:
+    def request_in_place(self, name: str | None, held: HeldTensor | None, where: Callable[[], HeldTensor]) -> bool:
         """Read the tensor `name` in the end, into what `where` gives then; returns False where that cannot be.
 
         held: what is there now, and stands for it until then; its numbers mean nothing.
@@ -117,7 +117,7 @@ class Saved:
         """Return whether a tensor is read in the end, into what holds it here."""
         return self._own(name) in self._in_place
 
-    def want_part(
+    def request_shard(
         self, name: str | None, param: torch.Tensor, optimizer: OptimizerWrapper, state: str | None = None
     ) -> None:
         """Read what this rank steps of a state of `param`; all of it where it has another shape.
@@ -127,19 +127,19 @@ class Saved:
         entry = None if self._rehearsed else self.entry(name)
         if state is not None and entry is not None:
             where = partial(_state_here, optimizer, param, state)
-            if self.want_in_place(name, where(), where):  # type: ignore[arg-type]
+            if self.request_in_place(name, where(), where):  # type: ignore[arg-type]
                 return
         if name is not None and entry is not None and name not in self._targets and entry.shape == tuple(param.shape):
             (update,) = updates_of([optimizer])
             part = update.shards.empty_shard(param, dtype_of(entry))
             if part is not None:
                 self._targets[name] = part
-        self.want(name, param)
+        self.request(name, param)
 
-    def want_all(self, tree: Any) -> None:
+    def request_all(self, tree: Any) -> None:
         """Read, whole, every tensor that a part of the tree refers to."""
         for name in references(tree):
-            self.want(name, None)
+            self.request(name, None)
 
     def read(self, group: dist.ProcessGroup | None) -> None:
         """Read what was wanted, and compare every file with its hash; a collective. Nothing of the user's is touched.
@@ -170,9 +170,9 @@ class Saved:
                 f"{error}. It was whole when it was read first, and another process changed it meanwhile: weights and "
                 "optimizer states of this job hold parts of it, and all else is as it was; load a checkpoint before you go on"
             ) from error
-        note_written(held.values if isinstance(held, FlatShard) else held for held in targets.values())
+        mark_written(held.values if isinstance(held, FlatShard) else held for held in targets.values())
 
-    def _read(self, targets: dict[str, Held], files: set[str] | None, group: dist.ProcessGroup | None) -> None:
+    def _read(self, targets: dict[str, HeldTensor], files: set[str] | None, group: dist.ProcessGroup | None) -> None:
         """Read `targets`, and compare `files`, or all where that is None, with their hashes."""
         rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         reader = ManifestReader(self.folder, self.manifest, rank, num_ranks, files)
@@ -182,7 +182,7 @@ class Saved:
             raise CheckpointError(f"reading {self.folder} failed {first_failure(error)}") from error
         agree_on_success(CheckpointError("; ".join(reader.damage)) if reader.damage else None, group)
 
-    def tensor(self, name: str | None) -> Held:
+    def tensor(self, name: str | None) -> HeldTensor:
         """Return a tensor that was read."""
         return self._targets[str(self._own(name))]
 
@@ -194,7 +194,7 @@ class Saved:
         return decode(tree, targets)
 
 
-def _state_here(optimizer: OptimizerWrapper, param: torch.Tensor, key: str) -> Held | None:
+def _state_here(optimizer: OptimizerWrapper, param: torch.Tensor, key: str) -> HeldTensor | None:
     """Return what this rank holds of a state of `param`, where a load makes what it is given the state, as it is; else None."""
     (update,) = updates_of([optimizer])
     if not update.optimizer_state.loads_without_copy(param):

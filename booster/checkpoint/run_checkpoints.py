@@ -33,7 +33,7 @@ from booster.ranks.agreement import any_rank
 _logger = logging.getLogger(__name__)
 
 
-class Background:
+class BackgroundWriter:
     """One thread that writes, with a process group of its own, so that its collectives never meet those of training."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Background:
 
 
 def _end(group: dist.ProcessGroup) -> None:
-    """Free the threads and connections of `group`. A thread that still writes holds the `Background`, so none does."""
+    """Free the threads and connections of `group`. A thread that still writes holds the `BackgroundWriter`, so none does."""
     if dist.is_initialized():
         with suppress(ValueError):  # where all groups were destroyed since, and made anew
             dist.destroy_process_group(group)
@@ -83,13 +83,13 @@ def _end(group: dist.ProcessGroup) -> None:
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class _Handler:
+class _SignalHandler:
     """Notes a signal in `requests`, while that is there, and calls the handler from before, less those that note nothing more:
     of a thousand boosters made one after another each would else call the last."""
 
     def __init__(self, requests: StopRequests, before: Any) -> None:
         self._requests = weakref.ref(requests)
-        while isinstance(before, _Handler) and before._requests() is None:
+        while isinstance(before, _SignalHandler) and before._requests() is None:
             before = before._before
         self._before: Any = before
 
@@ -115,7 +115,7 @@ class StopRequests:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("signals can be listened to from the main thread alone; call resume_or_start there")
         for number in SIGNALS:
-            signal.signal(number, _Handler(self, signal.getsignal(number)))
+            signal.signal(number, _SignalHandler(self, signal.getsignal(number)))
         self._listens = True
 
     def requested(self, group: dist.ProcessGroup | None) -> bool:
@@ -141,7 +141,7 @@ class RunCheckpoints:
         carried: Callable[[nn.Module], dict[torch.Tensor, torch.Tensor] | None],
     ) -> None:
         self._group, self._run, self._carried = group, run, carried
-        self._background = Background()
+        self._background = BackgroundWriter()
         self._stop_requests = StopRequests()
 
     def note(self, **known: Any) -> None:
@@ -152,7 +152,7 @@ class RunCheckpoints:
         self, folder: str | os.PathLike[str], given: Given, *, step: Any, keep_last: Any, async_save: bool, frozen: bool
     ) -> Path:
         from booster.checkpoint.parts.part import WITHOUT_FROZEN
-        from booster.checkpoint.saving import reserve, snapshot, write
+        from booster.checkpoint.saving import collect_state, reserve, write
 
         root = arguments.path("folder", folder)
         step = None if step is None else arguments.count("step", step, least=0, most=LARGEST_NUMBER, also="None")
@@ -163,7 +163,7 @@ class RunCheckpoints:
         found = self._objects(given)
         check_no_gradients_wait(found)
         group = self._group
-        taken = snapshot(found, run, group)
+        taken = collect_state(found, run, group)
         final, step = reserve(root, step, group)
         if not async_save:
             return write(final, taken, step=step, keep_last=keep_last, group=group, objects=found)
@@ -173,11 +173,11 @@ class RunCheckpoints:
 
     def save_part(self, path: str | os.PathLike[str], *, optimizer: Any = None, lr_scheduler: Any = None) -> None:
         """Write the states of these alone as the checkpoint folder `path`."""
-        from booster.checkpoint.saving import snapshot, write
+        from booster.checkpoint.saving import collect_state, write
 
         root = arguments.path("path", path)
         found = named(None, optimizer, None, None, lr_scheduler, None)
-        taken = snapshot(found, {}, self._group)
+        taken = collect_state(found, {}, self._group)
         write(root, taken, step=0, keep_last=None, group=self._group, objects=found)
 
     def wait(self) -> None:

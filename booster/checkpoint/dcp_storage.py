@@ -41,7 +41,7 @@ from torch.futures import Future
 from booster.checkpoint.folder import sync_folder
 from booster.checkpoint.manifest import SAFETENSORS_DTYPES, CheckpointError, Chunk, File, Manifest, Tensor, dtype_of
 from booster.checkpoint.tensor_file import Entry, entries_of, entry_of, read_box, read_verified, write_tensors
-from booster.checkpoint.tensor_layout import Held
+from booster.checkpoint.tensor_layout import HeldTensor
 from booster.common.untrusted_files import open_regular
 from booster.shards.flat_shard import FlatShard
 
@@ -289,7 +289,7 @@ def read_entries(entries: Mapping[str, Entry], targets: Mapping[str, torch.Tenso
         raise CheckpointError(str(cause)) from error
 
 
-def load_into(targets: dict[str, Held], reader: ManifestReader, group: dist.ProcessGroup | None) -> None:
+def load_into(targets: dict[str, HeldTensor], reader: ManifestReader, group: dist.ProcessGroup | None) -> None:
     """Read `targets`, by name, as `reader` finds them; a collective of `group`, which fails on all with torch's exception."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
