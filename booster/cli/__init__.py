@@ -1,8 +1,30 @@
-"""The `booster` command: `run` starts jobs, `check` reports what this machine can do, `env` what a bug report needs,
-`estimate` what training takes of memory; `checkpoint` looks into checkpoints, `report` and `compare` into what runs wrote
-down; `advise` chooses a precision.
+"""The `booster` command: `booster run` starts a job, the others look at machines, models, runs and checkpoints.
 
-Each subcommand is imported when it is called, so that help and option errors come without heavy imports.
+The idea: each command is one function of its arguments that returns an exit status. Its module is imported when the command is
+called, so that help and errors of options come without importing torch. An example, `booster run --nproc_per_node 2 train.py`:
+
+    main(["run", ...])                 here: finds `run` in `_HOMES`
+    run(argv)                          run_command.py: checks options, hosts and the script
+    run_attempt(Attempt(...))          agent.py: torchrun's agent starts two processes, and passes signals on to them
+    python worker.py train.py          worker.py, twice: runs the script, writes down the exception that ends it
+    report_failures(...)               failure_report.py, where one failed: which was first, and its traceback last
+
+Files in reading order:
+
+    option_values.py       parsers, values of options, lines for the terminal, errors as an exit status
+    run_command.py         `booster run`: this machine, or several by ssh; its options: run_options.py
+    agent.py               one attempt on this machine, around `torch.distributed.launcher`
+    job_store.py           the rendezvous: a store on one interface, which unpickles nothing, in the place of torchrun's
+    worker.py              what the launcher runs as a file: a rank, or the guard that ends the ranks of a killed launcher
+    failure_report.py      what is printed last
+    hosts.py               --host and --hostfile, nodes started by ssh
+    machine_commands.py    `check` and `env`
+    estimate_command.py, advise_command.py, record_commands.py, checkpoint_command.py
+                           options, and calls of memory/, numerics/ and checkpoint/; no logic of their own
+
+What may be touched: a command is a function, its line in `_COMMANDS` and its module in `_HOMES`; `tests/support/cli_page.py`
+writes its page. Options, exit statuses and variables of the environment are public. No other room imports this one; with
+`launch.py` it is the only one that reads the environment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One attempt of a job's processes on this machine: torchrun's agent, in process, and a report of what failed first.
-
-The processes of one attempt, as the launcher sees them: when they died, and what signals they are told.
-"""
+"""One attempt of a job's processes on this machine: torchrun's agent, in process, signals passed on to ranks, and a guard."""
 
 from __future__ import annotations
 
@@ -19,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from booster.cli.failure_report import report_failures
 from booster.cli.job_store import LOOPBACK, RENDEZVOUS, register
 
 PIDS_VARIABLE = "BOOSTER_RUN_PIDS"  # read by worker.py, which imports nothing of this package
 _INTERVAL = 0.01  # seconds
+_WORKER = str(Path(__file__).with_name("worker.py"))
 
 
 class Ranks:
@@ -106,11 +105,6 @@ def _is_dead(pid: int) -> bool:
         return True
 
 
-REPORT_START = "booster run: rank"
-
-# With this exit status (EX_TEMPFAIL) a script says that it has stopped because it was asked to, before it had finished.
-STOPPED_STATUS = 75
-
 # After this many seconds a process is killed that ignores Ctrl-C, or the end of another.
 _SHUTDOWN_SECONDS = 10
 
@@ -174,7 +168,14 @@ def run_attempt(attempt: Attempt) -> int:
         except ChildFailedError as error:
             kill_groups([failure.pid for failure in error.failures.values()])
             if ranks.asked != signal.SIGTERM:
-                status = _report(error.failures, attempt, ranks.deaths)
+                status = report_failures(
+                    error.failures,
+                    ranks.deaths,
+                    node=attempt.node_rank if attempt.nnodes > 1 else None,
+                    first_rank=attempt.node_rank * attempt.nproc_per_node,
+                    num_ranks=attempt.nproc_per_node,
+                    log_dir=attempt.log_dir,
+                )
         except SignalException as stop:
             raise Stopped(int(stop.sigval)) from None
         finally:
@@ -191,7 +192,7 @@ def _guarded(folder: str) -> Iterator[None]:
 
     In a session of its own, where no Ctrl-C comes. It is gone before `folder` is.
     """
-    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), folder]
+    command = [sys.executable, "-I", "-S", _WORKER, "--guard", folder]
     guard = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -244,82 +245,4 @@ def _config(attempt: Attempt, scratch: str, *, before_start: Callable[[], None])
 
 def worker_command(script: str, arguments: list[str], *, is_module: bool) -> tuple[str, ...]:
     """Return what the interpreter is given to run `script`, or the module of that name, as one rank."""
-    worker = str(Path(__file__).with_name("worker.py"))
-    return (worker, *(["-m"] if is_module else []), script, *arguments)
-
-
-def _report(failures: dict[int, Any], attempt: Attempt, deaths: dict[int, int]) -> int:
-    failures = {rank: failure for rank, failure in failures.items() if not _ended_well(failure)} or failures
-    ordered = sorted(failures.items(), key=lambda item: _moment(item[1], deaths))
-    rank, first = ordered[0]
-    if STOPPED_STATUS in (first.exitcode, _extra(first).get("status")):
-        print(
-            f"booster run: the job stopped on request before it had finished: status {STOPPED_STATUS} of rank {rank}",
-            file=sys.stderr,
-            flush=True,
-        )
-        return STOPPED_STATUS
-    if first.exitcode > 0:
-        status, how = first.exitcode, f"exit code {first.exitcode}"
-    elif _extra(first).get("status"):  # raised or left, and was stopped before it had ended by itself
-        status = int(_extra(first)["status"])
-        how = "an uncaught exception" if _extra(first)["py_callstack"] else f"exit code {status}"
-    else:
-        status, how = 128 - first.exitcode, f"signal {first.signal_name()}"
-    where = f" of node {attempt.node_rank}" if attempt.nnodes > 1 else ""
-    lines = [f"{REPORT_START} {rank} (local rank {first.local_rank}{where}, pid {first.pid}) failed first: {how}"]
-    if attempt.log_dir:
-        lines.append(f"booster run: the output of each rank is under {attempt.log_dir}")
-    ended = sorted(
-        {attempt.node_rank * attempt.nproc_per_node + i for i in range(attempt.nproc_per_node)} - set(failures)
-    )
-    if ended and _extra(first).get("is_cut_off"):
-        lines.append(f"booster run: rank(s) {ended} had ended before, without an error: they came to their end earlier")
-    tracebacks = [(other, str(_extra(failure).get("py_callstack", ""))) for other, failure in ordered]
-    tracebacks = [(other, callstack) for other, callstack in tracebacks if callstack]
-    if tracebacks:
-        other, callstack = tracebacks[0]
-        lines.append(f"booster run: the first traceback, of rank {other}:\n{callstack.rstrip()}")
-    if not tracebacks or tracebacks[0][0] != rank:  # the cause comes last, where it is read first
-        after = "\n" if tracebacks else ""
-        lines.append(
-            f"{after}booster run: the first to end was rank {rank}: {how}{_by_whom(first)}. It left no Python traceback; see "
-            "its output above"
-        )
-    sys.stdout.flush()
-    print("\n" + "\n".join(lines), file=sys.stderr, flush=True)
-    return status
-
-
-def _by_whom(failure: Any) -> str:
-    """Return who sends the signal by which a process ended that did nothing wrong by itself; "" for other ends."""
-    if failure.exitcode == -signal.SIGKILL:
-        return ": killed from outside, or by the system for want of memory, which its log then says (dmesg)"
-    return ""
-
-
-def _extra(failure: Any) -> dict[str, Any]:
-    message = failure.error_file_data.get("message")
-    extra = message.get("extraInfo") if isinstance(message, dict) else None
-    return extra if isinstance(extra, dict) and "py_callstack" in extra else {}
-
-
-def _ended_well(failure: Any) -> bool:
-    """Say whether the agent stopped a process that had come to the end of its script."""
-    return failure.exitcode == -signal.SIGTERM and _extra(failure).get("status") == 0
-
-
-def _moment(failure: Any, deaths: dict[int, int]) -> tuple[bool, int, bool]:
-    """Order failures by when they happened: an exception or exit by its record, other deaths by when they were noted.
-
-    So count those, too, who raise because a peer is gone: their sockets tell them before the death of the peer is noted, and
-    noted at the same time the peer was first. A death that was not noted is known to the agent in whole seconds, cut off: it
-    counts as the end of that second, so it never comes before what has a record. What the agent stopped comes last.
-    """
-    extra = _extra(failure)
-    is_cut_off = bool(extra and extra["is_cut_off"])
-    if extra and not is_cut_off:
-        return False, int(extra["timestamp_ns"]), False
-    if failure.pid in deaths:
-        return False, deaths[failure.pid], is_cut_off
-    return failure.exitcode == -signal.SIGTERM, (failure.timestamp + 1) * 10**9, is_cut_off
+    return (_WORKER, *(["-m"] if is_module else []), script, *arguments)

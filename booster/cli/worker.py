@@ -1,9 +1,12 @@
-"""Run one rank's script and record the exception that ends it. Executed as a file: it imports nothing of booster.
+"""What the launcher runs as a file, so it imports nothing of booster: one rank's script, and the guard of one attempt.
 
 `python -u worker.py script.py args` behaves like `python -u script.py args` and `python -u worker.py -m module args`
 like `python -u -m module args`, except that an uncaught exception is also written to the file that torchrun's agent
 names in TORCHELASTIC_ERROR_FILE, and an exit status other than 0 too. That file is how the launcher knows the first failure
 and can show it last. On Linux the rank ends with its launcher, however that ends.
+
+`python worker.py --guard FOLDER` waits for the end of its standard input, a pipe from the launcher, which comes however the
+launcher ends; then it ends what a killed launcher leaves: the ranks, all that they have started, and the folder of the attempt.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import gc
 import json
 import os
 import runpy
+import shutil
 import signal
 import sys
 import threading
@@ -29,8 +33,12 @@ _ADVICE = (
     "your own; a rank must not leave a loop by a condition that others do not meet."
 )
 
+_TRIES = 20  # a process that is being killed may still make a file
+
 
 def main() -> None:
+    if sys.argv[1] == "--guard":
+        return _guard(sys.argv[2])
     _end_with_launcher()
     _leave_pid()
     arguments = sys.argv[1:]
@@ -63,6 +71,22 @@ def main() -> None:
         # What the interpreter does with an uncaught exception, without the frames above the script.
         sys.excepthook(type(error), error, own)
         sys.exit(130 if interrupted else 1)
+
+
+def _guard(folder: str) -> None:
+    while os.read(0, 4096):
+        pass
+    pids = os.path.join(folder, "pids")
+    for name in os.listdir(pids) if os.path.isdir(pids) else ():
+        try:
+            os.killpg(int(name), signal.SIGKILL)  # each rank leads a session of its own
+        except (ProcessLookupError, PermissionError):
+            continue
+    for _ in range(_TRIES):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.exists(folder):
+            return
+        time.sleep(0.1)
 
 
 def _end_with_launcher() -> None:

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from booster.cli.agent import Attempt, _report
+from booster.cli.failure_report import report_failures
 
 SECOND = 10**9
+MACHINE = {"node": None, "first_rank": 0, "num_ranks": 2, "log_dir": None}
 
 
 def failure(rank, exitcode, record=None, callstack=""):
@@ -69,8 +70,7 @@ def failure(rank, exitcode, record=None, callstack=""):
 )
 def test_who_failed_first(failures, noted, blamed, status, capsys):
     by_rank = {entry.local_rank: entry for entry in failures}
-    attempt = Attempt(command=("train.py",), nproc_per_node=2)
-    assert _report(by_rank, attempt, noted) == status
+    assert report_failures(by_rank, noted, **MACHINE) == status
     told = f"status 75 of rank {blamed}" if status == 75 else f"booster run: rank {blamed} (local rank {blamed}"
     assert told in capsys.readouterr().err
 
@@ -81,8 +81,7 @@ TRACEBACK = "Traceback (most recent call last):\nRuntimeError: Connection closed
 def test_a_rank_that_was_killed_is_named_last_below_the_traceback_that_others_left(capsys):
     broken = failure(0, 1, (100.6 * SECOND, True, 1), TRACEBACK)
     killed = failure(1, -signal.SIGKILL)
-    attempt = Attempt(command=("train.py",), nproc_per_node=2)
-    assert _report({0: broken, 1: killed}, attempt, {1000: 100.7 * SECOND, 1001: 100.5 * SECOND}) == 137
+    assert report_failures({0: broken, 1: killed}, {1000: 100.7 * SECOND, 1001: 100.5 * SECOND}, **MACHINE) == 137
     *before, last = capsys.readouterr().err.rstrip().splitlines()
     assert TRACEBACK.splitlines()[-1] in before
     assert last.startswith(
@@ -93,6 +92,5 @@ def test_a_rank_that_was_killed_is_named_last_below_the_traceback_that_others_le
 def test_a_rank_that_left_a_traceback_is_told_by_that_last(capsys):
     raised = failure(1, 1, (100.5 * SECOND, False, 1), "Traceback:\nValueError: the reason\n")
     broken = failure(0, 1, (100.6 * SECOND, True, 1), TRACEBACK)
-    attempt = Attempt(command=("train.py",), nproc_per_node=2)
-    assert _report({0: broken, 1: raised}, attempt, {}) == 1
+    assert report_failures({0: broken, 1: raised}, {}, **MACHINE) == 1
     assert capsys.readouterr().err.rstrip().endswith("ValueError: the reason")
