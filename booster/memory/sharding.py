@@ -27,8 +27,9 @@ from booster.memory.released import Arrivals, Complete, Sizes, Take
 from booster.mixed_precision.policy import DtypePolicy, gathered_modules
 from booster.model.modules import LinearProxy
 from booster.number_formats import Scaled, Scaling
-from booster.plugin.fsdp.fully_sharded import dtype_at_rest
-from booster.plugin.fsdp.groups import Group, block_names, plan_groups
+from booster.plugin.fsdp.groups import Group, plan_groups
+from booster.plugin.fsdp.shard_module import dtype_at_rest
+from booster.plugin.fsdp.wrap_policy import block_names
 from booster.shards.fp8_gather import pack, unpack
 from booster.tensors import trees
 from booster.tensors.trees import HALF_DTYPES

@@ -1,4 +1,33 @@
-"""Parallelisms. Those on DTensors are loaded when first asked for: they import much of torch.distributed."""
+"""Parallelisms: where modules are placed, which ranks share the batch, and when gradients are averaged.
+
+The idea: a plugin is one axis, the precision the other, and they meet in `Plugin.place(module, policy, device)`. The policy is
+data: which dtype parameters are stored, gathered, computed and reduced in. A plugin honours or refuses each field and knows no
+precision. It may replace parameters but keeps their names, so that the optimizer can be rebound.
+
+An example, what `Booster(mixed_precision="fp16_naive", plugin=TorchDDPPlugin())` does with a model:
+
+    plugin.bind(device)                             process groups
+    plugin.synchronise(model)                       all ranks start from rank 0's weights
+    placed = plugin.place(model, policy, device)    policy.param=float16: weights are cast, the model is wrapped by DDP
+    shards = plugin.make_shards(optimizer)          what this rank holds and steps; here everything
+    with plugin.no_sync(placed): ...                passes that accumulate
+    plugin.group                                    the ranks that must skip a step together
+
+In reading order:
+
+    base.py            `Plugin`, all that one may override, with what each means; `SingleDevice`; meshes that plugins share
+    ddp/               DistributedDataParallel, and reducers of ours
+    zero/              slices of states, masters and gradients
+    fsdp/              torch's `fully_shard`
+    tensor_parallel/   layers sharded over ranks
+    pipeline/          stages on several ranks
+    hybrid.py          the last three together: who is placed first, and on which dimension of the mesh
+    forward_order.py   in which order a forward uses its children, from its source; for the last two
+
+A new plugin is one file and a line below (`examples/extending/plugin.py`). What is imported above is `Plugin` alone, but for
+`memory/`, which estimates what these do. Plugins on DTensors are loaded when first asked for: they import much of
+torch.distributed.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The plugin interface, and the plugin of a single device.
-
-Device meshes that plugins of one shape share: their process groups hold threads and sockets until the job ends.
-"""
+"""The interface of plugins, the plugin of a single device, and device meshes that plugins share."""
 
 from __future__ import annotations
 
@@ -40,10 +37,10 @@ def check_joined(plugin: str) -> None:
 
 
 class Pipeline(Protocol):
-    """Runs a model whose layers lie on several ranks, all of which call it with the same micro-batches.
+    """Runs a model with layers on several ranks, all of which call it with the same micro-batches.
 
-    A Protocol, because whoever runs one, and whoever writes a plugin, needs no schedule: `booster.plugin.pipeline` imports
-    torch's, and is the one implementation here.
+    A Protocol, so that who runs or writes a plugin imports no schedule: `booster.plugin.pipeline`, the one implementation here,
+    imports torch's.
     """
 
     def run(
@@ -96,7 +93,7 @@ class Plugin(ABC):
     def switch_refusal(self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy) -> str | None:
         """Return why `place_again` cannot be called so, in the words after "because"; None: it can.
 
-        placed: what `place` made; meanwhile its tensors are stand-ins, of the dtypes that they had then.
+        placed: what `place` made; during this call its tensors are proxies of the dtypes that they had then.
         before: the policy that it was placed under.
         after: the one that it is to have. Nothing is changed, and no collective runs.
         """
@@ -107,10 +104,10 @@ class Plugin(ABC):
     ) -> nn.Module:
         """Give `placed`, which `place` made under the policy `before`, the dtypes of `after`; return what is to be called.
 
-        device: where it lies, and stays.
+        device: where it is, and stays.
 
-        Weights that are whole here come in the dtypes and with the values that `place` would get, and no module keeps itself
-        in float32; the parameters that stand in the model afterwards may be others, as after `place`. May run collectives.
+        Unsharded weights have the dtypes and values that `place` would get, and no module keeps itself in float32. Parameters
+        of the model may be other objects afterwards, as after `place`. May run collectives.
         """
         raise NotImplementedError(f"{type(self).__name__} says in switch_refusal that it places nothing again")
 
@@ -140,9 +137,9 @@ class Plugin(ABC):
         return Shards(optimizer)
 
     def carried(self, module: nn.Module) -> dict[torch.Tensor, torch.Tensor] | None:
-        """Return what this rank alone carries from step to step for the placed `module`, by parameter; None for nothing ever.
+        """Return what this rank alone keeps from step to step for the placed `module`, by parameter; None if never anything.
 
-        It is the plugin's own, not a copy: checkpoints hold it, and loading one changes it.
+        The plugin's own tensors, no copies: checkpoints hold them, and loading one writes to them.
         """
         return None
 
@@ -157,7 +154,7 @@ class Plugin(ABC):
         """Raise ValueError if this plugin cannot run on `device`."""
 
     def bind(self, device: torch.device) -> None:
-        """Make ready to run on `device`; `Booster` calls it. May run collectives. Raises as `check_device`."""
+        """Prepare to run on `device`; `Booster` calls it. May run collectives. Raises as `check_device`."""
         self.check_device(device)
 
     @property
@@ -252,15 +249,15 @@ class SingleDevice(Plugin):
         return self.place(placed, after, device)
 
 
-# A memo: the same job and arguments give the same mesh. Of the present world only, so that an ended one is let go.
+# A memo: the same job and arguments give the same mesh. Of the present world only, so that an ended one is freed.
 _meshes: dict[tuple[str, tuple[tuple[str, int], ...]], tuple[dist.ProcessGroup, DeviceMesh]] = {}
 
 
 def shared_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
-    """Return the mesh over the world with dimensions of these names and sizes; a collective where it is made.
+    """Return the mesh over the world with dimensions of these names and sizes; a collective when it is made.
 
-    Made once: the process groups that `init_device_mesh` makes are never closed, because parameters that lie on them, and
-    kernels under way, may outlive whoever asked. In gloo each costs three threads and four descriptors.
+    Made once: process groups of `init_device_mesh` are never closed, because parameters and running kernels that use them may
+    outlive the caller. In gloo each costs three threads and four descriptors.
     """
     world = dist.group.WORLD
     if world is None:

@@ -26,22 +26,15 @@ from booster.mixed_precision.policy import (
 from booster.model.meta import arrive, check_meta
 from booster.model.modules import bare
 from booster.plugin.base import Pipeline
-from booster.plugin.fsdp.fully_sharded import (
-    ShardLoaded,
-    change_dtypes,
-    check_hooks,
-    follow_policy,
-    keep_whole,
-    shard_module,
-    stays_sharded,
-)
-from booster.plugin.fsdp.groups import WrapPolicy, block_names, check_wrap_policy
-from booster.plugin.fsdp.sharding import ShardingPlugin
+from booster.plugin.fsdp.loaded_shards import ShardLoaded, follow_policy
+from booster.plugin.fsdp.shard_module import check_hooks, keep_whole, shard_module
+from booster.plugin.fsdp.sharding_plugin import ShardingPlugin
+from booster.plugin.fsdp.wrap_policy import WrapPolicy, block_names, check_wrap_policy
 from booster.plugin.pipeline import PipelinePlan, StagePipeline, plan_pipeline
 from booster.plugin.pipeline.pipeline import LayersLoaded
 from booster.plugin.pipeline.schedule_runner import check_count, check_style
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
-from booster.plugin.tensor_parallel.plan import TPPlan, check_tp_plan
+from booster.plugin.tensor_parallel.tp_plan import TPPlan, check_tp_plan
 from booster.ranks.messages import broadcast, communication_device
 
 PipelineStyle = Literal["gpipe", "1f1b", "interleaved", "zbv"]
@@ -66,7 +59,7 @@ class HybridParallelPlugin(ShardingPlugin):
     tp_plan: module name patterns to styles, a callable that makes them of the model, or None for the plan that is known for it.
     split_points: names of the modules that begin the second and later stages; None divides evenly.
     wrap_policy: what a block is: module classes, name patterns, a predicate `(name, module) -> bool`, or the number of
-        parameters from which on a module is one; None means the repeated blocks of the model, see `blocks.block_names`.
+        parameters from which on a module is one; None means the repeated blocks of the model, see `wrap_policy.block_names`.
     reduce_dtype: dtype in which gradients are averaged; None means float32 for half-precision models, otherwise the dtype of
         the parameters.
 
@@ -114,7 +107,14 @@ class HybridParallelPlugin(ShardingPlugin):
         if arguments.flag("sequence_parallelism", sequence_parallelism) and tp_size == 1:
             raise ValueError("sequence_parallelism=True divides the sequence among tp_size ranks, and tp_size is 1")
         if split_points is not None:
-            split_points = _checked_names(split_points)
+            several = isinstance(split_points, Iterable) and not isinstance(
+                split_points, (str, bytes, Mapping, torch.Tensor)
+            )
+            names = list(split_points) if several else []
+            if not several or not all(isinstance(name, str) for name in names):
+                legal = "a list of names of modules, one for each stage but the first"
+                raise TypeError(arguments.refusal("split_points", split_points, legal, "None"))
+            split_points = names
         if reduce_dtype is not None:
             arguments.floating_dtype("reduce_dtype", reduce_dtype)
         check_tp_plan(tp_plan)
@@ -123,7 +123,7 @@ class HybridParallelPlugin(ShardingPlugin):
         if split_points is not None and pp_size == 1:
             raise ValueError(f"split_points={split_points!r} divide a pipeline, and pp_size is 1")
         check_wrap_policy(wrap_policy)
-        super().__init__()
+        super().__init__(wrap_policy, reduce_dtype)
         self.tp_size, self.pp_size, self.zero_stage = tp_size, pp_size, zero_stage
         self._num_micro_batches = num_micro_batches
         self._microbatch_size = microbatch_size
@@ -132,8 +132,6 @@ class HybridParallelPlugin(ShardingPlugin):
         self._sequence_parallelism = sequence_parallelism
         self._tp_plan = tp_plan
         self._split_points = split_points
-        self._wrap_policy = wrap_policy
-        self._reduce_dtype = reduce_dtype
         self._pipelines: weakref.WeakKeyDictionary[StagePipeline, None] = weakref.WeakKeyDictionary()
         self.bind(torch.device("cuda" if "nccl" in dist.get_backend() else "cpu"))
 
@@ -184,7 +182,7 @@ class HybridParallelPlugin(ShardingPlugin):
             "pp_size=1"
         )
 
-    def _of_pipelines(self) -> dict[str, Any]:
+    def _pipeline_options(self) -> dict[str, Any]:
         pipelines = list(self._pipelines)
 
         def num_holders(param: torch.Tensor) -> int:
@@ -223,7 +221,7 @@ class HybridParallelPlugin(ShardingPlugin):
             for root in roots:
                 SharedRandom(bare(root), device, self._share_bytes, copy=self.data_parallel_rank)
         for root in roots:
-            # What lies on other stages has stand-ins without parameters here.
+            # Modules of other stages are fakes without parameters here.
             kept = policy.keep_fp32 if plan is None else _with_parameters(root, policy.keep_fp32)
             own = dataclasses.replace(
                 policy,
@@ -248,7 +246,7 @@ class HybridParallelPlugin(ShardingPlugin):
         if plan is None:
             return module
         model.register_load_state_dict_pre_hook(LayersLoaded(model.state_dict(), whole))
-        if len(roots) > 1:  # the user loads into the model, of which the roots are copies
+        if len(roots) > 1:  # users load into the model, and the roots are copies of it
             model.register_load_state_dict_pre_hook(ShardLoaded(policy))
         pipeline = StagePipeline(
             plan,
@@ -260,7 +258,7 @@ class HybridParallelPlugin(ShardingPlugin):
         return pipeline
 
     def _share_bytes(self, values: torch.Tensor) -> None:
-        """Give the bytes of the first of the ranks that divide a layer to all of them, in place."""
+        """Broadcast bytes of the first rank that shards a layer to the others, in place."""
         there = values.to(communication_device(values.device, self._layer_ranks))
         broadcast(there, 0, self._layer_ranks)
         values.copy_(there)
@@ -275,29 +273,21 @@ class HybridParallelPlugin(ShardingPlugin):
             return self.fixed_dtypes
         if self._shards(before) != self._shards(after):
             return "only one of the two precisions keeps float32 shards as masters here; leave master_weights as it is"
-        model = bare(placed)
-        if not self._shards(before):
-            return None
-        return stays_sharded(model, before, after, blocks=block_names(model, self._wrap_policy))
+        return self._dtypes_refusal(placed, before, after) if self._shards(before) else None
 
     def place_again(
         self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy, device: torch.device
     ) -> nn.Module:
-        model = bare(placed)
         if self._shards(after):
-            self._left.take_over(model)
-            blocks = block_names(model, self._wrap_policy)
-            self._placed[model] = change_dtypes(
-                placed, after, self._placed[model], blocks=blocks, reduce_dtype=self._reduce_dtype
-            )
-            return placed
+            return self._change_dtypes(placed, after)
+        model = bare(placed)
         cast_placed(model, after)
         install_keep_fp32(model, after)
         follow_policy(model, after)
         return placed
 
     def _shards(self, policy: DtypePolicy) -> bool:
-        """Return whether `fully_shard` divides parameters: a group of one rank has nothing to gather or to reduce."""
+        """Return whether `fully_shard` is used: a group of one rank has nothing to gather or to reduce."""
         return self.data_parallel_size > 1 or policy.store not in (None, policy.param)
 
     def _plan_pipeline(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> PipelinePlan:
@@ -348,7 +338,7 @@ def _with_parameters(root: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def _checked_number(num_micro_batches: int | None, num_microbatches: int | None, size: int | None) -> int | None:
-    """Return the number of micro-batches, in whichever spelling; raise ValueError if it is given twice, or beside a size."""
+    """Return the number of micro-batches in either spelling; raise ValueError if it is given twice, or with a size."""
     if num_micro_batches is not None and num_microbatches is not None:
         raise ValueError(
             f"num_micro_batches={num_micro_batches} and num_microbatches={num_microbatches} are one option in two spellings; "
@@ -362,12 +352,3 @@ def _checked_number(num_micro_batches: int | None, num_microbatches: int | None,
         if value is not None:
             arguments.count(each, value, also="None")
     return number
-
-
-def _checked_names(split_points: Any) -> list[str]:
-    several = isinstance(split_points, Iterable) and not isinstance(split_points, (str, bytes, Mapping, torch.Tensor))
-    names = list(split_points) if several else []
-    if not several or not all(isinstance(name, str) for name in names):
-        legal = "a list of names of modules, one for each stage but the first"
-        raise TypeError(arguments.refusal("split_points", split_points, legal, "None"))
-    return names

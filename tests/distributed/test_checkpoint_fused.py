@@ -7,7 +7,7 @@ from torch import nn
 
 from booster import Booster
 from booster.plugin import HybridParallelPlugin, SingleDevice
-from booster.plugin.tensor_parallel.styles import Colwise
+from booster.plugin.tensor_parallel.linear_styles import Colwise
 
 
 class Fused(nn.Module):

@@ -24,7 +24,7 @@ from booster.mixed_precision import (
     FP16TorchMixedPrecision,
 )
 from booster.plugin import TorchFSDPPlugin
-from booster.plugin.fsdp.fully_sharded import shard_module
+from booster.plugin.fsdp.shard_module import shard_module
 
 DIM, VOCABULARY, LENGTH, BATCH, STEPS = 16, 11, 6, 16, 8
 SCALE = 2.0**10

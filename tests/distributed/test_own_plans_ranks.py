@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from booster import Booster
 from booster.plugin import HybridParallelPlugin
-from booster.plugin.tensor_parallel.plan import resolve_plan
+from booster.plugin.tensor_parallel.tp_plan import resolve_plan
 
 DIM, HEADS = 8, 4
 

@@ -8,7 +8,8 @@ from booster import Booster
 from booster.mixed_precision import FP16NaiveMixedPrecision
 from booster.model.meta import check_meta, materialise
 from booster.plugin import TorchFSDPPlugin
-from booster.plugin.fsdp.groups import block_names, plan_groups
+from booster.plugin.fsdp.groups import plan_groups
+from booster.plugin.fsdp.wrap_policy import block_names
 
 
 class Block(nn.Module):

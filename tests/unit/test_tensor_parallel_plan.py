@@ -7,9 +7,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from booster.mixed_precision import Int8MixedPrecision
+from booster.plugin.tensor_parallel import Colwise, EmbeddingParallel, Region, Rowwise
 from booster.plugin.tensor_parallel.attention import HeadParallel
-from booster.plugin.tensor_parallel.plan import resolve_plan
-from booster.plugin.tensor_parallel.styles import Colwise, EmbeddingParallel, Region, Rowwise
+from booster.plugin.tensor_parallel.tp_plan import resolve_plan
 
 NAMES = [
     "all_reduce",

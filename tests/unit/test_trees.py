@@ -12,7 +12,7 @@ from booster import Booster
 from booster.data import to_device
 from booster.mixed_precision import FP16ApexMixedPrecision, NaiveAMPModel, set_fp32_attr_to_module
 from booster.plugin import TorchDDPPlugin
-from booster.plugin.fsdp.fully_sharded import _own_outputs
+from booster.plugin.fsdp.forward_hooks import outputs_without_views
 from booster.tensors.cast_regions import cast_floats
 from booster.tensors.micro_batch import divide
 from booster.tensors.trees import form, join, map_tensors, tensors, with_leaves
@@ -60,7 +60,7 @@ def through_loader(tree):
 
 
 def through_own_outputs(tree):
-    return _own_outputs(nn.Identity(), (), tree)
+    return outputs_without_views(nn.Identity(), (), tree)
 
 
 REPLACING = {

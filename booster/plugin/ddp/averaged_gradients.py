@@ -1,17 +1,25 @@
-"""Averages of gradients that lie whole on every rank, in memory that is there as long as they are."""
+"""Averages of unsharded gradients, in buckets that live no longer than the gradients, and modules that make them."""
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from booster.common.torch_internals.autograd_internals import graph_task
 from booster.common.torch_internals.fsdp_internals import bucket_assignment
+from booster.model.modules import PlacedModule, bare
 from booster.plugin.ddp.gradient_reducer import GradientReducer
+from booster.ranks.messages import broadcast
+from booster.shards.zero_buckets import ModuleBuckets
 from booster.tensors.flat import is_dense, shaped_like
+from booster.tensors.trees import tensors
 
 SPARSE = (
     "{name} has a sparse gradient, which release_gradients does not average; build its module with sparse=False, or leave "
@@ -24,7 +32,7 @@ UNREACHED = (
 
 
 class AverageReducer(GradientReducer):
-    """Averages the gradients of `named` parameters over `group` as `DistributedDataParallel` does, but for two points: they
+    """Averages the gradients of `named` parameters over `group` as `DistributedDataParallel` does, with two differences: they
     may be used, and freed, as soon as their bucket is reduced, and no bucket outlives them.
 
     The buckets are those that torch would make, so that every sum rounds as there: the order in which ranks are added up
@@ -49,7 +57,7 @@ class AverageReducer(GradientReducer):
         super().__init__(named.values(), group)
         self._names = {param: name for name, param in named.items()}
         self._bytes = bucket_bytes
-        self.tells_at_once = self._finds_unused = finds_unused
+        self.agrees_at_once = self._finds_unused = finds_unused
         self._ratio = 1.0 / group.size()
         self._is_settled = finds_unused or group.size() == 2
         found = bucket_assignment(self._all, bucket_bytes if self._is_settled else sys.maxsize) if self._all else []
@@ -96,11 +104,11 @@ class AverageReducer(GradientReducer):
         flat = self._flat.pop(index)
         work = dist.all_reduce(flat, group=self._group, async_op=True)
 
-        def settle() -> torch.Tensor:
+        def wait() -> torch.Tensor:
             work.wait()
             return flat
 
-        return settle
+        return wait
 
     def arrived(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
         for param, here in zip(self._params[index], reached, strict=True):
@@ -124,13 +132,86 @@ class AverageReducer(GradientReducer):
     def _finish(self) -> None:
         if not self._finds_unused:
             known = zip(self._all, self._reached, strict=True)
-            unreached = [
-                self._names[p]
-                for p, reached in known
-                if not (reached or self.has_gradient_here(p)) and p.requires_grad  # others were frozen since
-            ]
+            # Parameters that were frozen since get none rightly.
+            unreached = [p for p, reached in known if not (reached or self.has_gradient_here(p)) and p.requires_grad]
             if unreached:
-                raise RuntimeError(UNREACHED.format(names=", ".join(unreached[:5])))
+                raise RuntimeError(UNREACHED.format(names=", ".join(self._names[p] for p in unreached[:5])))
         super()._finish()
         if not self._is_settled:
             self._order = self._order or self._coming
+
+
+_OF_COPIES = 25 * 2**20  # bytes in a bucket of gradients, as DistributedDataParallel has it
+
+
+class BucketedModule(nn.Module):
+    """A module with its trainable parameters in the buckets of `layout`; None where they are not.
+
+    It comes first among the bases of a wrapper, so that clearing gradients clears those of the buckets too.
+    """
+
+    layout: ModuleBuckets | None = None
+
+    def wait_for_weights(self) -> None:
+        """Wait for the all-gathers of weights that a step left pending."""
+        if self.layout is not None:
+            self.layout.pending_all_gathers.wait()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self.layout is not None:
+            self.layout.clear_gradients(set_to_none)
+
+
+class ReducedModule(BucketedModule, PlacedModule):
+    """A module with gradients that `reducer` averages over `group`.
+
+    layout: how ranks shard the parameters; None where they do not. synchronise_buffers: broadcast rank 0's buffers at every
+    forward, except under `no_sync`. A deep copy averages whole gradients, which stay, as `DistributedDataParallel` does.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        reducer: GradientReducer,
+        group: dist.ProcessGroup,
+        *,
+        layout: ModuleBuckets | None = None,
+        synchronise_buffers: bool,
+    ) -> None:
+        super().__init__(module)
+        self.reducer, self.layout = reducer, layout
+        self._group = group
+        self._synchronise_buffers = synchronise_buffers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReducedModule:
+        self.wait_for_weights()
+        module = copy.deepcopy(self.module, memo)
+        named = {name: param for name, param in bare(module).named_parameters() if param.requires_grad}
+        reducer = AverageReducer(named, group=self._group, bucket_bytes=_OF_COPIES, finds_unused=True)
+        clone = ReducedModule(module, reducer, self._group, synchronise_buffers=self._synchronise_buffers)
+        clone.training = self.training
+        memo[id(self)] = clone
+        return clone
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if graph_task() == -1:  # not recomputed inside a backward
+            self.reducer.before_forward()
+            if self._synchronise_buffers and self.reducer.synchronises:
+                for buffer in self.module.buffers():
+                    broadcast(buffer.detach(), 0, self._group)
+        with nullcontext() if self.layout is None else self.layout.pending_all_gathers.in_forward(self.module):
+            outputs = self.module(*args, **kwargs)
+        for output in tensors(outputs):
+            if output.requires_grad:
+                output.register_hook(self.reducer.begin)
+        return outputs
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Return a context whose backward passes leave gradients in `.grad`, to be averaged along with those of a later one."""
+        before, self.reducer.synchronises = self.reducer.synchronises, False
+        try:
+            yield
+        finally:
+            self.reducer.synchronises = before

@@ -1,7 +1,4 @@
-"""Averages of gradients over ranks that travel as 8-bit numbers and are summed in float32.
-
-A reduce-scatter on CPU, by an all-to-all.
-"""
+"""Sums of gradients over ranks by all-to-alls: exact ones on CPUs, and averages sent in float8 and summed in float32."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from booster.common import arguments
-from booster.number_formats import BLOCK, BLOCK_BYTES, decode_blocks, encode_blocks
+from booster.number_formats import BLOCK, decode_blocks, encode_blocks
 
 # torch 2.13 renamed the collective and warns about the old name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,32 +32,69 @@ class FP8Communication:
         arguments.flag("error_feedback", self.error_feedback)
 
 
-class FP8Sum:
-    """A reduce-scatter: each rank gives every other its slice of `values` in e4m3, and sums what it gets, in float32.
+class _Exchange:
+    """One all-to-all: each rank sends every other its slice of `sent`, along the first dimension. `wait` is called once."""
+
+    def __init__(self, sent: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> None:
+        own = sizes[dist.get_rank(group)]
+        received = sent.new_empty(len(sizes) * own, *sent.shape[1:])
+        self._slices = received.view(len(sizes), own, *sent.shape[1:]).unbind()
+        # The work holds what it sends until it is waited for.
+        self._work: Any = dist.all_to_all_single(
+            received, sent, [own] * len(sizes), list(sizes), group=group, async_op=True
+        )
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """Return what the ranks sent, in their order."""
+        self._work.wait()
+        slices = self._slices
+        del self._work, self._slices
+        return slices
+
+
+class ExchangedSum:
+    """A reduce-scatter by an all-to-all: each rank sends every other its slice of `values`, and sums what it receives.
+
+    gloo's own reduce-scatter is an all-reduce that drops the rest, and sends twice as much.
 
     values: 1-dim; sizes: lengths of the slices of all ranks of `group`, in their order. Asynchronous: `wait` returns this
-    rank's slice, filled up with zeros to whole blocks. sent: what the ranks were given, as bytes. Collectives: one all-to-all,
-    129/128 bytes a number.
+    rank's slice of the sum, in its own memory. Half-precision numbers are summed in float32, ranks in their order, and rounded
+    once. Collectives: one all-to-all. Memory until then: `values` once more.
+    """
+
+    def __init__(self, values: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> None:
+        self._exchange = _Exchange(values, sizes, group)
+
+    def wait(self) -> torch.Tensor:
+        """Return the sum. Called once: what was sent is freed before, and what was received after."""
+        first, second, *others = self._exchange.wait()
+        if first.dtype not in (torch.float16, torch.bfloat16) or not others:
+            total = first + second  # of two half-precision numbers the exact sum, rounded once
+            for part in others:
+                total += part
+            return total
+        total = first.float()
+        for part in (second, *others):
+            total += part
+        return total.to(first.dtype)
+
+
+class FP8Sum:
+    """A reduce-scatter in float8: as `ExchangedSum`, with slices sent in e4m3, 129/128 bytes a number, and summed in float32.
+
+    `wait` returns this rank's slice, filled up with zeros to whole blocks. sent: what the ranks were sent, as bytes.
     """
 
     def __init__(self, values: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> None:
         slices = [encode_blocks(part) for part in values.split(list(sizes))]
-        blocks = [len(part) for part in slices]
         self.sent = torch.cat(slices)
-        self._ranks = len(blocks)
-        own = blocks[dist.get_rank(group)]
-        self._received = self.sent.new_empty(self._ranks * own, BLOCK_BYTES)
-        self._work: Any = dist.all_to_all_single(
-            self._received, self.sent, [own] * self._ranks, blocks, group=group, async_op=True
-        )
+        self._exchange = _Exchange(self.sent, list(map(len, slices)), group)
 
     def wait(self) -> torch.Tensor:
         """Return the sum. Called once."""
-        self._work.wait()
-        parts = self._received.chunk(self._ranks) if len(self._received) else [self._received]
-        del self._work, self._received
-        total = decode_blocks(parts[0])
-        for part in parts[1:]:  # in the order of ranks
+        first, *others = self._exchange.wait()
+        total = decode_blocks(first)
+        for part in others:  # in the order of ranks
             total += decode_blocks(part)
         return total
 
@@ -68,14 +102,17 @@ class FP8Sum:
 class FP8Average:
     """Averages the gradient buckets of `DistributedDataParallel` as `FP8Communication` says.
 
-    The sum of a bucket's slice is rounded once more and given to all ranks, so every rank ends with the same bytes. Two
-    buckets are under way at one time. Collectives: one all-to-all and one all-gather a bucket, of 129/128 bytes a number
+    The sum of a bucket's slice is rounded once more and sent to all ranks, so every rank ends with the same bytes. Two
+    buckets are in flight at one time. Collectives: one all-to-all and one all-gather a bucket, of 129/128 bytes a number
     each, which ranks call in one order: that of the buckets.
+
+    Attributes:
+        carried: under error feedback what rounding took from the gradient of each parameter: float32, 1-dim.
+        feeds_back: whether there is error feedback.
     """
 
     def __init__(self, options: FP8Communication, group: dist.ProcessGroup) -> None:
         self.carried: dict[torch.Tensor, torch.Tensor] = {}
-        """Under error feedback what rounding took from the gradient of each parameter: float32, 1-dim."""
         self.feeds_back = options.error_feedback
         self._group = group
         self._summing: deque[_BucketSum] = deque()
@@ -83,8 +120,8 @@ class FP8Average:
         self._finite: list[torch.Tensor] = []
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Begin to average `bucket`, and go on with those before it; returns what will be its average, in its own memory."""
-        if bucket.index() == 0:  # a backward pass begins; of one that raised there may be a rest
+        """Start to average `bucket`, and continue with those before it; returns what will be its average, in its own memory."""
+        if bucket.index() == 0:  # a backward pass begins; one that raised may have left buckets
             self._summing.clear()
             self._gathering.clear()
             self._finite = []
@@ -95,25 +132,20 @@ class FP8Average:
             self._summing[0].gather()
             self._gathering.append(self._summing.popleft())
         while len(self._gathering) > (not last):
-            self._finish(self._gathering.popleft())
+            gathered = self._gathering.popleft()
+            gathered.finish()
+            if self.feeds_back:
+                self._finite.append(torch.isfinite(gathered.buffer).all())
         if last and self.feeds_back:
-            self._forget_if_skipped()
+            # A pass with an average that is not finite carries nothing over; decided on the device, without a sync.
+            finite = torch.stack([each.to(self._finite[0].device) for each in self._finite]).all()
+            for carried in self.carried.values():
+                carried.copy_(torch.where(finite.to(carried.device), carried, 0.0))
         return begun.future
-
-    def _finish(self, bucket: _BucketSum) -> None:
-        bucket.finish()
-        if self.feeds_back:
-            self._finite.append(torch.isfinite(bucket.buffer).all())
-
-    def _forget_if_skipped(self) -> None:
-        """Carry nothing over from a pass in which any average is not finite; no host sync."""
-        finite = torch.stack([each.to(self._finite[0].device) for each in self._finite]).all()
-        for carried in self.carried.values():
-            carried.copy_(torch.where(finite.to(carried.device), carried, 0.0))
 
 
 class _BucketSum:
-    """One bucket on its way: summed, rounded again, gathered. carried: see `FP8Average`; None: nothing is carried."""
+    """One bucket in flight: summed, rounded again, gathered. carried: see `FP8Average`; None: nothing is carried."""
 
     def __init__(
         self, bucket: dist.GradBucket, group: dist.ProcessGroup, carried: dict[torch.Tensor, torch.Tensor] | None
@@ -151,12 +183,12 @@ class _BucketSum:
         if self._lost is not None:
             start = dist.get_rank(self._group) * self._share
             self._lost[start : start + self._share] += mean - decode_blocks(own)
-        self._whole = self._sum.sent  # whose memory is free again
-        self._work: Any = _all_gather(self._whole, own, group=self._group, async_op=True)
+        self._gathered = self._sum.sent  # its memory is free again
+        self._work: Any = _all_gather(self._gathered, own, group=self._group, async_op=True)
 
     def finish(self) -> None:
         self._work.wait()
-        came = dict(_places(self._params, decode_blocks(self._whole)))
+        came = dict(_places(self._params, decode_blocks(self._gathered)))
         torch._foreach_copy_(list(self._parts()), list(came.values()))
         self.future.set_result(self.buffer)
 
@@ -165,46 +197,12 @@ class _BucketSum:
 
 
 def _places(params: list[torch.Tensor], values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each of `params`, and the part of `values` that stands for it, which begins with a block.
+    """Yield each of `params` and its part of `values`, which begins with a block.
 
-    So no two of them share a scale, and what is rounded does not depend on which lie in one bucket, nor in what order: after
-    its first pass DistributedDataParallel divides them anew, in a resumed run too.
+    So no two parameters share a scale, and rounding does not depend on which are in one bucket, nor on their order: after its
+    first pass DistributedDataParallel makes new buckets, in a resumed run too.
     """
     start = 0
     for param in params:
         yield param, values[start : start + param.numel()]
         start += -(-param.numel() // BLOCK) * BLOCK
-
-
-class ExchangedSum:
-    """Each rank gives every other its slice of `values`, and sums what it gets.
-
-    gloo's own reduce-scatter is an all-reduce that drops what is not asked for, and sends twice as much.
-
-    values: 1-dim; sizes: lengths of the slices of all ranks of `group`, in their order. Asynchronous: `wait` returns this
-    rank's slice of the sum, in memory of its own. Half numbers are summed in float32, ranks in their order, and rounded once.
-    Collectives: one all-to-all. Memory until then: `values` once more.
-    """
-
-    def __init__(self, values: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> None:
-        own = sizes[dist.get_rank(group)]
-        received = values.new_empty(len(sizes) * own)
-        self._parts = received.view(len(sizes), own).unbind()
-        self._work: Any = dist.all_to_all_single(  # holds `values` until it is sent
-            received, values, [own] * len(sizes), list(sizes), group=group, async_op=True
-        )
-
-    def wait(self) -> torch.Tensor:
-        """Return the sum. Called once: what was sent is let go of before, and what was received after."""
-        self._work.wait()
-        first, second, *others = self._parts
-        del self._work, self._parts
-        if first.dtype not in (torch.float16, torch.bfloat16) or not others:
-            total = first + second  # of two halves the exact sum, rounded once
-            for part in others:
-                total += part
-            return total
-        total = first.float()
-        for part in (second, *others):
-            total += part
-        return total.to(first.dtype)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,33 +27,38 @@ ALONE = (
 )
 
 
-class Reached:
-    """Which of some parameters got a gradient: on this rank, and on any. A small collective, which a rank that lacks one
-    reads on the host. here: a byte for each parameter, overwritten."""
+def reached_anywhere(here: bytearray, device: torch.device, group: dist.ProcessGroup) -> Callable[[], list[bool]]:
+    """Start to exchange which parameters got a gradient; returns a function that waits: has any rank one, for each?
 
-    def __init__(self, here: bytearray, device: torch.device, group: dist.ProcessGroup) -> None:
-        self._all = all(here)
-        self._anywhere = torch.frombuffer(here, dtype=torch.uint8).to(device)
-        self._work: Any = dist.all_reduce(self._anywhere, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    A small all-reduce, which only a rank that lacks one reads on the host. here: a byte for each parameter; overwritten.
+    """
+    has_all = all(here)
+    anywhere = torch.frombuffer(here, dtype=torch.uint8).to(device)
+    work: Any = dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
-    def anywhere(self) -> list[bool]:
-        """Return of each whether any rank has a gradient of it."""
-        self._work.wait()  # also where all is known, so that no message outlives its pass
-        return [True] * len(self._anywhere) if self._all else [found > 0 for found in self._anywhere.tolist()]
+    def wait() -> list[bool]:
+        work.wait()  # even if the answer is known, so that no message outlives its pass
+        return [True] * len(anywhere) if has_all else [found > 0 for found in anywhere.tolist()]
+
+    return wait
 
 
-@dataclass
-class _Sent:
-    """A bucket under way. settle: waits for it, and gives what this rank keeps. reached: None where it is told at the end."""
+class _Sent(NamedTuple):
+    """A bucket in flight.
 
-    index: int
-    settle: Callable[[], torch.Tensor]
-    reached: Reached | None
+    Attributes:
+        wait: waits for it; returns what this rank keeps.
+        reached: waits for which parameters were reached; None where this is exchanged once, when backward ends.
+    """
+
+    bucket: int
+    wait: Callable[[], torch.Tensor]
+    reached: Callable[[], list[bool]] | None
 
 
 @dataclass(eq=False)
-class _Watch:
-    """Who is told of gradients that are complete. again: the graph is gone through once more, so that nothing may stay."""
+class _Subscription:
+    """Someone who uses gradients within backward, as soon as they are complete; see `GradientReducer.register_grad_hooks`."""
 
     reducer: GradientReducer
     params: frozenset[torch.Tensor]
@@ -62,31 +67,34 @@ class _Watch:
     again: bool
 
     def remove(self) -> None:
-        self.reducer.watches.remove(self)
-        self.reducer.abandon()  # of a pass that raised
+        self.reducer.subscriptions.remove(self)
+        self.reducer.abandon()  # a pass that raised
 
 
 class GradientReducer(ABC):
     """Averages the gradients of `params` over `group`, bucket by bucket while backward goes on, a few at a time.
 
     A bucket is sent once all its gradients are there and all buckets before it are sent, so that ranks send in one order;
-    what is left when backward ends, of parameters that it did not reach, is sent as zeros. A parameter that no rank reached
-    gets no gradient. Gradients that are in `.grad` from passes that were not synchronised are averaged along.
-    `left`: such passes have left gradients.
+    when backward ends, zeros are sent for parameters that it did not reach. A parameter that no rank reached gets no gradient.
+    Gradients that are in `.grad` from passes that were not synchronised are averaged along.
 
     A subclass says what the buckets are, how one is sent, and where what arrives goes.
+
+    Attributes:
+        synchronises: whether backward passes average.
+        left: passes that did not average have left gradients.
+        subscriptions: who uses gradients within backward.
+        agrees_at_once: ranks agree with each bucket which parameters were reached, also without `subscriptions`.
+        keeps_apart: gradients of a pass are in `.grad`, where they can be stashed.
     """
 
-    tells_at_once = False
-    """Whether ranks tell each other with each bucket which parameters were reached, also where nobody watches."""
-
+    agrees_at_once = False
     keeps_apart = False
-    """Whether what a pass brings is in `.grad`, where it can be set aside."""
 
     def __init__(self, params: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
         self.synchronises = True
         self.left = False
-        self.watches: list[_Watch] = []
+        self.subscriptions: list[_Subscription] = []
         self._group = group
         self._task: int | None = None  # of the autograd engine, while a backward is under way
         self._all = list(params)
@@ -97,15 +105,15 @@ class GradientReducer(ABC):
         self._listen()
 
     def _listen(self) -> None:
-        """See to it that gradients are noticed as they come."""
+        """Register hooks on the parameters."""
         this = weakref.ref(
             self
-        )  # what a hook of a parameter refers to lives as long, and the collector does not see it
+        )  # a hook of a parameter keeps what it refers to, and the garbage collector does not see that
         for index, param in enumerate(self._all):
             self._handles.append(param.register_post_accumulate_grad_hook(partial(_on_gradient, this, index)))
 
     def leave(self) -> None:
-        """Notice no gradient any more."""
+        """Remove the hooks on the parameters."""
         for handle in self._handles:
             handle.remove()
 
@@ -119,15 +127,15 @@ class GradientReducer(ABC):
         held: Mapping[torch.Tensor, torch.Tensor],
         *,
         again: bool,
-    ) -> _Watch:
+    ) -> _Subscription:
         """Call `filled` with each of `params` within backward once its average is there; `remove` what is returned.
 
-        held: gradients of before, which are added to those of the pass before they are averaged. again: the graph is gone
-        through once more; RuntimeError for a parameter here that nobody watches then.
+        held: gradients of earlier passes, added to those of the pass before they are averaged. again: the graph will be run a
+        second time, so no gradient may stay; RuntimeError then for a parameter here that no subscription has.
         """
-        watch = _Watch(self, frozenset(params), filled, held, again)
-        self.watches.append(watch)
-        return watch
+        subscription = _Subscription(self, frozenset(params), filled, held, again)
+        self.subscriptions.append(subscription)
+        return subscription
 
     def begin(self, *_: Any) -> None:
         """Start the averaging of the backward pass that the engine is in, unless it has started."""
@@ -140,7 +148,7 @@ class GradientReducer(ABC):
         """Forget a backward pass that raised."""
         if self._task is not None:
             for sent in self._sent:
-                sent.settle()
+                sent.wait()
             self._sent.clear()
             self._waiting.clear()
             self._task = None
@@ -160,30 +168,34 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def send(self, index: int, params: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Start to reduce a bucket, zeros for what has no gradient; returns what waits for it, and gives what is kept here."""
+        """Start to reduce a bucket, with zeros for missing gradients; returns a function that waits, and gives what stays."""
 
     @abstractmethod
     def arrived(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
         """Put what is kept of a bucket where gradients belong. reached: of each of its parameters, whether it has one."""
 
     def reached_anywhere(self) -> Callable[[], list[bool]]:
-        """Ask, at the end of a pass, which parameters any rank reached; returns what waits for it."""
-        return Reached(self._reached[:], self._all[0].device, self._group).anywhere
+        """Start to agree, at the end of a pass, which parameters any rank reached; returns a function that waits for it."""
+        return reached_anywhere(self._reached[:], self._all[0].device, self._group)
 
     # ------------------------------------------------------------------ one backward
 
     def gradient_here(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient of `param` on this rank with what is held of before, without a graph; None if there is none."""
+        """Return the gradient of `param` on this rank, with those held from earlier passes, without a graph; None: none."""
         grad = param.grad
         if grad is not None and grad.requires_grad:
             grad = grad.detach()
-        if not self.watches:
+        if not self.subscriptions:
             return grad
-        held = next((watch.held[param] for watch in self.watches if param in watch.held), None)
+        held = next(
+            (subscription.held[param] for subscription in self.subscriptions if param in subscription.held), None
+        )
         return grad if held is None else held if grad is None else held + grad
 
     def has_gradient_here(self, param: torch.Tensor) -> bool:
-        return param.grad is not None or (bool(self.watches) and any(param in watch.held for watch in self.watches))
+        return param.grad is not None or (
+            bool(self.subscriptions) and any(param in subscription.held for subscription in self.subscriptions)
+        )
 
     def _start(self) -> None:
         buckets = self.buckets()
@@ -194,16 +206,15 @@ class GradientReducer(ABC):
             for index, members in enumerate(self._members):
                 for member in members:
                     self._bucket[member] = index
-        # By place in `_all`, and not by parameter: a tensor as a key costs a call of Python.
+        # By place in `_all`, not by parameter: a tensor as a key costs a call of Python.
         self._came = bytearray(len(self._all))
         self._reached = bytearray(len(self._all))
         self._missing = list(map(len, self._params))
         self._next = 0
         self._sent: deque[_Sent] = deque()
-        self._waiting: list[tuple[int, torch.Tensor]] = []  # until it is known which were reached
+        self._waiting: list[tuple[int, torch.Tensor]] = []  # until ranks agreed which were reached
 
     def _note(self, index: int, place: int) -> None:
-        """What is to come of the parameter at `place`, in the bucket at `index`, is there."""
         if not self._came[place]:
             self._came[place] = True
             self._missing[index] -= 1
@@ -221,47 +232,46 @@ class GradientReducer(ABC):
     @torch.no_grad()
     def _send(self, index: int) -> None:
         self._next = index + 1
-        self._settle(MOST_IN_FLIGHT - 1)
+        self._wait(MOST_IN_FLIGHT - 1)
         params, members = self._params[index], self._members[index]
         if self._missing[index]:
             for place, param in zip(members, params, strict=True):
-                if not self._came[place]:  # not reached, but by passes before
+                if not self._came[place]:  # not reached, but earlier passes may have left a gradient
                     self._take(index, place, param)
-        settle = self.send(index, params)
-        reached = None
-        if self.tells_at_once or self.watches:
+        wait, reached = self.send(index, params), None
+        if self.agrees_at_once or self.subscriptions:
             here = bytearray(self._reached[place] for place in members)
-            reached = Reached(here, params[0].device, self._group)
-        self._sent.append(_Sent(index, settle, reached))
+            reached = reached_anywhere(here, params[0].device, self._group)
+        self._sent.append(_Sent(index, wait, reached))
 
-    def _settle(self, number: int) -> None:
+    def _wait(self, number: int) -> None:
         """Wait for the oldest reductions until `number` are left."""
         while len(self._sent) > number:
-            sent = self._sent.popleft()
-            index, told, reduced = sent.index, sent.reached, sent.settle()
-            del sent  # and what it was sent from
-            if told is None:
+            index, wait, reached = self._sent.popleft()
+            reduced = wait()
+            del wait  # and what it was sent from
+            if reached is None:
                 self._waiting.append((index, reduced))
             else:
-                self._arrive(index, reduced, told.anywhere())
+                self._arrive(index, reduced, reached())
 
     def _arrive(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
         if not any(reached):
             return
-        if not self.watches:
+        if not self.subscriptions:
             self.arrived(index, reduced, reached)
             return
-        again = any(watch.again for watch in self.watches)
+        again = any(subscription.again for subscription in self.subscriptions)
         found = [param for param, here in zip(self._params[index], reached, strict=True) if here]
         if again and (self.left or not self.keeps_apart):
-            for param in set(found).difference(*(watch.params for watch in self.watches)):
+            for param in set(found).difference(*(subscription.params for subscription in self.subscriptions)):
                 raise RuntimeError(ALONE.format(name=f"a parameter of shape {tuple(param.shape)}"))
         self.arrived(index, reduced, reached)
         del reduced
         for param in found:
-            for watch in self.watches:
-                if param in watch.params:
-                    watch.filled(param)
+            for subscription in self.subscriptions:
+                if param in subscription.params:
+                    subscription.filled(param)
 
     def _finish(self) -> None:
         with torch.no_grad(), without_function_modes():
@@ -270,12 +280,12 @@ class GradientReducer(ABC):
     def _complete(self) -> None:
         while self._next < len(self._missing):
             self._send(self._next)
-        told = None
-        if not (self.tells_at_once or self.watches):
-            told = self.reached_anywhere()
-        self._settle(0)
-        if told is not None:
-            anywhere = told()
+        agreed = None
+        if not (self.agrees_at_once or self.subscriptions):
+            agreed = self.reached_anywhere()
+        self._wait(0)
+        if agreed is not None:
+            anywhere = agreed()
             for index, reduced in self._waiting:
                 self._arrive(index, reduced, [anywhere[place] for place in self._members[index]])
         self._waiting.clear()

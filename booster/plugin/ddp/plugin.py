@@ -20,10 +20,9 @@ from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.model.meta import arrive
 from booster.model.modules import bare, unwrap_placed
 from booster.plugin.base import Plugin, check_joined, world
-from booster.plugin.ddp.averaged_gradients import AverageReducer
+from booster.plugin.ddp.averaged_gradients import AverageReducer, ReducedModule
 from booster.plugin.ddp.fp8_communication import FP8Average, FP8Communication
 from booster.plugin.ddp.gradient_reducer import GradientReducer
-from booster.plugin.ddp.reduced_module import ReducedModule
 from booster.ranks.messages import broadcast, broadcast_from_first, is_sendable
 from booster.shards import Shards
 from booster.shards.replicated import GradSyncTracker, ReplicatedShards
@@ -76,7 +75,11 @@ class TorchDDPPlugin(Plugin):
         fp8_communication: bool | FP8Communication = False,
     ) -> None:
         check_joined("TorchDDPPlugin")
-        self._fp8 = _options(fp8_communication)
+        if isinstance(fp8_communication, bool):
+            self._fp8 = FP8Communication() if fp8_communication else None
+        else:
+            legal = "True, False or an FP8Communication"
+            self._fp8 = arguments.instance("fp8_communication", fp8_communication, FP8Communication, legal)
         if self._fp8 is not None and comm_hook is not None:
             raise ValueError("fp8_communication and comm_hook both say how gradients travel; pass one of them")
         hook = comm_hook[1] if isinstance(comm_hook, tuple) and len(comm_hook) == 2 else comm_hook
@@ -84,21 +87,15 @@ class TorchDDPPlugin(Plugin):
             raise TypeError(
                 f"comm_hook must be a DDP hook or a pair (state, hook), got {arguments.described(comm_hook)}"
             )
-        arguments.number("bucket_cap_mb", bucket_cap_mb, above=0)
-        arguments.flag("broadcast_buffers", broadcast_buffers)
-        arguments.flag("find_unused_parameters", find_unused_parameters)
-        arguments.flag("gradient_as_bucket_view", gradient_as_bucket_view)
-        arguments.flag("static_graph", static_graph)
-        arguments.flag("sync_batchnorm", sync_batchnorm)
         self._ddp_options: dict[str, Any] = {
-            "bucket_cap_mb": bucket_cap_mb,
-            "find_unused_parameters": find_unused_parameters,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "static_graph": static_graph,
+            "bucket_cap_mb": arguments.number("bucket_cap_mb", bucket_cap_mb, above=0),
+            "find_unused_parameters": arguments.flag("find_unused_parameters", find_unused_parameters),
+            "gradient_as_bucket_view": arguments.flag("gradient_as_bucket_view", gradient_as_bucket_view),
+            "static_graph": arguments.flag("static_graph", static_graph),
         }
-        if not broadcast_buffers:
-            self._ddp_options[_BUFFERS] = False  # on is DDP's default under either name
-        self._sync_batchnorm = sync_batchnorm
+        if not arguments.flag("broadcast_buffers", broadcast_buffers):
+            self._ddp_options[_BUFFERS] = False  # True is DDP's default under either name
+        self._sync_batchnorm = arguments.flag("sync_batchnorm", sync_batchnorm)
         # One of each placed module, as long as that lives.
         self._sync_trackers: WeakKeyDictionary[nn.Module, GradSyncTracker] = WeakKeyDictionary()
         self._reducers: WeakKeyDictionary[nn.Module, GradientReducer] = WeakKeyDictionary()
@@ -194,7 +191,7 @@ class TorchDDPPlugin(Plugin):
         return again
 
     def _place_released(self, module: nn.Module) -> nn.Module:
-        """Return `module`, whose gradients are averaged as DistributedDataParallel would, and not kept."""
+        """Return `module` with gradients that are averaged as DistributedDataParallel does, and used within backward."""
         self.synchronise(module)
         reducer = AverageReducer(
             {name: param for name, param in bare(module).named_parameters() if param.requires_grad},
@@ -217,16 +214,16 @@ class TorchDDPPlugin(Plugin):
 
     @property
     def _alike(self) -> dist.ProcessGroup | None:
-        """The ranks whose weights stay alike; None under a hook of the user's own, which may leave gradients apart, as that of
-        local SGD does."""
+        """The ranks with equal weights; None under a hook of the user, after which gradients may differ, as in local SGD."""
         return self._ranks if self._comm_hook is None else None
 
     def _hook(self, placed: DistributedDataParallel, device: torch.device) -> None:
-        """Say how the gradients of `placed` are averaged, where that is not torch's own way."""
+        """Register the hook by which gradients of `placed` are averaged, if torch's own way is not used."""
         if self._comm_hook is not None:
             state, hook = self._comm_hook
-            hook = hook if device.type == "cuda" else _anonymous(hook)
-            placed.register_comm_hook(self.group if state is None else state, hook)
+            # Under another name on a CPU: torch refuses its bfloat16 hooks by name without NCCL, though gloo reduces bfloat16.
+            named = hook if device.type == "cuda" else lambda state, bucket: hook(state, bucket)
+            placed.register_comm_hook(self.group if state is None else state, named)
         if self._fp8 is not None and self.group is not None:
             average = self._averages[placed] = FP8Average(self._fp8, self.group)
             placed.register_comm_hook(None, lambda _, bucket: average.average(bucket))
@@ -243,31 +240,17 @@ class TorchDDPPlugin(Plugin):
         return cast_parameters(module, policy)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        if (
-            self._ddp_options["static_graph"]
-            and module in self._sync_trackers
-            and not self._sync_trackers[module].averaged
-        ):
-            return (
-                nullcontext()
-            )  # torch learns the graph in a first pass that it averages; later ones add up with it as well
-        return module.no_sync() if isinstance(module, (DistributedDataParallel, ReducedModule)) else nullcontext()
+        tracker = self._sync_trackers.get(module)
+        # Torch learns a static graph in a first pass that averages; later passes without sync are averaged along as well.
+        learns = self._ddp_options["static_graph"] and tracker is not None and not tracker.averaged
+        if learns or not isinstance(module, (DistributedDataParallel, ReducedModule)):
+            return nullcontext()
+        return module.no_sync()
 
 
 def _send_buffers(placed: Any, args: Any) -> None:
-    """Do for buffers that `DistributedDataParallel` cannot send what it does for others."""
+    """Broadcast the buffers of dtypes that `DistributedDataParallel` cannot send."""
     if placed.require_forward_param_sync:  # not after passes inside no_sync
         for buffer in placed.module.buffers():
             if not is_sendable(buffer):
                 broadcast(buffer.detach(), 0, placed.process_group)
-
-
-def _options(given: Any) -> FP8Communication | None:
-    if isinstance(given, bool):
-        return FP8Communication() if given else None
-    return arguments.instance("fp8_communication", given, FP8Communication, "True, False or an FP8Communication")
-
-
-def _anonymous(hook: CommHook) -> CommHook:
-    """Return `hook` under another name: by theirs, torch refuses hooks in bfloat16 without NCCL, though gloo reduces it."""
-    return lambda state, bucket: hook(state, bucket)

@@ -15,9 +15,9 @@ from booster.model.dtensors import local_shard
 from booster.model.meta import arrive
 from booster.model.modules import bare
 from booster.plugin.base import check_joined
-from booster.plugin.fsdp.fully_sharded import change_dtypes, shard_module, stays_sharded
-from booster.plugin.fsdp.groups import WrapPolicy, block_names, check_wrap_policy
-from booster.plugin.fsdp.sharding import ShardingPlugin
+from booster.plugin.fsdp.shard_module import shard_module
+from booster.plugin.fsdp.sharding_plugin import ShardingPlugin
+from booster.plugin.fsdp.wrap_policy import WrapPolicy, block_names, check_wrap_policy
 from booster.ranks.messages import broadcast_from_first
 from booster.shards import Shards
 
@@ -30,7 +30,7 @@ class TorchFSDPPlugin(ShardingPlugin):
     reshard_after_forward: free a block's gathered parameters after its forward and gather them again in backward; False keeps
         them, which is faster and takes memory as ZeRO-2 does; a whole number keeps them sharded over that many ranks.
     wrap_policy: what a block is: module classes, name patterns, a predicate `(name, module) -> bool`, or the number of
-        parameters from which on a module is one; None means the repeated blocks of the model, see `blocks.block_names`.
+        parameters from which on a module is one; None means the repeated blocks of the model, see `wrap_policy.block_names`.
     cpu_offload: shards, gradients and optimizer states stay in the CPU's memory.
     reduce_dtype: dtype in which gradients are averaged; None means float32 for half-precision models, otherwise the dtype of
         the parameters.
@@ -55,7 +55,6 @@ class TorchFSDPPlugin(ShardingPlugin):
         replicate_size: int = 1,
     ) -> None:
         check_joined("TorchFSDPPlugin")
-        super().__init__()
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         check_wrap_policy(wrap_policy)
         arguments.flag("cpu_offload", cpu_offload)
@@ -85,12 +84,10 @@ class TorchFSDPPlugin(ShardingPlugin):
             )
         # Without a process group nothing is sharded, and half-precision models need masters of their own.
         self.stores_float32 = dist.is_initialized()
-        self._wrap_policy = wrap_policy if isinstance(wrap_policy, (type, str)) else _as_list(wrap_policy)
-        self._options: dict[str, Any] = {
-            "reshard_after_forward": reshard_after_forward,
-            "cpu_offload": cpu_offload,
-            "reduce_dtype": reduce_dtype,
-        }
+        if hasattr(wrap_policy, "__iter__") and not isinstance(wrap_policy, (type, str)):
+            wrap_policy = list(wrap_policy)  # type: ignore[arg-type] # a generator yields its entries once
+        super().__init__(wrap_policy, reduce_dtype)
+        self._options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "cpu_offload": cpu_offload}
         self._replicate_size = replicate_size
 
     release_refusal = None
@@ -99,8 +96,8 @@ class TorchFSDPPlugin(ShardingPlugin):
     def divides_as(self) -> str | None:
         if not self.stores_float32:
             return "single"
-        plain = {"reshard_after_forward": True, "cpu_offload": False, "reduce_dtype": None}
-        return "fsdp" if self._options == plain and self._wrap_policy is None and self._replicate_size == 1 else None
+        plain = self._options == {"reshard_after_forward": True, "cpu_offload": False} and self._reduce_dtype is None
+        return "fsdp" if plain and self._wrap_policy is None and self._replicate_size == 1 else None
 
     def check_device(self, device: torch.device) -> None:
         if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -121,6 +118,7 @@ class TorchFSDPPlugin(ShardingPlugin):
             device=device,
             blocks=blocks,
             gathered=gathered_modules(model, policy),
+            reduce_dtype=self._reduce_dtype,
             synchronise=lambda tensors: broadcast_from_first(map(local_shard, tensors), self.group),
             **self._options,
             left=self._left,
@@ -128,23 +126,12 @@ class TorchFSDPPlugin(ShardingPlugin):
         return module
 
     def switch_refusal(self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy) -> str | None:
-        if not self.stores_float32:
-            return None
-        model = bare(placed)
-        return stays_sharded(model, before, after, blocks=block_names(model, self._wrap_policy))
+        return self._dtypes_refusal(placed, before, after) if self.stores_float32 else None
 
     def place_again(
         self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy, device: torch.device
     ) -> nn.Module:
-        if not self.stores_float32:
-            return self.place(placed, after, device)
-        model = bare(placed)
-        self._left.take_over(model)
-        blocks, reduce_dtype = block_names(model, self._wrap_policy), self._options["reduce_dtype"]
-        self._placed[model] = change_dtypes(
-            placed, after, self._placed[model], blocks=blocks, reduce_dtype=reduce_dtype
-        )
-        return placed
+        return self._change_dtypes(placed, after) if self.stores_float32 else self.place(placed, after, device)
 
     def make_shards(self, optimizer: Optimizer) -> Shards:
         return super().make_shards(optimizer) if self.stores_float32 else Shards(optimizer)
@@ -156,8 +143,3 @@ class TorchFSDPPlugin(ShardingPlugin):
     def _mesh_sizes(self) -> dict[str, int]:
         sizes = {"replicate": self._replicate_size, "shard": dist.get_world_size() // self._replicate_size}
         return {name: size for name, size in sizes.items() if name == "shard" or size > 1}
-
-
-def _as_list(wrap_policy: Any) -> Any:
-    """Return a list of what may give its entries only once."""
-    return list(wrap_policy) if hasattr(wrap_policy, "__iter__") else wrap_policy

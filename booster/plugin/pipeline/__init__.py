@@ -23,9 +23,8 @@ How it comes about, file by file, in the order in which a model passes them:
                      forward uses it (`booster.plugin.forward_order`): embedding 0, norm and head 1.
     meta_model.py       `MetaModel` copies the model without weights: its parameters are FakeTensors, of shape and dtype alone.
                         A FakeTensor that meets a real tensor gives a FakeTensor. So a forward of the copy tells what depends
-                        on parameters, and what every rank can compute.
-    fake_activation.py  `FakeActivation`, the class of these FakeTensors. What a function of them returned in the first
-                        micro-batch it returns in the next ones too, without a call of torch.
+                        on parameters, and what every rank can compute. `FakeActivation` is the class of these FakeTensors:
+                        what a function of them returned in the first micro-batch it returns in the next ones too.
     pipeline_plan.py    `plan_pipeline` does both while the model is whole and changes nothing. `PipelinePlan.cut(rank)` puts
                         the copy's modules in the places of foreign ones. Tensor parallelism comes before, sharding after.
     shape_inference.py  on the first micro-batch of each shape: run the copy once for every stage, as above, on all ranks alike.

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from booster.plugin.pipeline.fake_activation import Results
-from booster.plugin.pipeline.meta_model import is_fake
+from booster.plugin.pipeline.meta_model import Results, is_fake
 from booster.tensors.trees import leaves as leaves_of
 from booster.tensors.trees import with_leaves
 

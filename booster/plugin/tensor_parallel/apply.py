@@ -1,4 +1,4 @@
-"""Divide a model among the ranks of a tensor-parallel group."""
+"""Shard a model over the ranks of a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from booster.common.torch_internals.tensor_internals import StridedShard
 from booster.mixed_precision.policy import DtypePolicy
-from booster.plugin.tensor_parallel.boundary import LocalStyle
-from booster.plugin.tensor_parallel.plan import TPPlan, resolve_plan
-from booster.plugin.tensor_parallel.shared_input import SharedInput, SharingForward, has_forward, siblings
-from booster.plugin.tensor_parallel.styles import Colwise
-from booster.plugin.tensor_parallel.tied_weights import restore_frozen, tie, tied_slots
+from booster.plugin.tensor_parallel.linear_styles import Colwise
+from booster.plugin.tensor_parallel.local_style import LocalStyle, SharedInput, SharingForward
+from booster.plugin.tensor_parallel.tied_params import tie, tied_slots
+from booster.plugin.tensor_parallel.tp_plan import TPPlan, resolve_plan
 from booster.tensors.trees import HALF_DTYPES
 from booster.tensors.weak import InPlaceOfForward, OfAModule, settle_inputs
 
@@ -63,7 +62,9 @@ def apply_tensor_parallel(
         module = model.get_submodule(parent)
         module.forward = SharingForward(module.forward, shared)
     tie(slots)
-    restore_frozen(model, frozen)
+    for name, param in model.named_parameters():
+        if name in frozen:  # some of torch's styles make parameters that train
+            param.requires_grad_(False)
 
 
 def fsdp_placement(param: torch.Tensor) -> Shard | None:
@@ -91,10 +92,14 @@ def _resolve(
 
 
 def _share_inputs(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, SharedInput]:
-    """Let column-wise layers beside each other in `plan` share what they read; returns by parent what they share."""
+    """Let column-wise layers of one module in `plan` share the sum of gradients; returns by parent what they share."""
+    layers: dict[str, list[str]] = {}
+    for name, style in plan.items():
+        if name and isinstance(style, Colwise) and style.reads_whole_input:
+            layers.setdefault(name.rpartition(".")[0], []).append(name)
     found = {}
-    for parent, names in siblings(plan, lambda style: isinstance(style, Colwise) and style.reads_whole_input).items():
-        if has_forward(model.get_submodule(parent)):
+    for parent, names in layers.items():
+        if len(names) > 1 and not isinstance(model.get_submodule(parent), (nn.ModuleList, nn.ModuleDict)):
             found[parent] = shared = SharedInput()
             plan |= {name: cast(Colwise, plan[name]).sharing(shared) for name in names}
     return found
@@ -103,16 +108,17 @@ def _share_inputs(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str,
 def _apply_foreign(
     module: nn.Module, mesh: DeviceMesh, style: ParallelStyle, policy: DtypePolicy, *, pinned: bool
 ) -> None:
-    """Apply a style of torch's or the user's. What its hooks do to a pinned module becomes part of the forward that is
-    pinned: outside of it, they would communicate in half precision."""
+    """Apply a style of torch or of the user.
+
+    Its hooks become part of the forward of a pinned module: outside of it, they would communicate in half precision."""
     pre, post = set(module._forward_pre_hooks), set(module._forward_hooks)
     parallelize_module(module, mesh, style)
     if not pinned:
-        if policy.param in HALF_DTYPES:  # its hooks make DTensors of inputs, which are not weakly typed
+        if policy.param in HALF_DTYPES:  # its hooks make DTensors of inputs, and these are not weakly typed
             module.register_forward_pre_hook(settle_inputs(policy.param), with_kwargs=True, prepend=True)
         return
-    before = _take(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, pre)
-    after = _take(module._forward_hooks, module._forward_hooks_with_kwargs, post)
+    before = _taken(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, pre)
+    after = _taken(module._forward_hooks, module._forward_hooks_with_kwargs, post)
     module.forward = _HookedForward(module, before, after)
 
 
@@ -120,7 +126,7 @@ Hook = tuple[Callable[..., Any], bool]  # a hook, and whether it takes keyword a
 
 
 class _HookedForward(OfAModule):
-    """The forward of a module between hooks that were taken from it."""
+    """The forward of a module, with hooks that were taken from it."""
 
     def __init__(self, module: nn.Module, before: list[Hook], after: list[Hook]) -> None:
         self._module = weakref.ref(module)
@@ -144,6 +150,6 @@ class _HookedForward(OfAModule):
         return output
 
 
-def _take(hooks: Any, with_kwargs: dict[int, bool], known: set[int]) -> list[Hook]:
-    """Remove the hooks that are not `known`, and return them, each with whether it takes keyword arguments."""
+def _taken(hooks: Any, with_kwargs: dict[int, bool], known: set[int]) -> list[Hook]:
+    """Remove the hooks that are not `known`; returns them, each with whether it takes keyword arguments."""
     return [(hooks.pop(key), with_kwargs.pop(key, False)) for key in list(hooks) if key not in known]

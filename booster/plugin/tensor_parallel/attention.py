@@ -14,16 +14,16 @@ from torch.nn import functional as F
 
 from booster.common.torch_internals.tensor_internals import StridedShard
 from booster.plugin.tensor_parallel import boundary
-from booster.plugin.tensor_parallel.boundary import LocalStyle, swapped
-from booster.plugin.tensor_parallel.styles import packed_part
+from booster.plugin.tensor_parallel.linear_styles import packed_shard
+from booster.plugin.tensor_parallel.local_style import LocalStyle, swapped
 from booster.tensors.weak import OfAModule
 
 
 class HeadParallel(LocalStyle):
-    """`nn.MultiheadAttention` with some of its heads on every rank; its `out_proj` needs a `Rowwise` of its own.
+    """`nn.MultiheadAttention` with some of its heads on every rank; its `out_proj` needs a `Rowwise` too.
 
-    sequence_dim: queries are a part of the sequence, which is gathered. whole_memory: keys and values, where they are not
-    the queries, are whole on every rank. Attention weights are not returned: need_weights=True raises ValueError.
+    sequence_dim: queries are a shard of the sequence, which is gathered. whole_memory: keys and values that are not the
+    queries are unsharded. Attention weights are not returned: need_weights=True raises ValueError.
     """
 
     def __init__(self, *, sequence_dim: int | None = None, whole_memory: bool = True) -> None:
@@ -54,11 +54,11 @@ class HeadParallel(LocalStyle):
     def make_forward(self, module: nn.Module, mesh: DeviceMesh) -> _HeadForward:
         return _HeadForward(module, self, mesh)
 
-    def parts(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, torch.Tensor | None]:
-        parts = dict(super().parts(module, mesh))
-        if "in_proj_bias" in parts:
-            parts["in_proj_bias"] = packed_part(parts["in_proj_bias"], 3, mesh)
-        return parts
+    def local_params(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, torch.Tensor | None]:
+        params = dict(super().local_params(module, mesh))
+        if "in_proj_bias" in params:
+            params["in_proj_bias"] = packed_shard(params["in_proj_bias"], 3, mesh)
+        return params
 
 
 class _HeadForward(OfAModule):
@@ -87,7 +87,7 @@ class _HeadForward(OfAModule):
         if is_causal and attn_mask is None:
             raise ValueError("is_causal=True is a hint about attn_mask; give the mask too")
         queries, keys, values = self._inputs(query, key, value)
-        with swapped(module._parameters, self.style.parts(module, mesh)):
+        with swapped(module._parameters, self.style.local_params(module, mesh)):
             projected = _project(module, queries, keys, values)
         time_first = query.dim() == 3 and not module.batch_first
         q, k, v = (_split_heads(module, x, time_first) for x in projected)
@@ -118,16 +118,22 @@ class _HeadForward(OfAModule):
     def _mask(
         self, q: torch.Tensor, k: torch.Tensor, attn_mask: torch.Tensor | None, padding: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """The masks added up, zeros where attention is allowed; None without any."""
+        """Return the sum of the masks, zeros where attention is allowed; None without any."""
+
+        def additive(mask: torch.Tensor) -> torch.Tensor:
+            if mask.dtype == torch.bool:
+                return torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill(mask, float("-inf"))
+            return mask.to(q.dtype)
+
         batch, heads = q.shape[:2]
         masks = []
         if attn_mask is not None:
             if attn_mask.dim() == 3:  # batch * all heads
                 mine = slice(self.mesh.get_local_rank() * heads, (self.mesh.get_local_rank() + 1) * heads)
                 attn_mask = attn_mask.unflatten(0, (batch, -1))[:, mine]
-            masks.append(_additive(attn_mask, q.dtype))
+            masks.append(additive(attn_mask))
         if padding is not None:
-            masks.append(_additive(padding, q.dtype).view(batch, 1, 1, k.shape[2]))
+            masks.append(additive(padding).view(batch, 1, 1, k.shape[2]))
         return sum(masks[1:], start=masks[0]) if masks else None
 
 
@@ -146,9 +152,3 @@ def _split_heads(module: Any, x: torch.Tensor, time_first: bool) -> torch.Tensor
     x = x.unsqueeze(0) if x.dim() == 2 else x
     x = x.transpose(0, 1) if time_first else x
     return x.unflatten(-1, (-1, module.head_dim)).transpose(1, 2)  # batch, heads of this rank, time, features
-
-
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, float("-inf"))
-    return mask.to(dtype)

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from booster.common import arguments
 from booster.mixed_precision.policy import DtypePolicy
 from booster.model.modules import bare
+from booster.plugin.ddp.averaged_gradients import ReducedModule
 from booster.plugin.ddp.fp8_communication import FP8Communication
 from booster.plugin.ddp.plugin import TorchDDPPlugin
-from booster.plugin.ddp.reduced_module import ReducedModule
 from booster.plugin.zero.sliced_gradients import BucketReducer, SliceReducer, ZeroDDP
 from booster.shards import Shards
 from booster.shards.pending_all_gathers import AllGatherHook
@@ -106,7 +106,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             self._wrapper = ZeroDDP
         self._bucket_bytes = bucket_cap_mb * 2**20
         self._broadcast_buffers = broadcast_buffers
-        # What optimizers that come later find their parameters in; it lives as long as the placed module.
+        # Optimizers made later find their parameters here; an entry lives as long as the placed module.
         self._layouts: WeakKeyDictionary[nn.Module, ModuleBuckets] = WeakKeyDictionary()
         self._waiting: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()  # hooks
 
@@ -194,13 +194,13 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
 
 def check_gathers(policy: DtypePolicy) -> None:
     """Raise ValueError for a policy by which weights would be rounded on their way between ranks, and kept so."""
+    option, fix = None, ""
     if policy.gather not in (None, policy.store or policy.param):
+        option, fix = f"gather={policy.gather}", "leave it None (gather_in_half=False)"
+    elif policy.fp8_weights:
+        option, fix = "gather_in_fp8=True", "leave it False"
+    if option is not None:
         raise ValueError(
-            f"LowLevelZeroPlugin gathers updated weights once a step and keeps what it gathered, so gather={policy.gather} "
-            "would round the weights themselves; leave it None (gather_in_half=False), or use TorchFSDPPlugin"
-        )
-    if policy.fp8_weights:
-        raise ValueError(
-            "LowLevelZeroPlugin gathers updated weights once a step and keeps what it gathered, so gather_in_fp8=True "
-            "would round the weights themselves; leave it False, or use TorchFSDPPlugin"
+            f"LowLevelZeroPlugin gathers updated weights once a step and keeps what it gathered, so {option} "
+            f"would round the weights themselves; {fix}, or use TorchFSDPPlugin"
         )

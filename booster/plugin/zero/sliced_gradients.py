@@ -1,7 +1,4 @@
-"""Averages of gradients of which each rank keeps its slice only.
-
-DistributedDataParallel of which ranks keep slices of gradients, and whose weights may be on their way.
-"""
+"""Averages of gradients of which each rank keeps its slice, also from the buckets of DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from booster.common.torch_internals.autograd_internals import graph_task, when_backward_ends, without_function_modes
+from booster.plugin.ddp.averaged_gradients import BucketedModule
 from booster.plugin.ddp.fp8_communication import ExchangedSum, FP8Sum
 from booster.plugin.ddp.gradient_reducer import GradientReducer
-from booster.plugin.ddp.reduced_module import LaidOut
 from booster.shards.zero import SPARSE
 from booster.shards.zero_buckets import FlatParameters, ModuleBuckets
 
@@ -65,13 +62,13 @@ class SliceReducer(GradientReducer):
             parts = [(rank, bucket.slice_of(values, rank)) for rank in range(world_size)]
             works = [dist.reduce(p, group=group, group_dst=rank, async_op=True) for rank, p in parts if p.numel()]
 
-        def settle() -> torch.Tensor:
+        def wait() -> torch.Tensor:
             for work in works:
                 work.wait()
             works.clear()
             return own.to(bucket.dtype, copy=not bucket.even)  # in memory of its own
 
-        return settle
+        return wait
 
     def _put(
         self, bucket: FlatParameters, position: int, param: torch.Tensor, values: torch.Tensor, ratio: float
@@ -169,7 +166,7 @@ class BucketReducer(SliceReducer):
             param.grad = None
 
 
-class ZeroDDP(LaidOut, DistributedDataParallel):
+class ZeroDDP(BucketedModule, DistributedDataParallel):
     """`DistributedDataParallel` that waits for weights on their way, and may keep slices of gradients, see `lay_out`.
 
     A copy, by `copy` or pickle, is as `DistributedDataParallel` leaves it: gradients whole on every rank.

@@ -8,23 +8,23 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from booster.model.modules import places_of
-from booster.plugin.tensor_parallel.boundary import LocalStyle
+from booster.plugin.tensor_parallel.local_style import LocalStyle
 
 Slots = list[tuple[str, nn.Module, str]]  # name of the parameter, its module, its name in there
 
 
 def tied_slots(model: nn.Module) -> list[Slots]:
-    """The places of every parameter of `model` that is in more than one."""
+    """Return the places of every parameter of `model` that is in more than one."""
     found = []
     for places in places_of(model).values():
-        # A module that stands in two places is one slot.
+        # A module that is registered twice is one slot.
         slots = {(id(place.holder), place.own): (place.name, place.holder, place.own) for place in reversed(places)}
         found.append(list(reversed(slots.values())))
     return [slots for slots in found if len(slots) > 1]
 
 
 def check_ties(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
-    """Raise ValueError if `plan`, of exact names, would shard a tied parameter differently in its places."""
+    """Raise ValueError if `plan`, of exact names, would give a tied parameter several placements."""
     styles = {id(model.get_submodule(name)): style for name, style in plan.items()}
     for places in tied_slots(model):
         known = [(name, _placement(styles.get(id(module)), module, own)) for name, module, own in places]
@@ -34,7 +34,7 @@ def check_ties(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
 
 
 def tie(slots: list[Slots]) -> None:
-    """Make every list of places hold the parameter of its first again. Raises ValueError if they were sharded unlike."""
+    """Put the parameter of the first place of each list into the others. Raises ValueError if their placements differ."""
     for places in slots:
         (first_name, first_module, first_own), *others = places
         param = first_module._parameters[first_own]
@@ -50,7 +50,7 @@ def _of(param: torch.Tensor | None) -> Placement | None:
 
 
 def _placement(style: ParallelStyle | None, module: nn.Module, own: str) -> Placement | None:
-    """How `style` will place a parameter; None as a plain tensor. A style of the user's own is seen once it is applied."""
+    """Return the placement that `style` will give a parameter; None for a plain tensor, and for a style of the user."""
     if isinstance(style, LocalStyle):
         return style.placements(module).get(own)
     if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
@@ -62,18 +62,8 @@ def _placement(style: ParallelStyle | None, module: nn.Module, own: str) -> Plac
 
 
 def _disagree(first: str, placement: Placement | None, second: str, other: Placement | None) -> ValueError:
-    def say(how: Placement | None) -> str:
-        return "whole" if how is None else str(how)
-
     return ValueError(
-        f"{first!r} and {second!r} are one tied parameter, but tp_plan makes it {say(placement)} in the one and {say(other)} "
-        "in the other; name both modules or neither, for example 'embedding_rowwise' for an embedding and "
-        "'colwise_gather_output' for the head that shares its weight"
+        f"{first!r} and {second!r} are one tied parameter, but tp_plan makes it {placement or 'whole'!s} in the one and "
+        f"{other or 'whole'!s} in the other; name both modules or neither, for example 'embedding_rowwise' for an embedding "
+        "and 'colwise_gather_output' for the head that shares its weight"
     )
-
-
-def restore_frozen(model: nn.Module, frozen: set[str]) -> None:
-    """Freeze the parameters named `frozen` again: some of torch's styles make parameters that train."""
-    for name, param in model.named_parameters():
-        if name in frozen:
-            param.requires_grad_(False)

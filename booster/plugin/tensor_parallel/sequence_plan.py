@@ -1,26 +1,28 @@
-"""Sequence parallelism: between its attention and feed-forward parts, every rank keeps a part of the sequence only."""
+"""Sequence parallelism: between the branches of its blocks, every rank keeps a shard of the sequence only."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from booster.common.torch_internals.tensor_internals import RunningNorm
 from booster.plugin.tensor_parallel.attention import HeadParallel
-from booster.plugin.tensor_parallel.styles import Colwise, Region, Rowwise
+from booster.plugin.tensor_parallel.linear_styles import Colwise, Rowwise
+from booster.plugin.tensor_parallel.module_styles import Region
 
 _MIX_TOKENS = (RunningNorm, nn.GroupNorm)
 _FIX = "use sequence_parallelism=False"
 
 
 def with_sequence_parallelism(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """`plan`, of exact names, such that the activations between the branches of a block are divided along the sequence.
+    """Return `plan`, of exact names, with activations sharded along the sequence between the branches of a block.
 
-    The first block of each stack divides them, the last joins them. A branch is a child of a block that holds modules of
-    the plan; what a branch is given is joined, and what its row-wise layers give is summed and divided again. Everything
-    else in a block works token by token, on its part of the sequence. Raises ValueError where that cannot be.
+    The first block of each stack shards them, the last gathers them. A branch is a child of a block that holds modules of the
+    plan; its input is gathered, and the output of its row-wise layers is reduce-scattered. Everything else in a block works
+    token by token, on its shard of the sequence. Raises ValueError where that cannot be.
     """
     stacks: dict[str, set[str]] = {}
     for name, style in plan.items():
@@ -42,7 +44,8 @@ def with_sequence_parallelism(model: nn.Module, plan: dict[str, ParallelStyle]) 
         dim = _sequence_dim(model.get_submodule(names[0]))
         for name in names:
             _divide_block(model, name, divided, dim)
-            divided[name] = _region(divided.get(name), dim, name == names[0], name == names[-1])
+            into, out = "split" if name == names[0] else None, "gather" if name == names[-1] else None
+            divided[name] = _region(divided.get(name), into=into, out=out, sequence_dim=dim)
     return divided
 
 
@@ -62,7 +65,7 @@ def _divide_block(model: nn.Module, block: str, plan: dict[str, ParallelStyle], 
                     plan[name] = _in_branch(name, given[name], dim)
                 elif each._parameters:
                     plan[name] = Region(partial_gradients=True)
-            plan[branch] = _branch(given.get(branch), dim)
+            plan[branch] = _region(given.get(branch), into="gather", sequence_dim=dim)
         else:
             _check_tokenwise(branch, module)
             plan |= {
@@ -73,7 +76,7 @@ def _divide_block(model: nn.Module, block: str, plan: dict[str, ParallelStyle], 
 
 
 def _alone(name: str, style: ParallelStyle, dim: int) -> ParallelStyle:
-    """The style of a module that is itself a child of the block, and so gathers or scatters by itself."""
+    """Return the style of a module that is itself a child of the block, and so gathers or scatters by itself."""
     if isinstance(style, HeadParallel):
         return HeadParallel(sequence_dim=dim, whole_memory=name.endswith("multihead_attn"))
     if isinstance(style, Colwise) and not style.gather_output:
@@ -87,43 +90,17 @@ def _in_branch(name: str, style: ParallelStyle, dim: int) -> ParallelStyle:
     if isinstance(style, Rowwise) and not style.split_input:
         return Rowwise(sequence_dim=dim)
     if isinstance(style, Region) and style.into is None and style.out is None:
-        return Region(
-            partial_gradients=True,
-            divide=style.divide,
-            assign=style.assign,
-            by_heads=style.by_heads,
-            shared=style.shared,
-        )
+        return _region(style)
     raise ValueError(
         f"sequence_parallelism=True: the style of {name!r}, {type(style).__name__}, cannot be used in it; {_FIX}"
     )
 
 
-def _branch(style: ParallelStyle | None, dim: int) -> Region:
+def _region(style: ParallelStyle | None, **options: Any) -> Region:
+    """Return the region of a module with a shard of the sequence; what `style` says of attributes and arguments stays."""
     own = style if isinstance(style, Region) else Region()
-    return Region(
-        partial_gradients=True,
-        into="gather",
-        sequence_dim=dim,
-        divide=own.divide,
-        assign=own.assign,
-        by_heads=own.by_heads,
-        shared=own.shared,
-    )
-
-
-def _region(style: ParallelStyle | None, dim: int, first: bool, last: bool) -> Region:
-    own = style if isinstance(style, Region) else Region()
-    return Region(
-        partial_gradients=True,
-        into="split" if first else None,
-        out="gather" if last else None,
-        sequence_dim=dim,
-        divide=own.divide,
-        assign=own.assign,
-        by_heads=own.by_heads,
-        shared=own.shared,
-    )
+    kept = {name: getattr(own, name) for name in ("divide", "assign", "by_heads", "shared")}
+    return Region(partial_gradients=True, **kept, **options)
 
 
 def _check_branch(model: nn.Module, branch: str, plan: dict[str, ParallelStyle]) -> None:
@@ -147,7 +124,7 @@ def _check_tokenwise(name: str, module: nn.Module) -> None:
 
 
 def _block_of(model: nn.Module, name: str) -> str | None:
-    """The outermost element of a stack of like modules in which the module `name` is, or which it is."""
+    """Return the outermost element, of a stack of modules of one class, that is or holds the module `name`."""
     for match in re.finditer(r"\.\d+(?=\.|$)", f".{name}"):
         block = name[: match.end() - 1]
         stack = model.get_submodule(block.rpartition(".")[0])

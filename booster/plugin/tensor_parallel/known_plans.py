@@ -1,10 +1,10 @@
-"""Plans for modules whose structure is known: of timm, of transformers' GPT-2, and torch's transformer layers.
+"""Plans for models without one: for modules of known classes, and for modules of transformers of a known shape.
 
-Plans for attention and feed-forward modules of transformers, by the names and widths of their linear layers.
-
-What lies between a column-wise layer and the row-wise one after it must treat every head, or every hidden feature, by
-itself. A module qualifies only if nothing in it says otherwise: no parameter of its own, no further child with parameters
-but norms of one head and biases by head, and widths that meet. Everything else stays whole, which is always right.
+Known classes are those of timm, of transformers' GPT-2 and torch's transformer layers. Elsewhere in transformers, attention
+and feed-forward modules are recognised by the names and widths of their linear layers. What is computed between a column-wise
+layer and the row-wise one after it must treat every head, or every hidden feature, by itself. So a module qualifies only if
+nothing in it says otherwise: no parameter of its own, no further child with parameters but norms of one head and biases by
+head, and widths that meet. Everything else stays unsharded, which is always right.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -21,19 +21,23 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from booster.model.modules import LinearProxy
 from booster.plugin.forward_order import names_in_forward, parsed, side_of
 from booster.plugin.tensor_parallel.attention import HeadParallel
-from booster.plugin.tensor_parallel.styles import Colwise, EmbeddingParallel, Region, Rowwise, is_conv1d, output_dim
+from booster.plugin.tensor_parallel.linear_styles import Colwise, Rowwise, is_conv1d, output_dim
+from booster.plugin.tensor_parallel.module_styles import EmbeddingParallel, Region
 
 Plan = dict[str, ParallelStyle]
 
+# ---------------------------------------------------------------------- by class
+
 
 def derive_plan(model: nn.Module) -> Plan:
-    """The plan of all modules in `model` that are known, by their exact names; empty if none is."""
+    """Return the plan of all modules of known classes in `model`, by their exact names; empty if there is none."""
     plan: Plan = {}
     for name, module in model.named_modules():
-        for kind, derive in _KNOWN.items():
-            if _is(module, kind):
-                plan |= {f"{name}.{child}".strip("."): style for child, style in derive(name, module).items()}
-                break
+        # Classes by name, because their packages need not be installed.
+        classes = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__}
+        derive = next((derive for kind, derive in _KNOWN.items() if kind in classes), None)
+        if derive is not None:
+            plan |= {f"{name}.{child}".strip("."): style for child, style in derive(name, module).items()}
     return plan
 
 
@@ -44,21 +48,18 @@ def _timm_attention(name: str, module: Any) -> Plan:
         "": Region(divide=("num_heads", "attn_dim")),
         "qkv": Colwise(num_parts=3),
         "proj": Rowwise(),
+        "q_norm": Region(partial_gradients=True),
+        "k_norm": Region(partial_gradients=True),
     }
-    plan |= {norm: Region(partial_gradients=True) for norm in ("q_norm", "k_norm")}
-    if getattr(module, "gate", None) is not None:
-        plan["gate"] = Colwise()
-    return plan
+    return plan if getattr(module, "gate", None) is None else {**plan, "gate": Colwise()}
 
 
-def _timm_mlp(name: str, module: Any) -> Plan:
+def _timm_mlp(name: str, module: Any, *up: str, num_parts: int = 1) -> Plan:
     if not isinstance(module.norm, nn.Identity):
         raise _unsupported(name, module, "normalises over all hidden features")
     if not isinstance(module.fc2, nn.Linear):
         raise _unsupported(name, module, "is made of convolutions")
-    if _is(module, "timm.layers.mlp.SwiGLU"):
-        return {"fc1_g": Colwise(), "fc1_x": Colwise(), "fc2": Rowwise()}
-    return {"fc1": Colwise(num_parts=2 if _is(module, "timm.layers.mlp.GluMlp") else 1), "fc2": Rowwise()}
+    return {**{layer: Colwise(num_parts=num_parts) for layer in up}, "fc2": Rowwise()}
 
 
 def _gpt2_attention(name: str, module: Any) -> Plan:
@@ -68,52 +69,32 @@ def _gpt2_attention(name: str, module: Any) -> Plan:
     return {**plan, "c_attn": Colwise(num_parts=3)}
 
 
-def _gpt2_mlp(name: str, module: Any) -> Plan:
-    return {"c_fc": Colwise(), "c_proj": Rowwise()}
-
-
-def _torch_encoder(name: str, module: Any) -> Plan:
-    return {"": Region(assign={"use_nested_tensor": False})}
-
-
-def _torch_encoder_layer(name: str, module: Any) -> Plan:
-    return {
-        # In evaluation the layer would hand its parameters to one kernel; 0 says that the activation is none it knows.
-        "": Region(assign={"activation_relu_or_gelu": 0}),
-        "self_attn": HeadParallel(),
-        "self_attn.out_proj": Rowwise(),
-        "linear1": Colwise(),
-        "linear2": Rowwise(),
-    }
-
-
-def _torch_decoder_layer(name: str, module: Any) -> Plan:
-    return {
-        "self_attn": HeadParallel(),
-        "self_attn.out_proj": Rowwise(),
-        "multihead_attn": HeadParallel(),
-        "multihead_attn.out_proj": Rowwise(),
-        "linear1": Colwise(),
-        "linear2": Rowwise(),
-    }
+def _torch_layer(*attentions: str) -> Plan:
+    plan: Plan = {}
+    for attention in attentions:
+        plan |= {attention: HeadParallel(), f"{attention}.out_proj": Rowwise()}
+    return {**plan, "linear1": Colwise(), "linear2": Rowwise()}
 
 
 _KNOWN: dict[str, Callable[[str, Any], Plan]] = {
     "timm.layers.attention.Attention": _timm_attention,
-    "timm.layers.mlp.Mlp": _timm_mlp,
-    "timm.layers.mlp.GluMlp": _timm_mlp,
-    "timm.layers.mlp.SwiGLU": _timm_mlp,
+    "timm.layers.mlp.Mlp": lambda name, module: _timm_mlp(name, module, "fc1"),
+    "timm.layers.mlp.GluMlp": lambda name, module: _timm_mlp(name, module, "fc1", num_parts=2),
+    "timm.layers.mlp.SwiGLU": lambda name, module: _timm_mlp(name, module, "fc1_g", "fc1_x"),
     "transformers.models.gpt2.modeling_gpt2.GPT2Attention": _gpt2_attention,
-    "transformers.models.gpt2.modeling_gpt2.GPT2MLP": _gpt2_mlp,
-    "torch.nn.modules.transformer.TransformerEncoder": _torch_encoder,
-    "torch.nn.modules.transformer.TransformerEncoderLayer": _torch_encoder_layer,
-    "torch.nn.modules.transformer.TransformerDecoderLayer": _torch_decoder_layer,
+    "transformers.models.gpt2.modeling_gpt2.GPT2MLP": lambda name, module: {"c_fc": Colwise(), "c_proj": Rowwise()},
+    "torch.nn.modules.transformer.TransformerEncoder": lambda name, module: {
+        "": Region(assign={"use_nested_tensor": False})
+    },
+    "torch.nn.modules.transformer.TransformerEncoderLayer": lambda name, module: {
+        # In evaluation the layer would pass its parameters to one kernel; 0 says that its activation is unknown to that.
+        "": Region(assign={"activation_relu_or_gelu": 0}),
+        **_torch_layer("self_attn"),
+    },
+    "torch.nn.modules.transformer.TransformerDecoderLayer": lambda name, module: _torch_layer(
+        "self_attn", "multihead_attn"
+    ),
 }
-
-
-def _is(module: nn.Module, kind: str) -> bool:
-    """Whether `module` is of the class called `kind`; its package need not be installed."""
-    return any(f"{cls.__module__}.{cls.__qualname__}" == kind for cls in type(module).__mro__)
 
 
 def _unsupported(name: str, module: nn.Module, why: str) -> ValueError:
@@ -121,6 +102,8 @@ def _unsupported(name: str, module: nn.Module, why: str) -> ValueError:
         f"no tensor-parallel plan is known for {name!r}: this {type(module).__name__} {why}; give a tp_plan"
     )
 
+
+# ---------------------------------------------------------------------- by shape
 
 _QUERIES_KEYS_VALUES = (
     ("q_proj", "k_proj", "v_proj"),
@@ -130,15 +113,15 @@ _QUERIES_KEYS_VALUES = (
     ("query_proj", "key_proj", "value_proj"),
     ("linear_q", "linear_k", "linear_v"),
 )
-_BY_HEADS = ("query_key_value",)  # one layer, in which the three of one head are neighbours
+_BY_HEADS = ("query_key_value",)  # one layer, in which query, key and value of one head are neighbours
 _BY_PARTS = ("qkv",)  # one layer, in which all queries come first
 _OUT = ("o_proj", "out_proj", "o", "out_lin", "dense", "proj", "projection", "linear_out")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
 _HEAD_SIZES = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 _HEAD_WIDTHS = ("all_head_size", "inner_dim", "attn_dim", "split_size")  # of all heads
-_WIDTHS = ("embed_dim", "hidden_size", "dim", "d_model")  # perhaps of all heads, perhaps of the input
+_WIDTHS = ("embed_dim", "hidden_size", "dim", "d_model")  # of all heads in some models, of the input in others
 _LAST_SIZE = re.compile(r"hidden_states\.(shape\[(2|-1)\]|size\((2|-1)\))$")
-_BIAS = "relative_attention_bias"  # by heads, divided as they are
+_BIAS = "relative_attention_bias"  # by heads, and sharded as they are
 _FEED_FORWARD = (
     ("wi_0", "wi_1", "wo"),
     ("gate_proj", "up_proj", "down_proj"),
@@ -160,7 +143,7 @@ _FEED_FORWARD = (
 
 
 def derive_by_shape(model: nn.Module) -> Plan:
-    """Return the plan of all modules of transformers' models in `model` whose shape is known, by their exact names."""
+    """Return the plan of all modules of transformers in `model` that have a known shape, by their exact names."""
     plan: Plan = {}
     for name, module in model.named_modules():
         if not any(cls.__module__.startswith("transformers.models.") for cls in type(module).__mro__):
@@ -171,9 +154,9 @@ def derive_by_shape(model: nn.Module) -> Plan:
 
 
 def _attention(module: Any) -> Plan:
-    """The plan of an attention module that holds its output layer, or of one around that and its output layer."""
+    """Return the plan of an attention module with its output layer, or of a module around these two."""
     inner = next((name for name in ("self", "attention") if _projections(_child(module, name))), "")
-    if hasattr(module, "set_attention_type"):  # which swaps the inner module while it runs, as BigBird does
+    if hasattr(module, "set_attention_type"):  # BigBird's, which replaces the inner module while it runs
         return {}
     holder, prefix = (_child(module, inner), f"{inner}.") if inner else (module, "")
     projections = _projections(holder)
@@ -183,34 +166,31 @@ def _attention(module: Any) -> Plan:
     out = f"{prefix}{out}" if out else ("output.dense" if inner and _is_linear(_child(module, "output.dense")) else "")
     if not out:
         return {}
-    q = _child(holder, projections[0])
-    parts = 1 if len(projections) == 3 else 3
-    width, own_out = _features(q) // parts, out.removeprefix(prefix)
-    heads = next((value for name in _HEADS if isinstance(value := getattr(holder, name, None), int)), 0)
-    size = next((value for name in _HEAD_SIZES if isinstance(value := getattr(holder, name, None), int)), 0)
+    width = _features(_child(holder, projections[0])) // (1 if len(projections) == 3 else 3)
+
+    def number(names: tuple[str, ...]) -> int:
+        return next((value for name in names if isinstance(value := getattr(holder, name, None), int)), 0)
+
+    heads, size = number(_HEADS), number(_HEAD_SIZES)
     size = size or (width // heads if heads and not width % heads else 0)
-    if not size or width % size or _inputs(_child(module, out)) != width:
+    if not size or width % size or _features(_child(module, out), of_input=True) != width:
         return {}
-    plan: Plan = {}
-    for name in projections:
-        plan[f"{prefix}{name}"] = Colwise(num_parts=3 if name in _BY_PARTS else 1)
+    plan: Plan = {f"{prefix}{name}": Colwise(num_parts=3 if name in _BY_PARTS else 1) for name in projections}
     plan[out] = Rowwise()
     for name, child in holder.named_children():
-        if name in projections or name == own_out or not any(True for _ in child.parameters()):
+        if name in projections or f"{prefix}{name}" == out or next(child.parameters(), None) is None:
             continue
         if isinstance(child, nn.Embedding) and child.embedding_dim == width // size:
             plan[f"{prefix}{name}"] = EmbeddingParallel(by="features", gather_output=False)
-        elif _is_norm_of(child, size):
+        elif "norm" in type(child).__name__.lower() and all(param.shape == (size,) for param in child.parameters()):
             plan[f"{prefix}{name}"] = Region(partial_gradients=True)
         else:
             return {}
-    if holder._parameters or any(True for _ in _foreign(holder)):
-        return {}
     used = names_in_forward(holder)
     arguments = inspect.signature(holder.forward).parameters
-    if not set(projections) <= set(used) or _reads_width(holder):
+    if holder._parameters or _has_buffer_of_heads(holder) or not set(projections) <= set(used) or _reads_width(holder):
         return {}
-    if "position_bias" in arguments and _BIAS not in used:  # of all heads, from elsewhere
+    if "position_bias" in arguments and _BIAS not in used:  # a bias of all heads, computed elsewhere
         return {}
     divide = [name for name in _HEADS if name in used and isinstance(getattr(holder, name, None), int)]
     after = used[max(used.index(name) for name in projections) :]
@@ -224,16 +204,14 @@ def _attention(module: Any) -> Plan:
 
 
 def _projections(holder: Any) -> tuple[str, ...]:
-    """The names of the layers of queries, keys and values in `holder`; empty if it has none."""
-    if holder is None:
-        return ()
+    """Return the names of the layers of queries, keys and values in `holder`; empty if it has none."""
     for names in _QUERIES_KEYS_VALUES:
         if all(_is_linear(_child(holder, name)) for name in names):
-            q, k, v = (_child(holder, name) for name in names)
-            return names if _features(k) == _features(v) and not _features(q) % _features(k) else ()
+            q, k, v = (_features(_child(holder, name)) for name in names)
+            return names if k == v and not q % k else ()
     for name in (*_BY_HEADS, *_BY_PARTS):
         child = _child(holder, name)
-        if _is_linear(child) and _features(child) == 3 * _inputs(child):
+        if _is_linear(child) and _features(child) == 3 * _features(child, of_input=True):
             return (name,)
     return ()
 
@@ -241,32 +219,34 @@ def _projections(holder: Any) -> tuple[str, ...]:
 def _feed_forward(module: Any) -> Plan:
     for *up, down in _FEED_FORWARD:
         layers = [_child(module, name) for name in (*up, down)]
-        if not all(_is_linear(layer) for layer in layers):
+        if not all(map(_is_linear, layers)):
             continue
-        hidden, holders = _inputs(layers[-1]), {_holder(module, name) for name in (*up, down)}
-        if any(_features(layer) != hidden for layer in layers[:-1]) or hidden == _inputs(layers[0]):
-            return {}
-        if any(holder._parameters for holder in holders):
-            return {}
-        if len(holders) == 1 and _works_between(module, up, down):
+        hidden, inputs = (_features(layers[at], of_input=True) for at in (-1, 0))
+        holders = {module.get_submodule(name.rpartition(".")[0]) for name in (*up, down)}
+        if (
+            any(_features(layer) != hidden for layer in layers[:-1])
+            or hidden == inputs
+            or any(holder._parameters for holder in holders)
+            or (len(holders) == 1 and _works_between(module, up, down))
+        ):
             return {}
         return {**{name: Colwise() for name in up}, down: Rowwise()}
     return {}
 
 
 def _works_between(module: nn.Module, up: list[str], down: str) -> bool:
-    """Whether a child with parameters works on hidden features, as a norm or a convolution between the layers does."""
+    """Return whether a child with parameters works on hidden features, as a norm or a convolution between the layers does."""
     used = names_in_forward(module)
-    others = {name: child for name, child in module.named_children() if name not in (*up, down)}
     return any(
         any(param.numel() > 1 for param in child.parameters())
         and (name not in used or any(side_of(name, each, used) > 0 for each in up) and side_of(name, down, used) < 0)
-        for name, child in others.items()
+        for name, child in module.named_children()
+        if name not in (*up, down)
     )
 
 
 def _reads_width(holder: Any) -> bool:
-    """Whether the forward takes the width of all heads from its input: by unpacking a shape, or dividing by the heads."""
+    """Return whether the forward reads the width of all heads from its input: it unpacks a shape, or divides by the heads."""
     nodes = [node for statement in parsed(type(holder).forward) for node in ast.walk(statement)]
     loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     for node in nodes:
@@ -282,16 +262,11 @@ def _reads_width(holder: Any) -> bool:
     return False
 
 
-def _foreign(holder: Any) -> Iterator[str]:
-    """What of `holder` belongs to all heads, which a part of them would not fit: buffers of the size of none."""
+def _has_buffer_of_heads(holder: Any) -> bool:
+    """Return whether a buffer has a dimension of all heads, which would not fit some of them."""
     heads = {getattr(holder, name, None) for name in _HEADS}
-    for name, buffer in holder._buffers.items():
-        if buffer is not None and buffer.dim() > 1 and any(size in heads and size > 1 for size in buffer.shape):
-            yield name
-
-
-def _holder(module: nn.Module, name: str) -> nn.Module:
-    return module.get_submodule(name.rpartition(".")[0])
+    buffers = [buffer for buffer in holder._buffers.values() if buffer is not None and buffer.dim() > 1]
+    return any(size in heads and size > 1 for buffer in buffers for size in buffer.shape)
 
 
 def _child(module: Any, name: str) -> Any:
@@ -301,7 +276,7 @@ def _child(module: Any, name: str) -> Any:
 
 
 def within_adapters(module: Any) -> Any:
-    """Return the layer that low-rank adapters are around, or `module` itself."""
+    """Return the layer inside low-rank adapters, or `module` itself."""
     return module.base_layer if hasattr(module, "lora_A") else module
 
 
@@ -310,16 +285,8 @@ def _is_linear(module: Any) -> bool:
     return type(module) is nn.Linear or isinstance(module, LinearProxy) or (module is not None and is_conv1d(module))
 
 
-def _is_norm_of(module: nn.Module, size: int) -> bool:
-    """Whether `module` normalises the features of one head."""
-    return "norm" in type(module).__name__.lower() and all(param.shape == (size,) for param in module.parameters())
-
-
-def _features(linear: Any) -> int:
+def _features(linear: Any, *, of_input: bool = False) -> int:
+    """Return the number of output features of a linear layer, or of input features."""
     linear = within_adapters(linear)
-    return int(linear.weight.shape[output_dim(linear)])
-
-
-def _inputs(linear: Any) -> int:
-    linear = within_adapters(linear)
-    return int(linear.weight.shape[1 - output_dim(linear)])
+    dim = output_dim(linear)
+    return int(linear.weight.shape[1 - dim if of_input else dim])

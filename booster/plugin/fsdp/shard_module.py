@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableSet
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -19,26 +18,22 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 from booster.common.text import listed
 from booster.common.torch_internals.autograd_internals import has_gradient_hooks
 from booster.common.torch_internals.fsdp_internals import (
     fsdp_groups,
     fsdp_params,
-    fsdp_states,
     gather_of,
-    is_in_forward,
     outside_inference,
     run_hooks_outside_modes,
     see_all_outputs,
     set_dtypes,
     set_gather,
-    settle_dtypes,
     shards_integers,
 )
 from booster.common.torch_internals.fsdp_lifetimes import let_go
-from booster.common.torch_internals.tensor_internals import is_view, of_class
 from booster.mixed_precision.policy import (
     DtypePolicy,
     gathered_modules,
@@ -47,18 +42,17 @@ from booster.mixed_precision.policy import (
     reads_weakly,
     weak_buffers,
 )
-from booster.model.dtensors import around
 from booster.model.meta import check_meta, materialise
 from booster.model.modules import LinearProxy, bare
-from booster.plugin.fsdp.dtypes import show_computed_dtypes
+from booster.plugin.fsdp.forward_hooks import AdmitUnfrozen, FreeGathered, outputs_without_views, show_computed_dtypes
+from booster.plugin.fsdp.forward_writes import ForwardWrites, RefuseReplaced
 from booster.plugin.fsdp.groups import Group, plan_groups
-from booster.plugin.fsdp.unused import UnusedParameters
-from booster.plugin.fsdp.written import RefuseReplaced, WrittenParameters
+from booster.plugin.fsdp.loaded_shards import ShardLoaded, follow_policy
+from booster.plugin.fsdp.unused_parameters import UnusedParameters
 from booster.ranks.messages import SENDABLE
-from booster.shards.dtensor import check_own
 from booster.shards.fp8_gather import FP8Gather, WeightScales
-from booster.shards.fully_sharded import UnshardedParams, forget_scales, recover, reshard
-from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
+from booster.shards.fully_sharded import UnshardedParams, reshard
+from booster.tensors.trees import HALF_DTYPES, tensors
 from booster.tensors.weak import settle_inputs
 
 Synchronise = Callable[[Iterable[torch.Tensor]], None]
@@ -105,6 +99,77 @@ def shard_module(
     among them, or have no values, or have hooks, or get sparse gradients; RuntimeError if a module is sharded already.
     """
     model = bare(module)
+    _check_shardable(
+        model, policy, mesh=mesh, device=device, reshard_after_forward=reshard_after_forward, reduce_dtype=reduce_dtype
+    )
+    groups = _groups(model, policy, blocks, gathered)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
+    memo: dict[int, torch.Tensor] = {}
+    held: list[torch.Tensor] = []  # keeps ids in `memo` from being used again
+    written = ForwardWrites(model, mesh, device)
+    unused = UnusedParameters(model, mesh, device, written)
+    weakly = reads_weakly(policy) and bool(policy.keep_fp32 or weak_buffers(model, policy))
+    for group in groups:
+        # One group at a time, so that no more than one is whole on the device.
+        materialise(group.members, device)
+        if synchronise is not None:
+            own = [(*module.parameters(recurse=False), *module.buffers(recurse=False)) for module in group.members]
+            synchronise([tensor for each in own for tensor in each])
+        _cast(group, policy, memo, held)
+        for child in group.modules:
+            child.register_forward_hook(outputs_without_views)  # before those of fully_shard
+        counted = unused.before_sharding(group.modules)
+        fully_shard(
+            group.modules[0] if len(group.modules) == 1 else group.modules,
+            mesh=mesh,
+            # Backward wants first what the model itself holds.
+            reshard_after_forward=False if group.stays else reshard_after_forward,
+            mp_policy=_mixed_precision(policy, group, reduce_dtype),
+            offload_policy=offload,
+            shard_placement_fn=shard_placement,
+        )
+        unused.after_sharding(group.modules, counted)
+        watch = written.watch(group.modules)
+        let_go(group.modules)
+        for child in group.modules:
+            run_hooks_outside_modes(child, watch)
+            if weakly and not group.pinned and child is not model:
+                # fully_shard hands on inputs as new tensors, which are not weak any more.
+                child.register_forward_pre_hook(settle_inputs(policy.param), with_kwargs=True, prepend=True)  # type: ignore[arg-type]
+        if len(group.modules) == 1:  # several are leaves, which return tensors
+            see_all_outputs(group.modules[0], tensors)
+    gc.collect(1)  # what `fully_shard` leaves behind, functions that call themselves, and that keep the modules
+    _cast_buffers(model, policy)
+    install_keep_fp32(model, policy)
+    model.register_load_state_dict_pre_hook(ShardLoaded(policy))
+    model.register_forward_pre_hook(AdmitUnfrozen(model))
+    shards = mesh.get_group(mesh.ndim - 1)
+    if policy.fp8_weights and shards.size() > 1:
+        _gather_in_fp8(model, policy.fp8_weights, groups, shards)
+    if left is not None:
+
+        def write_back(module: nn.Module, *_: Any, left: UnshardedParams = left) -> None:
+            with outside_inference():  # in inference mode the shard of a weight cannot be read
+                left.take_over(module)
+
+        take_over = torch.compiler.disable(write_back)
+        model.register_forward_pre_hook(take_over, prepend=True)  # before fully_shard's own, which gathers
+        model.register_state_dict_pre_hook(take_over)
+    shown = show_computed_dtypes(model, groups, policy.param)
+    model.register_forward_hook(FreeGathered(cast(FSDPModule, model), left), always_call=True)
+    return shown
+
+
+def _check_shardable(
+    model: nn.Module,
+    policy: DtypePolicy,
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    reshard_after_forward: bool | int,
+    reduce_dtype: torch.dtype | None,
+) -> None:
+    """Raise as `shard_module` does."""
     sparse = [name for name, child in model.named_modules() if getattr(child, "sparse", False) is True]
     if any(param.requires_grad for name in sparse for param in model.get_submodule(name).parameters(recurse=False)):
         raise ValueError(
@@ -136,75 +201,27 @@ def shard_module(
             f"{len(integers)}; use torch 2.13 or newer, TorchDDPPlugin or LowLevelZeroPlugin, or keep frozen weights in a "
             "float dtype"
         )
-    frozen = {
-        name: param for name, param in model.named_parameters() if not (param.requires_grad or param.is_complex())
-    }
+    frozen = {n: param for n, param in model.named_parameters() if not (param.requires_grad or param.is_complex())}
     unsent = [name for name, param in frozen.items() if dtype_at_rest(param, policy, False) not in SENDABLE]
     if unsent and device.type == "cpu" and mesh.size() > 1:
         raise ValueError(
             f"gloo does not gather parameters of {frozen[unsent[0]].dtype}, such as {unsent[0]}, of {len(unsent)}; use "
             "TorchDDPPlugin or LowLevelZeroPlugin, which keep parameters whole, or make them buffers"
         )
-    groups = plan_groups(
+
+
+def _groups(model: nn.Module, policy: DtypePolicy, blocks: Collection[str], gathered: Collection[str]) -> list[Group]:
+    return plan_groups(
         model,
         blocks=blocks,
         pinned=policy.keep_fp32,
         dtype_of=lambda param, pinned: dtype_at_rest(param, policy, pinned),
         gathered=gathered,
     )
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
-    memo: dict[int, torch.Tensor] = {}
-    held: list[torch.Tensor] = []  # keeps ids in `memo` from being used again
-    written = WrittenParameters(model, mesh, device)
-    unused = UnusedParameters(model, mesh, device, written)
-    weakly = reads_weakly(policy) and bool(policy.keep_fp32 or weak_buffers(model, policy))
-    for group in groups:
-        # One group at a time, so that no more than one is whole on the device.
-        materialise(group.members, device)
-        if synchronise is not None:
-            synchronise(_tensors(group.members))
-        _cast(group, policy, memo, held)
-        for child in group.modules:
-            child.register_forward_hook(_own_outputs)  # before those of fully_shard, which runs its own after it
-        counted = unused.before_sharding(group.modules)
-        fully_shard(
-            group.modules[0] if len(group.modules) == 1 else group.modules,
-            mesh=mesh,
-            # Backward wants first what the model itself holds.
-            reshard_after_forward=False if group.stays else reshard_after_forward,
-            mp_policy=_mixed_precision(policy, group, reduce_dtype),
-            offload_policy=offload,
-            shard_placement_fn=shard_placement,
-        )
-        unused.after_sharding(group.modules, counted)
-        watch = written.watch(group.modules)
-        let_go(group.modules)
-        for child in group.modules:
-            run_hooks_outside_modes(child, watch)
-            if weakly and not group.pinned and child is not model:
-                # fully_shard hands on inputs as new tensors, which are not weak any more.
-                child.register_forward_pre_hook(settle_inputs(policy.param), with_kwargs=True, prepend=True)  # type: ignore[arg-type]
-        if len(group.modules) == 1:  # several are leaves, which return tensors
-            see_all_outputs(group.modules[0], tensors)
-    gc.collect(1)  # what `fully_shard` leaves behind, functions that call themselves, and that keep the modules
-    _cast_buffers(model, policy)
-    install_keep_fp32(model, policy)
-    model.register_load_state_dict_pre_hook(ShardLoaded(policy))
-    model.register_forward_pre_hook(_AdmitUnfrozen(model))
-    shards = mesh.get_group(mesh.ndim - 1)
-    if policy.fp8_weights and shards.size() > 1:
-        _gather_in_fp8(model, policy.fp8_weights, groups, shards)
-    if left is not None:
-        take_over = torch.compiler.disable(_TakeOver(left))
-        model.register_forward_pre_hook(take_over, prepend=True)  # before fully_shard's own, which gathers
-        model.register_state_dict_pre_hook(take_over)
-    shown = _show_dtypes(model, groups, policy)
-    model.register_forward_hook(_Rest(cast(FSDPModule, model), left), always_call=True)
-    return shown
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raise ValueError for hooks on parameters of `model`, which are not those of what takes the place of the parameters."""
+    """Raise ValueError for hooks on parameters of `model`, which the shards that replace the parameters would not have."""
     hooked = [name for name, param in model.named_parameters() if has_gradient_hooks(param)]
     if hooked:
         raise ValueError(
@@ -213,12 +230,6 @@ def check_hooks(model: nn.Module) -> None:
             "gradients come otherwise. Take the hooks off, and change gradients between backward and step, after "
             "optimizer.unscale_grads(), or use a plugin that keeps parameters whole, such as TorchDDPPlugin"
         )
-
-
-def _show_dtypes(model: nn.Module, groups: Iterable[Group], policy: DtypePolicy) -> list[Any]:
-    if policy.param is None:
-        return []
-    return show_computed_dtypes(model, [group for group in groups if not group.pinned], policy.param)
 
 
 def stays_sharded(model: nn.Module, before: DtypePolicy, after: DtypePolicy, *, blocks: Collection[str]) -> str | None:
@@ -233,29 +244,14 @@ def stays_sharded(model: nn.Module, before: DtypePolicy, after: DtypePolicy, *, 
         return f"fully_shard was applied to the single layer {single[0]!r}, which cannot be replaced any more; use wrap_policy"
     if before.fp8_weights != after.fp8_weights:
         return "gather_in_fp8 says how fully_shard gathers weights, which is settled when it is applied"
-    plans = []
-    for policy in (before, after):
-
-        def at_rest(param: torch.Tensor, pinned: bool, policy: DtypePolicy = policy) -> torch.dtype:
-            return dtype_at_rest(param, policy, pinned)
-
-        plans.append(
-            plan_groups(
-                model,
-                blocks=blocks,
-                pinned=policy.keep_fp32,
-                dtype_of=at_rest,
-                gathered=gathered_modules(model, policy),
-            )
-        )
-    old, new = plans
+    plans = [_groups(model, policy, blocks, gathered_modules(model, policy)) for policy in (before, after)]
     shapes = [[(list(map(id, group.modules)), group.pinned, group.gathered) for group in plan] for plan in plans]
     if shapes[0] != shapes[1]:
         return (
             "fully_shard was applied to other groups of modules than it would be for the new precision, which keeps other "
             "modules in float32, or gathers others in half"
         )
-    for group in new:
+    for group in plans[1]:
         for member in group.members:
             for name, param in member._parameters.items():
                 dtypes = [dtype_at_rest(param, policy, group.pinned) for policy in (before, after) if param is not None]
@@ -272,9 +268,9 @@ def change_dtypes(
     blocks: Collection[str],
     reduce_dtype: torch.dtype | None,
 ) -> list[Any]:
-    """Give `module`, which `shard_module` sharded, the dtypes of another policy, where `stays_sharded` knows no reason not to.
+    """Give `module`, which `shard_module` sharded, the dtypes of another policy; call `stays_sharded` first.
 
-    shown: what `shard_module`, or this, returned last; returns the same of now. Buffers are as before it was sharded.
+    shown: what `shard_module` or this function returned last; returns the same for now. Buffers must be as before sharding.
     """
     model = bare(module)
     reshard(model)
@@ -292,16 +288,8 @@ def change_dtypes(
     _cast_buffers(model, policy)
     install_keep_fp32(model, policy)
     follow_policy(model, policy)
-    _hand_over(model, policy.fp8_weights, [group.modules[0] for group in groups])  # layers are others now
-    return _show_dtypes(model, groups, policy)
-
-
-def follow_policy(model: nn.Module, policy: DtypePolicy) -> None:
-    """Have whole tensors that are loaded into `model` be cut as `policy` wants from now on; see `ShardLoaded`."""
-    for hook in model._load_state_dict_pre_hooks.values():
-        inner = getattr(hook, "hook", hook)
-        if isinstance(inner, ShardLoaded):
-            inner.follow(policy)
+    _set_fp8_weights(model, policy.fp8_weights, [group.modules[0] for group in groups])  # layers are others now
+    return show_computed_dtypes(model, groups, policy.param)
 
 
 def _gather_in_fp8(
@@ -318,7 +306,7 @@ def _gather_in_fp8(
     scales = WeightScales([record for _, _, low in for_each for record in low], ranks)
     for module, records, low in for_each:
         set_gather(module, FP8Gather(records, low, scales))
-    _hand_over(model, layers, [module for module, _, _ in for_each])
+    _set_fp8_weights(model, layers, [module for module, _, _ in for_each])
 
     def measure(*_: Any) -> None:
         with outside_inference():
@@ -328,8 +316,8 @@ def _gather_in_fp8(
     model.register_forward_pre_hook(hook, prepend=True)  # before fully_shard's own, which gathers
 
 
-def _hand_over(model: nn.Module, layers: Collection[str], sharded: Iterable[Any]) -> None:
-    """Have those of `layers` that multiply by themselves take the bytes of their weights that the groups of `sharded` get."""
+def _set_fp8_weights(model: nn.Module, layers: Collection[str], sharded: Iterable[Any]) -> None:
+    """Let those of `layers` with products of their own read the gathered bytes of their weights from groups of `sharded`."""
     gathers = {
         id(record.sharded_param): partial(gather.arrived, record)
         for group in fsdp_groups(sharded)
@@ -342,39 +330,13 @@ def _hand_over(model: nn.Module, layers: Collection[str], sharded: Iterable[Any]
 
 
 def keep_whole(module: nn.Module, policy: DtypePolicy) -> None:
-    """Do for `module` what `shard_module` does beside sharding, where there is no other rank to shard it with.
+    """Do for `module` what `shard_module` does apart from sharding, where no other rank shares its parameters.
 
     Its parameters have the dtypes of `policy` already, see `store_parameters`. They may be DTensors of tensor parallelism.
     """
     install_keep_fp32(bare(module), policy)
     RefuseReplaced(bare(module))
     bare(module).register_load_state_dict_pre_hook(ShardLoaded(policy))
-
-
-def without_reduction(
-    module: nn.Module, held: MutableSet[nn.Module], unreduced: MutableSet[nn.Module]
-) -> AbstractContextManager[Any]:
-    """Make a context in which backward passes leave gradients of a sharded `module` unreduced.
-
-    held: the modules inside such a context now. unreduced: those that have been, whose gradients may wait.
-    """
-    model = bare(module)
-    # Inside another such context, leaving this one must not switch synchronisation on.
-    if not isinstance(model, FSDPModule) or model in held:
-        return nullcontext()
-    unreduced.add(model)
-    return _without_reduction(model, held)
-
-
-@contextmanager
-def _without_reduction(model: Any, held: MutableSet[nn.Module]) -> Iterator[None]:
-    held.add(model)
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
-        held.discard(model)
 
 
 def dtype_at_rest(param: torch.Tensor, policy: DtypePolicy, pinned: bool) -> torch.dtype:
@@ -433,144 +395,3 @@ def _cast_buffers(model: nn.Module, policy: DtypePolicy) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = made.get(id(buffer), buffer)
-
-
-def _tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    return [
-        tensor for module in modules for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    ]
-
-
-class _Own(torch.autograd.Function):
-    """The same values in the same memory, but no view: a tensor with a history of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return of_class(type(tensor), tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-
-def _own_outputs(module: nn.Module, args: Any, output: Any) -> Any:
-    # fully_shard hooks the gradients of outputs. An in-place operation on a view drops such a hook, of which torch warns,
-    # and a Linear with a bias already returns a view.
-    return _own(output) if isinstance(output, torch.Tensor) else map_tensors(_own, output)
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    own: torch.Tensor = _Own.apply(tensor) if is_view(tensor) and tensor.grad_fn is not None else tensor
-    return own
-
-
-class _AdmitUnfrozen:
-    """torch settles in the first forward pass in which dtype a group's gradients arrive, for a frozen group in none.
-
-    Raises ValueError for parts with hooks of `register_hook`, which autograd never calls.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        # Found once: looking them up is not for torch.compile to trace.
-        sharded = [child for child in model.modules() if isinstance(child, FSDPModule)]
-        self._groups = fsdp_groups(sharded)
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if (name := settle_dtypes(self._groups)) is not None:
-            raise ValueError(
-                f"{name} has a hook of register_hook, which would never be called: autograd computes the gradient of the "
-                "gathered weight, and this is a part of it. Take the hook off, and register it by "
-                "register_post_accumulate_grad_hook, which is called when the gradient of the part is there"
-            )
-
-
-class _Rest:
-    """Frees gathered parameters after a forward pass that no backward pass follows, or that raised.
-
-    Nothing else would: users would meet them in place of their own, and what is written to them is lost at the next step.
-    """
-
-    def __init__(self, model: FSDPModule, left: UnshardedParams | None) -> None:
-        (self._state,) = fsdp_states([model])
-        self._note = None if left is None else torch.compiler.disable(left.note)
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if is_in_forward(self._state):  # it raised: the hook of fully_shard did not run
-            recover(module)
-        elif not _requires_grad(output):
-            reshard(module)
-        elif self._note is not None:
-            self._note(module)
-
-
-def _requires_grad(output: Any) -> bool:
-    if isinstance(output, torch.Tensor):
-        return output.requires_grad
-    return any(tensor.requires_grad for tensor in tensors(output))
-
-
-class _TakeOver:
-    """Before a forward pass, and before weights are saved: see `UnshardedParams`."""
-
-    def __init__(self, left: UnshardedParams) -> None:
-        self._left = left
-
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        with outside_inference():  # in which no part of a weight can be looked at
-            self._left.take_over(module)
-
-
-class ShardLoaded:
-    """A load_state_dict pre-hook that cuts whole tensors to this rank's shards, so that checkpoints of whole models load.
-
-    Where the shards are float32 masters of half weights, half weights that they round to leave them as they are: so the
-    order in which a model and its optimizer, which may hold the masters, load does not matter. Weights of float32 that
-    half precision holds exactly, all of them, are half weights that were widened.
-    """
-
-    def __init__(self, policy: DtypePolicy) -> None:
-        self.follow(policy)
-
-    def follow(self, policy: DtypePolicy) -> None:
-        """Weights are what `policy` says from now on."""
-        self._half = policy.param if policy.param in HALF_DTYPES and policy.store is None else None
-        self._pinned = policy.keep_fp32
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        reshard(module)
-        forget_scales(module)
-        masters: dict[str, Any] = {}
-        for name, param in module.named_parameters(remove_duplicate=False):
-            value = state_dict.get(prefix + name)
-            if not isinstance(param, DTensor):
-                continue
-            check_own(value, param)
-            if not isinstance(value, torch.Tensor) or value.shape != param.shape:
-                continue  # torch names the mismatch
-            if not isinstance(value, DTensor):
-                placed = (param.device_mesh, param.placements)
-                value = distribute_tensor(value.detach().to(param.device), *placed, src_data_rank=None)
-                state_dict[prefix + name] = value
-            if param.dtype == torch.float32 and param.requires_grad and not self._is_pinned(name):
-                masters[name] = param
-        values = {name: state_dict[prefix + name] for name in masters}
-        if self._half is not None and all(_holds(value.to_local(), self._half) for value in values.values()):
-            state_dict.update(
-                {prefix + name: _refined(param, values[name], self._half) for name, param in masters.items()}
-            )
-
-    def _is_pinned(self, name: str) -> bool:
-        return any(module == "" or name.startswith(f"{module}.") for module in self._pinned)
-
-
-def _holds(value: torch.Tensor, dtype: torch.dtype) -> bool:
-    return value.dtype == dtype or torch.equal(value, value.to(dtype).to(value.dtype))
-
-
-def _refined(master: Any, weight: Any, dtype: torch.dtype) -> Any:
-    """`weight` of half precision, but `master` where it rounds to that, in whichever way its ties go."""
-    if weight.placements != master.placements or weight.device_mesh != master.device_mesh:
-        return weight
-    kept, given = master.detach().to_local(), weight.to_local().float()
-    rounded = kept.to(dtype).float()
-    return around(torch.where((rounded == given) | (kept + kept == rounded + given), kept, given), master)

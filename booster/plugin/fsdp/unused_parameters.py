@@ -21,16 +21,20 @@ from booster.common.torch_internals.fsdp_internals import (
     unreduced,
     zero_unreduced,
 )
-from booster.plugin.fsdp.written import WrittenParameters
+from booster.plugin.fsdp.forward_writes import ForwardWrites
 from booster.tensors.trees import tensors
 
 _LOOKS = 4  # forward passes in which ranks compare the order in which they gather, and a GPU is asked what they reduce
 
 
 class _Group:
-    """Parameters that are gathered and reduced together: `own` is torch's record, `first` the place of its first parameter.
+    """Parameters that are gathered and reduced together.
 
-    called: in a forward pass since gradients were last reduced. told: in this backward pass.
+    Attributes:
+        own: torch's record of the group.
+        first: the place of its first parameter among all.
+        called: in a forward pass since gradients were last reduced.
+        agreed: in this backward pass.
     """
 
     own: Any = None
@@ -38,11 +42,11 @@ class _Group:
 
     def __init__(self, owner: UnusedParameters, index: int, name: str) -> None:
         self.index, self.name = index, name
-        self.called = self.told = False
+        self.called = self.agreed = False
         self._owner = owner
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """After torch's own hook, which gathers, and puts a node before the inputs that reduces when backward comes there."""
+        """After torch's own hook, which gathers, and puts a node at the inputs that reduces when backward reaches it."""
         if torch.is_grad_enabled():
             self.called = True
             with without_function_modes():
@@ -77,16 +81,16 @@ class _Group:
 
 
 class UnusedParameters:
-    """Sees to it that all ranks reduce gradients of the same parameters of `model`, which goes through `fully_shard`.
+    """Makes all ranks reduce gradients of the same parameters of `model`, which goes through `fully_shard`.
 
-    `fully_shard` lays the gradients that a rank has end to end and adds what the ranks have laid so: where they took other
-    branches, gradients of one parameter to those of another. Before a group is reduced its ranks tell each other, in a small
-    collective, which of its parameters have a gradient, and who lacks one that another has brings zeros. What no rank used
-    gets none. In the first passes they compare what is gathered too. RuntimeError on all ranks where those are about to gather
-    or reduce different groups. A GPU is waited for in the first passes, and where this rank lacks a gradient.
+    `fully_shard` lays the gradients that a rank has end to end and adds these over ranks. If ranks took other branches, it
+    would add gradients of different parameters. So before a group is reduced its ranks agree, in a small collective, which of
+    its parameters have a gradient, and a rank without one that another has adds zeros. What no rank used gets none. In the
+    first passes ranks compare what they gather too. RuntimeError, on all ranks, where they are about to gather or reduce
+    different groups. Waits for a GPU in the first passes, and where this rank lacks a gradient.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, device: torch.device, written: WrittenParameters) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, device: torch.device, written: ForwardWrites) -> None:
         self._written, self._passes = written, 0
         self._model = weakref.ref(model)
         self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
@@ -99,9 +103,9 @@ class UnusedParameters:
         self._looking: list[Any] = []  # hooks
 
     def before_sharding(self, modules: Sequence[nn.Module]) -> _Group:
-        """`fully_shard` is about to be applied to `modules` together: what is to run before its own hooks on outputs.
+        """Register what runs before the output hooks of `fully_shard`, which will be applied to `modules` together.
 
-        Returns what `after_sharding` wants.
+        Returns the group for `after_sharding`.
         """
         names = [repr(self._names[module]) if self._names[module] else "the model" for module in modules]
         group = _Group(self, len(self._groups), listed(names, 3))
@@ -114,7 +118,7 @@ class UnusedParameters:
         return group
 
     def after_sharding(self, modules: Sequence[nn.Module], group: _Group) -> None:
-        """`fully_shard` was just applied to `modules`. group: what `before_sharding` returned of them."""
+        """Register the rest once `fully_shard` was applied to `modules`. group: what `before_sharding` returned for them."""
         if own := fsdp_groups(modules[:1]):
             (group.own,), group.first = own, self._num_params
             self._num_params += len(group.own.fsdp_params)
@@ -156,7 +160,7 @@ class UnusedParameters:
         if groups and reduces(groups[0].own):
             self.agree(groups, last=True)
             for group in groups:
-                group.called = group.told = False
+                group.called = group.agreed = False
         else:
             for group in groups:
                 leave_out(group.own)
@@ -165,23 +169,23 @@ class UnusedParameters:
         return [group for reference in self._groups if (group := reference()) is not None]
 
     def look(self, group: _Group | None) -> None:
-        """Compare which group is gathered next; None: the forward pass ends."""
+        """Compare among ranks which group is gathered next; None: the forward pass ends."""
         count = len(self._groups)
         here = bytearray(count) + bytearray([1]) * count
         if group is not None:
             here[group.index], here[count + group.index] = 1, 0
         with torch.no_grad(), without_function_modes():
-            told = torch.frombuffer(here, dtype=torch.uint8).to(self._device)
+            flags = torch.frombuffer(here, dtype=torch.uint8).to(self._device)
             for ranks in self._ranks:
-                dist.all_reduce(told, dist.ReduceOp.MAX, group=ranks)
-            anywhere = told.tolist()
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=ranks)
+            anywhere = flags.tolist()
             if sum(anywhere) > count:
                 self._refuse(anywhere)
 
     def agree(self, groups: Sequence[_Group], *, last: bool) -> None:
-        """Give the parameters of `groups` that are about to be reduced zeros where they lack a gradient and others have one.
+        """Agree on the gradients of `groups`, which are about to be reduced; zeros where only other ranks have one.
 
-        last: those of all groups that are left, but for what was not called, and of which nothing waits.
+        last: `groups` are all, and those without a call in this pass and without waiting gradients are left out.
         """
         with torch.no_grad(), without_function_modes():
             # Of each group whether it is reduced, of each whether it is not, and of each parameter whether it has a gradient.
@@ -189,12 +193,12 @@ class UnusedParameters:
             here = bytearray(count) + bytearray([1]) * count + bytearray(self._num_params)
             lacking: list[tuple[int, Any, bool]] = []
             for group in groups:
-                if last and group.told:
+                if last and group.agreed:
                     continue
                 found, apart = unreduced(group.own)
                 if last and not group.called and True not in found:
                     continue
-                group.told = True
+                group.agreed = True
                 here[group.index], here[count + group.index] = 1, 0
                 for place, has in enumerate(found, 2 * count + group.first):
                     if has:
@@ -203,11 +207,11 @@ class UnusedParameters:
                         lacking.append((place, group.own.fsdp_params[place - 2 * count - group.first], apart))
             if not self._ranks:
                 return
-            told = torch.frombuffer(here, dtype=torch.uint8).to(self._device)
+            flags = torch.frombuffer(here, dtype=torch.uint8).to(self._device)
             for ranks in self._ranks:
-                dist.all_reduce(told, dist.ReduceOp.MAX, group=ranks)
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=ranks)
             if lacking or self._looks or self._device.type == "cpu":
-                anywhere = told.tolist()
+                anywhere = flags.tolist()
                 if sum(anywhere[: 2 * count]) > count:
                     self._refuse(anywhere)
                 for place, param, apart in lacking:

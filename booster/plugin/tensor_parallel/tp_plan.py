@@ -1,7 +1,4 @@
-"""From what a user gives as `tp_plan` to one style for each module, by its exact name.
-
-Names of styles, as plans of transformers models write them, and what they stand for.
-"""
+"""From what a user gives as `tp_plan`, with names of styles as transformers' plans write them, to a style for each module."""
 
 from __future__ import annotations
 
@@ -18,19 +15,12 @@ from booster.frozen import FrozenLinear
 from booster.model.modules import matcher
 from booster.plugin.forward_order import names_in_forward, side_of
 from booster.plugin.tensor_parallel.attention import HeadParallel
-from booster.plugin.tensor_parallel.boundary import LocalStyle
-from booster.plugin.tensor_parallel.derive import derive_by_shape, derive_plan, within_adapters
-from booster.plugin.tensor_parallel.experts import Experts
-from booster.plugin.tensor_parallel.sequence import with_sequence_parallelism
-from booster.plugin.tensor_parallel.styles import (
-    Colwise,
-    EmbeddingParallel,
-    LatentProjection,
-    Region,
-    Rowwise,
-    output_dim,
-)
-from booster.plugin.tensor_parallel.tied_weights import check_ties, tied_slots
+from booster.plugin.tensor_parallel.known_plans import derive_by_shape, derive_plan, within_adapters
+from booster.plugin.tensor_parallel.linear_styles import Colwise, Rowwise, output_dim
+from booster.plugin.tensor_parallel.local_style import LocalStyle
+from booster.plugin.tensor_parallel.module_styles import EmbeddingParallel, Experts, LatentProjection, Region
+from booster.plugin.tensor_parallel.sequence_plan import with_sequence_parallelism
+from booster.plugin.tensor_parallel.tied_params import check_ties, tied_slots
 
 
 def _colwise(module: nn.Module) -> ParallelStyle:
@@ -66,7 +56,7 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
 
 
 def style_of(name: str, module: nn.Module, value: object) -> ParallelStyle:
-    """The style that a plan gives `module`, called `name`, as an object. Raises as `check_style`."""
+    """Return the style that a plan gives `module`, called `name`, as an object. Raises as `check_style`."""
     check_style(name, value)
     return value if isinstance(value, ParallelStyle) else STYLES[str(value)](module)
 
@@ -94,16 +84,16 @@ _EXAMPLE = "tp_plan={'layers.*.attn.q_proj': 'colwise', 'layers.*.attn.out_proj'
 def resolve_plan(
     model: nn.Module, tp_plan: TPPlan, *, tp_size: int, sequence_parallelism: bool
 ) -> dict[str, ParallelStyle]:
-    """One style for each module that is divided, by its exact name; nothing is changed.
+    """Return one style for each module that is sharded, by its exact name; nothing is changed.
 
     Raises TypeError or ValueError for a plan that is none, patterns and styles that are unknown, sizes and heads that do
-    not divide by `tp_size`, tied parameters that would part, and sequence parallelism where it cannot be.
+    not divide by `tp_size`, tied parameters that would get several placements, and sequence parallelism where it cannot be.
     """
     plan = _known_plan(model) if tp_plan is None else _given_plan(model, tp_plan)
     plan = _with_positions(model, _with_inner_parameters(model, _with_heads(model, plan)))
     for name, style in plan.items():
         layer = model.get_submodule(name)
-        if isinstance(style, LocalStyle) and not hasattr(layer, "lora_A"):  # of which the layers inside are divided
+        if isinstance(style, LocalStyle) and not hasattr(layer, "lora_A"):  # the layers inside of these are sharded
             style.check(name, layer, tp_size)
         if name:
             _check_heads(model, name, style, tp_size)
@@ -149,14 +139,15 @@ def _given_plan(model: nn.Module, tp_plan: TPPlan) -> dict[str, ParallelStyle]:
 
 
 def _known_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """The plans that transformers models in `model` bring, and those of modules that are known."""
+    """Return the plans that transformers models in `model` bring, and those of known modules."""
     plan = derive_by_shape(model) | derive_plan(model)
     inside = ""
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
             continue
-        own = _own_plan(module)
-        if own:
+        config: Any = getattr(module, "config", None)
+        own = getattr(module, "_tp_plan", None) or getattr(config, "base_model_tp_plan", None)
+        if own and _is_transformers(module):
             plan = {other: style for other, style in plan.items() if not other.startswith(f"{name}." if name else "")}
             plan |= {f"{name}.{other}".lstrip("."): style for other, style in derive_plan(module).items()}
             prefix = f"{name}." if name else ""
@@ -168,7 +159,7 @@ def _known_plan(model: nn.Module) -> dict[str, ParallelStyle]:
             if not name:
                 break
             inside = prefix
-    plan = _without_parted_heads(model, plan)
+    plan = _without_half_tied(model, plan)
     if not any(isinstance(style, (Colwise, Rowwise, HeadParallel)) for style in plan.values()):
         raise ValueError(
             f"tp_plan=None: no tensor-parallel plan is known for {type(model).__name__}; give one, such as {_EXAMPLE}. "
@@ -178,8 +169,8 @@ def _known_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     return plan
 
 
-def _without_parted_heads(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """`plan` without output layers that share their weight with an embedding which the plan leaves whole."""
+def _without_half_tied(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """Return `plan` without output layers tied to an embedding that the plan does not name."""
     names = {id(module): name for name, module in model.named_modules()}
     for places in tied_slots(model):
         holders = {names[id(module)] for _, module, _ in places}
@@ -188,33 +179,29 @@ def _without_parted_heads(model: nn.Module, plan: dict[str, ParallelStyle]) -> d
     return plan
 
 
-def _own_plan(module: nn.Module) -> Mapping[str, Any]:
-    """The plan of a transformers model, which has been given those of its parts; empty for other modules."""
-    if not _is_transformers(module):
-        return {}
-    config: Any = getattr(module, "config", None)
-    return getattr(module, "_tp_plan", None) or getattr(config, "base_model_tp_plan", None) or {}
-
-
 def _is_transformers(module: nn.Module) -> bool:
     return any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
 
 
 def _expand(model: nn.Module, plan: Mapping[str, Any], *, strict: bool) -> dict[str, ParallelStyle]:
-    """Patterns to exact names. Later patterns win; a shared module is listed once, by its first name."""
+    """Return the plan by exact names. Later patterns win; a shared module is listed once, by its first name."""
     modules = dict(model.named_modules(remove_duplicate=False))
     first = {id(module): name for name, module in reversed(modules.items())}
     prefix = f"{model.base_model_prefix}." if _is_transformers(model) else ""
     expanded: dict[str, Any] = {}
     experts: dict[str, dict[str, Any]] = {}
     unmatched = []
+
+    def matching(pattern: str) -> list[str]:
+        return list(filter(matcher(pattern), modules))
+
     for pattern, value in plan.items():
-        names = _matching(modules, pattern) or _matching(modules, prefix + pattern)
+        names = matching(pattern) or matching(prefix + pattern)
         if names:
             expanded |= {first[id(modules[name])]: style_of(pattern, modules[name], value) for name in names}
             continue
         holders, _, own = pattern.rpartition(".")
-        held = [name for name in _matching(modules, holders) if own in modules[name]._parameters]
+        held = [name for name in matching(holders) if own in modules[name]._parameters]
         for name in held:
             experts.setdefault(name, {})[own] = value
         if strict and not held:
@@ -231,10 +218,6 @@ def _expand(model: nn.Module, plan: Mapping[str, Any], *, strict: bool) -> dict[
     return expanded
 
 
-def _matching(modules: Mapping[str, nn.Module], pattern: str) -> list[str]:
-    return list(filter(matcher(pattern), modules))
-
-
 def _unmatched_message(model: nn.Module, unmatched: list[str], modules: Mapping[str, nn.Module]) -> str:
     generic = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules if name))
     near = list(
@@ -247,7 +230,7 @@ def _unmatched_message(model: nn.Module, unmatched: list[str], modules: Mapping[
 
 
 def _with_heads(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """`plan` with what a known attention module needs where a plan divides its projections: a head count of its own."""
+    """Return `plan` with regions for known attention modules with sharded projections: they need the local number of heads."""
     known = derive_plan(model)
     for name, style in list(plan.items()):
         parent = name.rpartition(".")[0]
@@ -261,7 +244,7 @@ def _with_heads(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, P
 
 
 def _with_positions(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """`plan` with the numbers of positions that latent attention has beside its latents."""
+    """Return `plan` with the number of position features that latent attention has after its latents."""
     found = dict(plan)
     for name, style in plan.items():
         if not isinstance(style, LatentProjection) or style.num_positions is not None:
@@ -279,8 +262,9 @@ def _with_positions(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[st
 
 
 def _with_inner_parameters(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """`plan` with modules between its column-wise and row-wise ones, as activations that learn and norms of a head are: what
-    is given to them differs by rank, so their gradients are sums over ranks."""
+    """Return `plan` with modules between its column-wise and row-wise ones, such as norms of a head and PReLU.
+
+    Their inputs differ by rank, so their gradients are sums over ranks."""
     found = dict(plan)
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in plan if name):
         module = model.get_submodule(parent)
@@ -303,9 +287,9 @@ def _with_inner_parameters(model: nn.Module, plan: dict[str, ParallelStyle]) -> 
 def _around_adapters(
     model: nn.Module, plan: dict[str, ParallelStyle], *, sequence_parallelism: bool
 ) -> dict[str, ParallelStyle]:
-    """`plan` with layers that have low-rank adapters divided along with these: B as a column-wise layer, A as a row-wise one.
+    """Return `plan` with the low-rank adapters of its layers: B of a column-wise layer is sharded, A of a row-wise one.
 
-    The other of the two matrices stays whole. Raises ValueError for what cannot be divided so.
+    The other of the two matrices stays unsharded. Raises ValueError for what cannot be sharded so.
     """
     found = {}
     for name, style in plan.items():
@@ -352,10 +336,7 @@ def _check_heads(model: nn.Module, name: str, style: ParallelStyle, tp_size: int
     """Raise ValueError if columns of an attention module would be cut within a head."""
     module: Any = within_adapters(model.get_submodule(name))
     parent = model.get_submodule(name.rpartition(".")[0])
-    head_dim = next(
-        (size for key in _HEAD_SIZES if isinstance(size := getattr(parent, key, None), int)),
-        None,
-    )
+    head_dim = next((size for key in _HEAD_SIZES if isinstance(size := getattr(parent, key, None), int)), None)
     if not isinstance(style, (Colwise, ColwiseParallel)) or getattr(style, "gather_output", False) or not head_dim:
         return
     features = module.weight.shape[output_dim(module)] // getattr(style, "num_parts", 1)

@@ -46,10 +46,10 @@ _APART = (
 
 
 class WatchedGroup:
-    """Whole parameters that are freed together, of `modules`: what `torch_internals.run_hooks_outside_modes` asks."""
+    """Gathered parameters of `modules` that are freed together; `torch_internals` calls `look` before torch frees them."""
 
-    def __init__(self, owner: WrittenParameters, modules: Sequence[nn.Module]) -> None:
-        self._owner: WrittenParameters = weakref.proxy(owner)  # which holds this, and `UnusedParameters` that
+    def __init__(self, owner: ForwardWrites, modules: Sequence[nn.Module]) -> None:
+        self._owner: ForwardWrites = weakref.proxy(owner)  # the owner holds this
         self.groups = {param: group for group in fsdp_groups(modules[:1]) for param in group.fsdp_params}
         self.params = [param for param in self.groups if takes_its_gathering(param) and param.sharded_param.numel()]
         self.versions: list[int] = []
@@ -70,12 +70,13 @@ class WatchedGroup:
         self._owner.look(self)
 
 
-class WrittenParameters:
-    """Sees to it that what the forward pass of `model` writes to gathered parameters reaches this rank's shards.
+class ForwardWrites:
+    """Copies what the forward pass of `model` writes to gathered parameters into this rank's shards.
 
-    Torch frees them after the pass, with what was written. Writes in place leave a trace and are found in every pass, others in
-    the first passes, and now and then. RuntimeError, on all ranks, by name, for what a copy cannot take over. Costs: in those
-    passes a comparison of this rank's shards, with copies of one at a time, one small collective, on a GPU waits for it.
+    Torch frees gathered parameters after the pass, with what was written. Writes in place raise a version counter and are found
+    in every pass; others, through `.data`, in the first passes and in rare later ones. RuntimeError, on all ranks, by name, for
+    what cannot be copied. Costs in those passes: a comparison of this rank's shards, with copies of one at a time, and one
+    small collective, for which a GPU is waited for.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
@@ -91,7 +92,7 @@ class WrittenParameters:
         self._seen: dict[Any, tuple[int, int]] = {}
 
     def watch(self, modules: Sequence[nn.Module]) -> WatchedGroup:
-        """`fully_shard` was just applied to `modules` together; the last time to the model itself."""
+        """Watch `modules`, to which `fully_shard` was just applied together; the last call is for the model itself."""
         self._watches.append(WatchedGroup(self, modules))
         self._places.update((param, _places(param)) for param in self._watches[-1].params)
         return self._watches[-1]
@@ -101,7 +102,7 @@ class WrittenParameters:
             self._places[param] += _places(param)[1:]
 
     def pass_ends(self, number: int) -> None:
-        """Before the parameters of the model itself are looked at: compare all bits until the next pass of training ends."""
+        """Before the model's own group is compared: if due, compare all bits until the next pass of training ends."""
         if number > _LOOKS:
             self._left = max(self._left, 2)
             for watch in self._watches:
@@ -145,15 +146,16 @@ class WrittenParameters:
         return same
 
     def _end(self) -> None:
-        """The pass ends: what this rank found is told to the others, in a collective where anything was looked at."""
+        """The pass ends: exchange what this rank found, in a collective, if anything was compared."""
         if not self._seen:
             return
         params = [param for watch in self._watches for param in watch.params]
         found, bits = zip(*(self._seen.get(param, (0, 0)) for param in params), strict=True)
-        told = torch.tensor([*found, *bits, *(-each for each in bits)], dtype=torch.int64, device=self._device)
+        # The maximum of a sum and of its negative: ranks agree if both are one number.
+        sums = torch.tensor([*found, *bits, *(-each for each in bits)], dtype=torch.int64, device=self._device)
         for ranks in self._ranks:
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=ranks)
-        anywhere = told.view(3, -1).tolist()
+            dist.all_reduce(sums, dist.ReduceOp.MAX, group=ranks)
+        anywhere = sums.view(3, -1).tolist()
         self._seen.clear()
         if self._left and self._model().training:  # type: ignore[union-attr]
             self._left -= 1
@@ -193,7 +195,7 @@ class RefuseReplaced:
 
 
 def _places(param: Any) -> list[tuple[Any, int]]:
-    """What stands for a parameter, and what of a DTensor changes when another tensor is put into it by `.data = ...`."""
+    """Return the tensors of a parameter with their storage, which `.data = ...` replaces."""
     standing = (param.sharded_param, gathered(param))
     return [(each, storage_key(each)) for each in standing if each is not None and is_dtensor(each)]
 
