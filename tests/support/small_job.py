@@ -62,18 +62,3 @@ def flat_grads(model):
 def spoil(model, value=float("inf")):
     """Put `value` into one gradient."""
     next(model.parameters()).grad.view(-1)[3] = value
-
-
-def in_float32(make=sgd, steps=3, skip=(), clip=None, first=1):
-    """The weights after plain torch in float32, without the steps in `skip`."""
-    model = net()
-    optimizer = make(model.parameters())
-    for step, seed in enumerate(range(first, first + steps)):
-        x, y = batch(seed)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        if step not in skip:
-            optimizer.step()
-    return flat(model)

@@ -813,6 +813,7 @@ def test_the_class_of_the_users_optimizer_is_found_by_unwrapping():
     booster = Booster("cpu")
     optimizer = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))[1]
     assert isinstance(optimizer, torch.optim.Optimizer)
+    assert not isinstance(optimizer, torch.optim.SGD)
     assert isinstance(booster.unwrap(optimizer), torch.optim.SGD)
 
 
