@@ -96,9 +96,9 @@ def write(x, values, turned, scales, partials, given, seen, rows, columns, fille
           BLOCK: tl.constexpr):  # fmt: skip
     """Write a matrix as bytes, `filled` columns of them, and their scales.
 
-    turned: where its transpose is written as well, with `turned_filled` columns. partials: what `largest_of` found, of so many
-    `splits` of a row, or parts of the whole. given: a scale that is taken where it is known; then `seen` has the largest
-    magnitude of each tile. MANTISSA: of the format; 0 writes whole numbers.
+    turned: where its transpose is written as well, with `turned_filled` columns. partials: what `largest_of` found, of so
+    many `splits` of a row, or parts of the whole. given: a scale that is taken where it is known; then `seen` has the
+    largest magnitude of each tile. MANTISSA: of the format; 0 writes whole numbers.
     """
     program = tl.program_id(0)
     across = tl.cdiv(filled, BN)

@@ -349,13 +349,13 @@ class RunPins:
 
     def can_pin(self, name: str) -> bool:
         """Return whether `name` is a module inside the model that is not pinned yet, nor is what holds it."""
-        inside = dict(self._model.named_modules())
-        return bool(name) and name in inside and not {name, *parents(name)} & {*self.names}
+        modules = dict(self._model.named_modules())
+        return bool(name) and name in modules and not {name, *parents(name)} & {*self.names}
 
     def missing(self, state: Mapping[str, Any]) -> list[str]:
         """Return the modules of `state`, which `state_dict` gave, that the model does not have."""
-        inside = dict(self._model.named_modules())
-        return [name for name in state.get("names", []) if name not in inside]
+        modules = dict(self._model.named_modules())
+        return [name for name in state.get("names", []) if name not in modules]
 
     def state_dict(self) -> dict[str, Any]:
         """What is pinned, and the skips that count towards the next pin, as plain containers."""

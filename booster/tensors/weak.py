@@ -231,13 +231,13 @@ class OfAModule:
 
     def __getstate__(self) -> tuple[dict[str, Any], dict[str, Any]]:
         held = dict(self.__dict__)
-        weakly = {name: held.pop(name)() for name, value in self.__dict__.items() if isinstance(value, weakref.ref)}
-        return held, weakly
+        referents = {name: held.pop(name)() for name, value in self.__dict__.items() if isinstance(value, weakref.ref)}
+        return held, referents
 
     def __setstate__(self, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
-        held, weakly = state
+        held, referents = state
         self.__dict__.update(held)
-        for name, value in weakly.items():
+        for name, value in referents.items():
             self.__dict__[name] = None if value is None else weakref.ref(value)
 
 

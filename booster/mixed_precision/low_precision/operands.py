@@ -45,8 +45,9 @@ def both(
 ) -> tuple[Scaled, Scaled]:
     """Return `x` as `how` reads it, and `x.t()` as `turned_how` does; where their bytes are the same, kernels write them in one
     pass."""
-    alike = operand.scaling == turned_operand.scaling and operand.format == turned_operand.format
-    if alike and _is_same_turned(x, turned_operand, turned_how, recipe) and _takes_kernels(x, operand, how):
+    same_scaling = operand.scaling == turned_operand.scaling and operand.format == turned_operand.format
+    same_bytes = same_scaling and _is_same_turned(x, turned_operand, turned_how, recipe)
+    if same_bytes and _takes_kernels(x, operand, how):
         made, other = _by_kernels(x, operand, how, recipe, turned=True)
         assert other is not None
         return made, other
