@@ -47,7 +47,7 @@ from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule
 from booster.mixed_precision.low_precision.autopilot import Look, Pilot
 from booster.mixed_precision.low_precision.conversion import LinearConversion
 from booster.mixed_precision.schedule import Phase
-from booster.model.params import together
+from booster.model.params import as_one_module
 from booster.plugin import Plugin, SingleDevice
 from booster.ranks.coordinator import is_main, wait_for_all
 from booster.tensors.cast_regions import region
@@ -282,7 +282,7 @@ class Booster:
         if isinstance(model, (list, tuple)):
             changes = self._course is not None or self._phase.plan is not None
             checks.check_several(models, changes=changes)
-        whole = together(models)
+        whole = as_one_module(models)
         checks.check_criterion(criterion, self.plugin)
         several = list(optimizer) if isinstance(optimizer, (list, tuple)) else None
         for each in [optimizer] if several is None else several:

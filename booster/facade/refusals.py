@@ -24,7 +24,7 @@ from booster.launch import environment_world_size
 from booster.mixed_precision import MixedPrecision, available
 from booster.model.modules import bare
 from booster.model.optimizer_kinds import kind_of, unknown
-from booster.model.params import no_optimizer
+from booster.model.params import describe_optimizer_wrapper
 from booster.plugin import Plugin
 from booster.update.outcome import UpdateOptions
 
@@ -337,7 +337,7 @@ def check_optimizer(
     if isinstance(optimizer, OptimizerWrapper) or id(optimizer) in optimizers:
         raise RuntimeError("this optimizer is boosted already; boost each optimizer once and keep what it returned")
     if not isinstance(optimizer, Optimizer):
-        wrapper = no_optimizer(optimizer)
+        wrapper = describe_optimizer_wrapper(optimizer)
         if wrapper:
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {wrapper}")
         arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from booster.common.untrusted_files import printable
 from booster.interface.optimizer import OptimizerWrapper
-from booster.model.optimizer_states import of_names
+from booster.model.optimizer_states import entry_differences
 
 _logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def known_state(scheduler: Any, state: Any) -> tuple[Any, str]:
     now = scheduler.state_dict()
     taken = sorted(str(key) for key in state.keys() - now.keys() if hasattr(scheduler, str(key)))
     wrong = [f"{name} would replace {taken} of the scheduler"] if taken else []
-    wrong += of_names(name, now, state)
+    wrong += entry_differences(name, now, state)
     if f"{type(scheduler).__module__}.".startswith(_TORCH_AND_OURS):
         num_groups = len(scheduler.optimizer.param_groups)
         wrong += [

@@ -10,7 +10,7 @@ import torch
 from booster.masters.formats import Format
 from booster.masters.offload import HostMemory
 from booster.masters.state_quantizer import StateQuantizer, dequantized
-from booster.model.dtensors import around, empty_handle, filled, is_dtensor, local_shard
+from booster.model.dtensors import around, empty_handle, inner_tensor, is_dtensor, local_shard
 from booster.tensors.flat import ALIGNMENT, Piece, aligned, flat_like, renumber
 
 _ADDRESS = torch.Tensor.data_ptr
@@ -52,7 +52,7 @@ class Bucket:
         self.residual = format.allocate(self.size, self.dtype, self.device)
         likes = self.params if whole else [torch.empty(self.size, dtype=torch.float32, device="meta")]
         self.handles = [empty_handle(like, self.device) for like in likes]
-        self._filled = [filled(handle) for handle in self.handles]
+        self._filled = [inner_tensor(handle) for handle in self.handles]
         self._empty = [tensor.data for tensor in self._filled]
         self._given: Sequence[torch.Tensor] = ()  # what handles stand for
         self._params = self.params

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from booster.common.torch_internals.optimizer_internals import is_counted_step, unwrapped
-from booster.model.optimizer_states import untouched
+from booster.model.optimizer_states import restored_afterwards
 
 Entries = dict[str, Any]
 State = dict[str, Any]
@@ -46,7 +46,7 @@ def keeps_state(optimizer: Optimizer, group: Entries, device: torch.device) -> b
     masters = torch.zeros(1, dtype=torch.float32, device=device)
     masters.grad = torch.zeros(1, dtype=torch.float32, device=device)
     own = proxy_class(type(optimizer)), instance_attributes(optimizer)
-    with untouched(optimizer, group):
+    with restored_afterwards(optimizer, group):
         return bool(step_proxy(*own, read_entries(group), group.get("lr"), masters, {})[1])
 
 

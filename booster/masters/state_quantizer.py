@@ -17,7 +17,7 @@ from booster.masters.optimizer_proxy import State
 from booster.masters.quantized_state import Encoding, QuantizedState
 from booster.masters.rounding import RoundingRNG
 from booster.model.optimizer_kinds import KNOWN, Sign, declared_states, known
-from booster.model.optimizer_states import probe_of, untouched
+from booster.model.optimizer_states import probe_of, restored_afterwards
 
 _STEPS, _ELEMENTS = 8, 64
 
@@ -58,7 +58,7 @@ def _tried(optimizer: Optimizer) -> dict[str, Sign]:
     """Step a copy of `optimizer` on random weights and gradients, and see which states become negative."""
     signs: dict[str, Sign] = {}
     for group in optimizer.param_groups:
-        with untouched(optimizer, group):
+        with restored_afterwards(optimizer, group):
             _try(optimizer, group, signs)
     return signs
 

@@ -16,7 +16,7 @@ from booster.masters.rounding import RoundingRNG
 from booster.masters.state_quantizer import StateQuantizer
 from booster.memory.tracker import StorageTracker
 from booster.model.optimizer_kinds import kind_of
-from booster.model.optimizer_states import probe_of, untouched
+from booster.model.optimizer_states import probe_of, restored_afterwards
 from booster.tensors.flat import SMALLEST_BUCKET, aligned, bucket_size
 from booster.update.fused_kernel import switch_to_fused
 from booster.update.gradual import most_at_once
@@ -167,7 +167,7 @@ def _observed(optimizer: Optimizer, fused: bool, num_dims: int) -> _Probe:
     if fused:
         switch_to_fused(probe)
     weights.grad = torch.ones(shape, dtype=torch.float32)
-    with torch.no_grad(), untouched(optimizer, optimizer.param_groups[0]):
+    with torch.no_grad(), restored_afterwards(optimizer, optimizer.param_groups[0]):
         for _ in range(2):
             unhooked(type(probe).step)(probe)
         state = probe.state[weights]

@@ -34,7 +34,7 @@ from booster.interface.transparent import refuse_torchscript
 from booster.mixed_precision.apex.o1 import Registered, float_function, half_function, promote_function
 from booster.mixed_precision.apex.strategy import FP16ApexMixedPrecision
 from booster.mixed_precision.apex.update import ApexGradients, ApexMasterGradients
-from booster.model.params import no_optimizer
+from booster.model.params import describe_optimizer_wrapper
 from booster.tensors.cast_regions import both
 from booster.update.backward import BackwardPass
 from booster.update.context import UpdateContext
@@ -368,7 +368,7 @@ def _as_list(given: Any, kind: type, noun: str) -> list[Any]:
 
 def _wrapper(given: Any, kind: type) -> str:
     """What to say about an object that holds an optimizer, such as apex's LARC."""
-    described = no_optimizer(given) if kind is Optimizer else ""
+    described = describe_optimizer_wrapper(given) if kind is Optimizer else ""
     return f"; got {described}" if described else ""
 
 

@@ -25,8 +25,8 @@ from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.kernels.eligibility import ASKED, by_kernels
 from booster.masters.options import MasterOptions
 from booster.mixed_precision.policy import InProcess, Placement
-from booster.model.modules import PlacedModule, bare, passes_over
-from booster.model.params import named_parameters, placed_parameters, prefixes, rebind, together
+from booster.model.modules import PlacedModule, bare, fast_path_changes_dtype
+from booster.model.params import as_one_module, name_prefixes, named_parameters, placed_parameters, rebind
 from booster.shards import Shards
 from booster.tensors.weak import reading
 from booster.update.choice import COMPILED, PARAMETERS, choose_update
@@ -66,11 +66,11 @@ def configure(
             of_masters.check(held)
         if precision.kept.offload:  # also where nothing moves, so that a script tried on a CPU runs on a GPU
             MasterOptions(offload=True).check(held)
-    before = named_parameters(together(models))
+    before = named_parameters(as_one_module(models))
     # convert and place
     weights: dict[str, torch.Tensor] = {}
     placed: list[nn.Module] = []
-    for each, policy, prefix in zip(models, policies, prefixes(models), strict=True):
+    for each, policy, prefix in zip(models, policies, name_prefixes(models), strict=True):
         if optimizers:
             weights |= {prefix + name: kept for name, kept in precision.keep_weights(each, placement).items()}
         placed.append(placement.place(precision.convert(each), policy, precision.device))
@@ -78,7 +78,7 @@ def configure(
     boosted_criterion = precision._wrap_criterion(criterion, precision.device)
     casts = precision.policy.compute is not None or (precision.products is not None and precision.is_rehearsal)
     for wrapper in boosted:
-        if passes_over(bare(wrapper.module), casts=casts):
+        if fast_path_changes_dtype(bare(wrapper.module), casts=casts):
             leave_fast_path(wrapper)
     # rebind
     names = tensor_names(placed, boosted_criterion)
@@ -125,7 +125,7 @@ def _wrap_optimizer(
     optimizer, shards = rebound.optimizer, rebound.shards
     compiled = options.fused_optimizer == "compile" and precision.may_compile(optimizer) and can_compile(optimizer)
     may_switch = bool(options.fused_optimizer) and not compiled and precision.may_fuse(optimizer)
-    switched = may_switch and switch_to_fused(optimizer, together(placed))
+    switched = may_switch and switch_to_fused(optimizer, as_one_module(placed))
     with shards.local():
         named = {**names, **rebound.names()}
         shards.set_names(named)
@@ -153,7 +153,7 @@ def _wrap_optimizer(
         after_step=precision.step_follower,
         forget_weights=None if precision.conversion is None else precision.conversion.drop_weights,
     )
-    wrapper._update.optimizer_state.watch(together(placed))
+    wrapper._update.optimizer_state.watch(as_one_module(placed))
     if make_update is not None and shards.sharded:
         shards.all_gather_params()  # masters round the weights of their own part anew, ties not as the cast did
     return wrapper
@@ -197,7 +197,7 @@ def rebind_optimizers(
 ) -> list[ReboundOptimizer]:
     """Make `optimizers` hold the parameters of the models `placed` in place of those of `before`, see `params.rebind`."""
     params: dict[str, torch.Tensor] = {}
-    for each, prefix in zip(placed, prefixes(placed), strict=True):
+    for each, prefix in zip(placed, name_prefixes(placed), strict=True):
         params |= {prefix + name: param for name, param in placed_parameters(each).items()} if optimizers else {}
     partial = any(isinstance(each, PlacedModule) and each.is_partial for each in placed)
     selections = [rebind(each, before, params, partial=partial) for each in optimizers]
@@ -216,7 +216,7 @@ def tensor_names(
     placed: Sequence[nn.Module], criterion: ModelWrapper | CriterionWrapper | None
 ) -> dict[torch.Tensor, str]:
     """Return the names of parameters, as users see them."""
-    names: dict[torch.Tensor, str] = {param: name for name, param in together(placed).named_parameters()}
+    names: dict[torch.Tensor, str] = {param: name for name, param in as_one_module(placed).named_parameters()}
     if isinstance(criterion, ModelWrapper):
         names |= {param: f"criterion.{name}" for name, param in criterion.named_parameters()}
     return names

@@ -18,7 +18,7 @@ from booster.mixed_precision.half_products.half_sums import UNSAFE
 from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules, compute_in_fp32
 from booster.mixed_precision.policy import DtypePolicy, Placement, half_policy
-from booster.model.meta import arrive
+from booster.model.meta import materialise_on
 from booster.model.modules import bare
 from booster.tensors.cast_regions import NewTensors, both
 from booster.tensors.trees import HALF_DTYPES
@@ -100,7 +100,7 @@ class HalfPrecision(MixedPrecision):
     def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
         if self.policy.param is None or (placement.stores_float32 and self._store is None):
             return {}
-        arrive(model, self.device)
+        materialise_on(model, self.device)
         placement.synchronise(model)
         wide = (torch.float32, torch.float64)
         return {

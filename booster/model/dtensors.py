@@ -57,7 +57,7 @@ def empty_handle(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     return around(empty, like).requires_grad_() if is_dtensor(like) else nn.Parameter(empty)
 
 
-def filled(handle: torch.Tensor) -> torch.Tensor:
+def inner_tensor(handle: torch.Tensor) -> torch.Tensor:
     """Return the tensor that is given data for `handle`: the handle itself, or what is inside of a DTensor."""
     if not is_dtensor(handle):
         return handle

@@ -100,7 +100,7 @@ def materialise(modules: Iterable[nn.Module], device: torch.device) -> None:
         )
 
 
-def arrive(module: nn.Module, device: torch.device) -> nn.Module:
+def materialise_on(module: nn.Module, device: torch.device) -> nn.Module:
     """Move `module` to `device`, where parameters and buffers that were on the meta device get memory and values.
 
     Raises ValueError as `check_meta`, with nothing changed.

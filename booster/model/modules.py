@@ -167,7 +167,7 @@ def _visit(
             yield from _visit(child, f"{prefix}{name}.", (*path, child), buffers)
 
 
-def passes_over(model: nn.Module, *, casts: bool) -> bool:
+def fast_path_changes_dtype(model: nn.Module, *, casts: bool) -> bool:
     """Return whether torch's fused inference path would evaluate layers of `model` in another precision than they train in.
 
     That path of the transformer layers reads weights past the modules that hold them. casts: whether the precision casts

@@ -109,7 +109,7 @@ def known(optimizer: Optimizer) -> Known:
     return KNOWN.get(type(optimizer), UNKNOWN)
 
 
-def begins_late(cls: type[Optimizer]) -> bool:
+def makes_missing_states(cls: type[Optimizer]) -> bool:
     """Whether a step of `cls` gives a state to a parameter that has none, as it does but for Adagrad in torch 2.11."""
     return not KNOWN.get(cls, UNKNOWN).made_at_once or _adagrad_begins_late()
 
@@ -219,7 +219,7 @@ def check_attributes(optimizer: Optimizer, params: Iterable[torch.Tensor], would
         )
 
 
-def is_plain(state_dict: Mapping[str, Any]) -> bool:
+def has_torch_form(state_dict: Mapping[str, Any]) -> bool:
     """Return whether a state dict has what torch's have: groups, and states of their parameters."""
     return state_dict.keys() >= {"state", "param_groups"} and isinstance(state_dict["state"], Mapping)
 
@@ -238,7 +238,7 @@ def _check_states(optimizer: Optimizer, would: str) -> None:
         base = type(inner[apart[0]]).__name__
         what = f"is put around another optimizer, {base}, with states apart"
         cure = f"Give boost() the {base} itself, or have both share one dict (self.state = self.{apart[0]}.state)"
-    elif own.state_dict is not Optimizer.state_dict and not is_plain(optimizer.state_dict()):
+    elif own.state_dict is not Optimizer.state_dict and not has_torch_form(optimizer.state_dict()):
         what, cure = "writes a state_dict() of its own form", "Use an optimizer that writes torch's"
     else:
         return

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.model.optimizer_kinds import KNOWN, UNKNOWN, is_plain
+from booster.model.optimizer_kinds import KNOWN, UNKNOWN, has_torch_form
 
 
-def differences(where: str, now: Any, given: Any, legal: Any = ...) -> Iterator[str]:
+def state_differences(where: str, now: Any, given: Any, legal: Any = ...) -> Iterator[str]:
     """Yield where `given` is of another kind than `now`. Numbers are one kind, and 0-dim tensors are numbers.
 
     So a state that would load, and fail in the first step, is refused before. legal: another legal value, such as the default
@@ -32,14 +32,14 @@ def differences(where: str, now: Any, given: Any, legal: Any = ...) -> Iterator[
             return
         for index, (one, other) in enumerate(zip(now, given, strict=False)):
             own = legal[index] if isinstance(legal, (list, tuple)) and index < len(legal) else ...
-            yield from differences(f"{where}[{index}]", one, other, own)
+            yield from state_differences(f"{where}[{index}]", one, other, own)
         return
     if isinstance(now, Counter):
         fits = isinstance(given, Mapping) and all(type(n) is int for pair in given.items() for n in pair)
     elif isinstance(now, Mapping):
         fits = isinstance(given, Mapping)
         if isinstance(given, Mapping):
-            yield from of_names(where, now, given)
+            yield from entry_differences(where, now, given)
     elif isinstance(now, str):
         fits = isinstance(given, str)
     elif isinstance(now, bool):
@@ -52,7 +52,7 @@ def differences(where: str, now: Any, given: Any, legal: Any = ...) -> Iterator[
         yield f"{where} is {_shown(given)}, and {_shown(now)} here"
 
 
-def of_names(where: str, now: Mapping[Any, Any], given: Mapping[Any, Any]) -> Iterator[str]:
+def entry_differences(where: str, now: Mapping[Any, Any], given: Mapping[Any, Any]) -> Iterator[str]:
     """Yield which entries of `given` are of another kind than those of `now`, and which names differ.
 
     A single name that only one side has passes: torch adds an attribute to a scheduler from version to version.
@@ -63,7 +63,7 @@ def of_names(where: str, now: Mapping[Any, Any], given: Mapping[Any, Any]) -> It
     if len(missing) + len(unknown) > 1:
         yield f"{where} has {sorted(unknown)[:6]} and lacks {sorted(missing)[:6]}, as that of another class"
     for name in now.keys() & given.keys():
-        yield from differences(f"{where}[{name!r}]", now[name], given[name])
+        yield from state_differences(f"{where}[{name!r}]", now[name], given[name])
 
 
 def _is_numeric(value: Any) -> bool:
@@ -88,13 +88,13 @@ def probe_of(optimizer: Optimizer, group: Mapping[str, object], weights: torch.T
     return probe
 
 
-def entries_put_back(optimizer: Optimizer, group: Any) -> Callable[[], None]:
+def snapshot_entries(optimizer: Optimizer, group: Any) -> Callable[[], None]:
     """Return a function that restores, in place, the entries of `group` and the numbers that are attributes of `optimizer`.
 
     The parameters of the group stay as they are then."""
     entries = {key: value for key, value in group.items() if key != "params"}
     numbers = {key: value for key, value in vars(optimizer).items() if _has_one_value(value)}
-    held = put_back([*entries.values(), *numbers.values()])
+    held = snapshot_value([*entries.values(), *numbers.values()])
 
     def back() -> None:
         for key in group.keys() - entries.keys() - {"params"}:
@@ -112,16 +112,16 @@ def _has_one_value(value: Any) -> bool:
 
 
 @contextmanager
-def untouched(optimizer: Optimizer, group: Mapping[str, object]) -> Iterator[None]:
+def restored_afterwards(optimizer: Optimizer, group: Mapping[str, object]) -> Iterator[None]:
     """Return a context after which `group` and the numbers of `optimizer` are restored; for trial steps of a copy of it."""
-    back = entries_put_back(optimizer, group)
+    back = snapshot_entries(optimizer, group)
     try:
         yield
     finally:
         back()
 
 
-def put_back(value: Any) -> Callable[[], None] | None:
+def snapshot_value(value: Any) -> Callable[[], None] | None:
     """Return a function that restores `value`, and all that it holds, in place; None where nothing in it can be written.
 
     Tensors, lists, dicts, sets, deques, random generators, and attributes of other objects are restored; parameters, modules,
@@ -173,7 +173,7 @@ def load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         groups = [{**group, "params": _Keys(group["params"])} for group in state_dict["param_groups"]]
         state_dict = {**state_dict, "param_groups": groups}
     optimizer.load_state_dict(state_dict)
-    if not is_plain(state_dict):
+    if not has_torch_form(state_dict):
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]

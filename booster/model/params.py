@@ -19,7 +19,7 @@ def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-def together(models: Sequence[nn.Module]) -> nn.Module:
+def as_one_module(models: Sequence[nn.Module]) -> nn.Module:
     """Return a module that holds `models` without what plugins wrapped around them.
 
     Of one model it is the model itself; of several the names of parameters begin with the model's place in the list.
@@ -27,8 +27,8 @@ def together(models: Sequence[nn.Module]) -> nn.Module:
     return bare(models[0]) if len(models) == 1 else nn.ModuleList(map(bare, models))
 
 
-def prefixes(models: Sequence[nn.Module]) -> list[str]:
-    """Return what names of `together(models)` begin with, one for each model."""
+def name_prefixes(models: Sequence[nn.Module]) -> list[str]:
+    """Return what names of `as_one_module(models)` begin with, one for each model."""
     return [""] if len(models) == 1 else [f"{place}." for place in range(len(models))]
 
 
@@ -37,7 +37,7 @@ def placed_parameters(placed: nn.Module) -> dict[str, torch.Tensor]:
     return placed.own_parameters() if isinstance(placed, PlacedModule) else named_parameters(bare(placed))
 
 
-def no_optimizer(given: Any) -> str:
+def describe_optimizer_wrapper(given: Any) -> str:
     """Describe a wrapper around an optimizer that was given in its place, and what to pass; "" for anything else."""
     name = type(given).__name__
     held = (getattr(given, key, None) for key in ("optim", "optimizer"))

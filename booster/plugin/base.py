@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from booster.data import prepare_dataloader
 from booster.launch import environment_world_size
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
-from booster.model.meta import arrive
+from booster.model.meta import materialise_on
 from booster.shards import Shards
 from booster.tensors.micro_batch import MicroBatch
 
@@ -128,7 +128,7 @@ class Plugin(ABC):
         return f"{type(self).__name__} does not say when a gradient is complete on all ranks"
 
     @property
-    def divides_as(self) -> str | None:
+    def memory_layout(self) -> str | None:
         """Return the name under which `booster.memory` knows what a rank holds here; None: it does not know."""
         return None
 
@@ -234,11 +234,11 @@ class Plugin(ABC):
 class SingleDevice(Plugin):
     """No parallelism: every process trains its own model."""
 
-    divides_as = "single"
+    memory_layout = "single"
     release_refusal = None
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
-        return cast_parameters(arrive(module, device), policy)
+        return cast_parameters(materialise_on(module, device), policy)
 
     def switch_refusal(self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy) -> None:
         return None

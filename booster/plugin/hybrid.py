@@ -23,7 +23,7 @@ from booster.mixed_precision.policy import (
     install_keep_fp32,
     store_parameters,
 )
-from booster.model.meta import arrive, check_meta
+from booster.model.meta import check_meta, materialise_on
 from booster.model.modules import bare
 from booster.plugin.base import Pipeline
 from booster.plugin.fsdp.loaded_shards import ShardLoaded, follow_policy
@@ -209,7 +209,7 @@ class HybridParallelPlugin(ShardingPlugin):
             check_hooks(model)
         blocks, gathered = block_names(model, self._wrap_policy), gathered_modules(model, policy)
         plan = self._plan_pipeline(module, policy, device) if self.pp_size > 1 else None
-        arrive(module, device)
+        materialise_on(module, device)
         self.synchronise(model)
         shards = self._shards(policy)
         if not shards:
@@ -241,7 +241,7 @@ class HybridParallelPlugin(ShardingPlugin):
                 reshard_after_forward=False,
                 reduce_dtype=self._reduce_dtype,
                 shard_placement=fsdp_placement,
-                left=self._left if plan is None else None,
+                unsharded=self._unsharded if plan is None else None,
             )
         if plan is None:
             return module

@@ -52,7 +52,7 @@ class FullyShardedShards(DTensorShards):
         modules: Iterable[nn.Module],
         *,
         unreduced: MutableSet[nn.Module],
-        left: UnshardedParams,
+        unsharded: UnshardedParams,
         **options: Any,
     ) -> None:
         super().__init__(optimizer, **options)
@@ -61,13 +61,13 @@ class FullyShardedShards(DTensorShards):
         self._sharded = [weakref.ref(child) for module in self._alive() for child in _sharded_in(module)]
         self._scaled = any(isinstance(gather_of(group), FP8Gather) for group in fsdp_groups(self._sharded_alive()))
         self._unreduced = unreduced
-        self._left = left
+        self._unsharded = unsharded
 
     def check_gradients(self) -> None:
         if self._looks:
             self._compare_whole()
         for module in self._alive():
-            self._left.take_over(module)
+            self._unsharded.take_over(module)
         if not self._unreduced:
             return
         for module in self._alive():

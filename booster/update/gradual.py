@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from booster.common.torch_internals.optimizer_internals import exchange_step_hooks, note_step, step_hooks, unhooked
 from booster.model.optimizer_kinds import KNOWN
-from booster.model.optimizer_states import entries_put_back
+from booster.model.optimizer_states import snapshot_entries
 from booster.shards import Shards
 
 
@@ -34,7 +34,7 @@ class Restricted:
         self._params = list(group["params"])
         self._entries = dict(group)
         del self._entries["params"]
-        self._put_back = None if type(optimizer) in KNOWN else entries_put_back(optimizer, group)
+        self._put_back = None if type(optimizer) in KNOWN else snapshot_entries(optimizer, group)
         self._stepped = False
 
     def __enter__(self) -> Restricted:

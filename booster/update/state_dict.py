@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import LBFGS, SGD, Optimizer
 
-from booster.model.optimizer_kinds import KNOWN, begins_late, kind_of, known
+from booster.model.optimizer_kinds import KNOWN, kind_of, known, makes_missing_states
 from booster.shards.flat_shard import FlatShard
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def check_complete(update: Update, state_dict: Mapping[str, Any]) -> None:
     if not row.reads_all:
         return
     states, index = state_dict["state"], 0
-    may_lack_all = begins_late(type(update.optimizer))
+    may_lack_all = makes_missing_states(type(update.optimizer))
     for group, given in zip(update.optimizer.param_groups, state_dict["param_groups"], strict=True):
         read = row.read(given)
         for param in group["params"]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from booster.common.snapshot import StateSnapshot
 from booster.loss_scaler import LossScaler
 from booster.model.dtensors import is_dtensor
-from booster.model.optimizer_states import differences
+from booster.model.optimizer_states import state_differences
 from booster.ranks import agreement
 from booster.shards.flat_shard import FlatShard
 from booster.tensors.trees import HALF_DTYPES
@@ -281,7 +281,7 @@ def _check_kinds(optimizer: Optimizer, given: list[Mapping[str, Any]]) -> None:
     for index, (old, new) in enumerate(zip(optimizer.param_groups, given, strict=True)):
         for name in old.keys() & new.keys() - {"params", "param_names"}:
             where = f"the optimizer state's param_groups[{index}][{name!r}]"
-            wrong = list(differences(where, old[name], new[name], defaults.get(name, ...)))
+            wrong = list(state_differences(where, old[name], new[name], defaults.get(name, ...)))
             sizes = [len(value) if isinstance(value, (list, tuple)) else 0 for value in (old[name], new[name])]
             if not wrong and sizes[0] != sizes[1] and name in defaults:
                 wrong = [f"{where} has {sizes[1]} entries, and {sizes[0]} here"]

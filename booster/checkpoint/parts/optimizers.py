@@ -22,7 +22,7 @@ from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.masters.masters import has_half_elements
 from booster.model.modules import bare
-from booster.model.optimizer_kinds import inner_optimizers, is_plain, kind_of
+from booster.model.optimizer_kinds import has_torch_form, inner_optimizers, kind_of
 from booster.shards.flat_shard import FlatShard
 from booster.tensors.trees import is_container, tensors
 from booster.update.state_dict import IN_MODEL, PARAMETERS, STATE_KEY
@@ -217,7 +217,7 @@ def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
     """
     state = optimizer.divided_state_dict()
     names = optimizer.parameter_names()
-    plain = is_plain(state)
+    plain = has_torch_form(state)
     own_form = {k: v for k, v in state.items() if k != STATE_KEY and not (plain and k in ("state", "param_groups"))}
     inner = _inner_states(optimizer.unwrap(), state)
     if not plain:

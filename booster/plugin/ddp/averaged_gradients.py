@@ -110,7 +110,7 @@ class AverageReducer(GradientReducer):
 
         return wait
 
-    def arrived(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
+    def store_reduced(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
         for param, here in zip(self._params[index], reached, strict=True):
             place = self._places.pop(param)
             if here:

@@ -171,7 +171,7 @@ class GradientReducer(ABC):
         """Start to reduce a bucket, with zeros for missing gradients; returns a function that waits, and gives what stays."""
 
     @abstractmethod
-    def arrived(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
+    def store_reduced(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
         """Put what is kept of a bucket where gradients belong. reached: of each of its parameters, whether it has one."""
 
     def reached_anywhere(self) -> Callable[[], list[bool]]:
@@ -259,14 +259,14 @@ class GradientReducer(ABC):
         if not any(reached):
             return
         if not self.subscriptions:
-            self.arrived(index, reduced, reached)
+            self.store_reduced(index, reduced, reached)
             return
         again = any(subscription.again for subscription in self.subscriptions)
         found = [param for param, here in zip(self._params[index], reached, strict=True) if here]
         if again and (self.left or not self.keeps_apart):
             for param in set(found).difference(*(subscription.params for subscription in self.subscriptions)):
                 raise RuntimeError(ALONE.format(name=f"a parameter of shape {tuple(param.shape)}"))
-        self.arrived(index, reduced, reached)
+        self.store_reduced(index, reduced, reached)
         del reduced
         for param in found:
             for subscription in self.subscriptions:

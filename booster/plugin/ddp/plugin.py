@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from booster.common import arguments
 from booster.common.torch_internals.fsdp_internals import leave_gradients_alone, left_to_others
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
-from booster.model.meta import arrive
+from booster.model.meta import materialise_on
 from booster.model.modules import bare, unwrap_placed
 from booster.plugin.base import Plugin, check_joined, world
 from booster.plugin.ddp.averaged_gradients import AverageReducer, ReducedModule
@@ -125,7 +125,7 @@ class TorchDDPPlugin(Plugin):
         return None
 
     @property
-    def divides_as(self) -> str | None:
+    def memory_layout(self) -> str | None:
         if self.group is None:
             return "single"
         return None if self._ddp_options["gradient_as_bucket_view"] or self._fp8 is not None else "ddp"
@@ -234,7 +234,7 @@ class TorchDDPPlugin(Plugin):
 
     def _prepare(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         """Return `module` on `device` in the dtypes of `policy`, not yet synchronised."""
-        module = arrive(module, device)
+        module = materialise_on(module, device)
         if self._sync_batchnorm:  # first, because it replaces modules, which the policy may keep in float32
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
         return cast_parameters(module, policy)

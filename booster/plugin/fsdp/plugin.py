@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from booster.common import arguments
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters, gathered_modules
 from booster.model.dtensors import local_shard
-from booster.model.meta import arrive
+from booster.model.meta import materialise_on
 from booster.model.modules import bare
 from booster.plugin.base import check_joined
 from booster.plugin.fsdp.shard_module import shard_module
@@ -93,7 +93,7 @@ class TorchFSDPPlugin(ShardingPlugin):
     release_refusal = None
 
     @property
-    def divides_as(self) -> str | None:
+    def memory_layout(self) -> str | None:
         if not self.stores_float32:
             return "single"
         plain = self._options == {"reshard_after_forward": True, "cpu_offload": False} and self._reduce_dtype is None
@@ -110,7 +110,7 @@ class TorchFSDPPlugin(ShardingPlugin):
         model = bare(module)
         blocks = block_names(model, self._wrap_policy)
         if not self.stores_float32:
-            return cast_parameters(arrive(module, device), policy)
+            return cast_parameters(materialise_on(module, device), policy)
         self._placed[model] = shard_module(
             module,
             policy,
@@ -121,7 +121,7 @@ class TorchFSDPPlugin(ShardingPlugin):
             reduce_dtype=self._reduce_dtype,
             synchronise=lambda tensors: broadcast_from_first(map(local_shard, tensors), self.group),
             **self._options,
-            left=self._left,
+            unsharded=self._unsharded,
         )
         return module
 

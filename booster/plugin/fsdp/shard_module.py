@@ -72,7 +72,7 @@ def shard_module(
     synchronise: Synchronise | None = None,
     shard_placement: ShardPlacement | None = None,
     gathered: Collection[str] = (),
-    left: UnshardedParams | None = None,
+    unsharded: UnshardedParams | None = None,
 ) -> list[Any]:
     """Shard the parameters of `module` over `mesh`, in place; return hooks for `change_dtypes`, which have `remove`.
 
@@ -146,17 +146,17 @@ def shard_module(
     shards = mesh.get_group(mesh.ndim - 1)
     if policy.fp8_weights and shards.size() > 1:
         _gather_in_fp8(model, policy.fp8_weights, groups, shards)
-    if left is not None:
+    if unsharded is not None:
 
-        def write_back(module: nn.Module, *_: Any, left: UnshardedParams = left) -> None:
+        def write_back(module: nn.Module, *_: Any, unsharded: UnshardedParams = unsharded) -> None:
             with outside_inference():  # in inference mode the shard of a weight cannot be read
-                left.take_over(module)
+                unsharded.take_over(module)
 
         take_over = torch.compiler.disable(write_back)
         model.register_forward_pre_hook(take_over, prepend=True)  # before fully_shard's own, which gathers
         model.register_state_dict_pre_hook(take_over)
     shown = show_computed_dtypes(model, groups, policy.param)
-    model.register_forward_hook(FreeGathered(cast(FSDPModule, model), left), always_call=True)
+    model.register_forward_hook(FreeGathered(cast(FSDPModule, model), unsharded), always_call=True)
     return shown
 
 

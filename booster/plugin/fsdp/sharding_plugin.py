@@ -38,7 +38,7 @@ class ShardingPlugin(Plugin):
         self._placed: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
         self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._unreduced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._left = UnshardedParams()
+        self._unsharded = UnshardedParams()
 
     @abstractmethod
     def _mesh_sizes(self) -> dict[str, int]:
@@ -66,7 +66,7 @@ class ShardingPlugin(Plugin):
             optimizer,
             roots,
             unreduced=self._unreduced,
-            left=self._left,
+            unsharded=self._unsharded,
             group=self.group,
             replica_group=self._replica_group,
             **self._pipeline_options(),
@@ -110,7 +110,7 @@ class ShardingPlugin(Plugin):
     def _change_dtypes(self, placed: nn.Module, after: DtypePolicy) -> nn.Module:
         """Give the shards of `placed` the dtypes of `after`, as `place_again` does."""
         model = bare(placed)
-        self._left.take_over(model)
+        self._unsharded.take_over(model)
         blocks = block_names(model, self._wrap_policy)
         self._placed[model] = change_dtypes(
             placed, after, self._placed[model], blocks=blocks, reduce_dtype=self._reduce_dtype

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from booster.common.torch_internals.tensor_internals import StridedShard
 from booster.mixed_precision.policy import DtypePolicy
 from booster.plugin.tensor_parallel.linear_styles import Colwise
-from booster.plugin.tensor_parallel.local_style import LocalStyle, SharedInput, SharingForward
+from booster.plugin.tensor_parallel.local_style import LocalStyle, SharedInputGrad, SharingForward
 from booster.plugin.tensor_parallel.tied_params import tie, tied_slots
 from booster.plugin.tensor_parallel.tp_plan import TPPlan, resolve_plan
 from booster.tensors.trees import HALF_DTYPES
@@ -91,7 +91,7 @@ def _resolve(
     return {} if mesh.size() == 1 else plan
 
 
-def _share_inputs(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, SharedInput]:
+def _share_inputs(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, SharedInputGrad]:
     """Let column-wise layers of one module in `plan` share the sum of gradients; returns by parent what they share."""
     layers: dict[str, list[str]] = {}
     for name, style in plan.items():
@@ -100,7 +100,7 @@ def _share_inputs(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str,
     found = {}
     for parent, names in layers.items():
         if len(names) > 1 and not isinstance(model.get_submodule(parent), (nn.ModuleList, nn.ModuleDict)):
-            found[parent] = shared = SharedInput()
+            found[parent] = shared = SharedInputGrad()
             plan |= {name: cast(Colwise, plan[name]).sharing(shared) for name in names}
     return found
 

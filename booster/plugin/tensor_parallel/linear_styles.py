@@ -18,7 +18,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import StridedShard
 from booster.plugin.tensor_parallel import boundary
-from booster.plugin.tensor_parallel.local_style import LocalStyle, SharedInput, local_with_gradient, own_dtensors
+from booster.plugin.tensor_parallel.local_style import LocalStyle, SharedInputGrad, local_with_gradient, own_dtensors
 from booster.ranks.messages import communication_device
 from booster.tensors.trees import HALF_DTYPES
 
@@ -46,7 +46,7 @@ class Colwise(LocalStyle):
         arguments.flag("gather_output", self.gather_output)
         check_sequence_dim(self.sequence_dim)
         arguments.flag("shared_input", self.shared_input)
-        self.shared: SharedInput | None = None
+        self.shared: SharedInputGrad | None = None
         # By layer, its name and the backward passes in which its gradients are still compared.
         self._to_compare: weakref.WeakKeyDictionary[nn.Module, tuple[str, int]] = weakref.WeakKeyDictionary()
 
@@ -55,7 +55,7 @@ class Colwise(LocalStyle):
         """Whether the layer sums the gradients of its input itself, or shares the sum with others."""
         return self.sequence_dim is None and not self.shared_input
 
-    def sharing(self, shared: SharedInput) -> Colwise:
+    def sharing(self, shared: SharedInputGrad) -> Colwise:
         """Return this style for a layer that may share its input, by `shared`."""
         style = copy.copy(self)
         style.shared = shared

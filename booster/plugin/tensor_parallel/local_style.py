@@ -107,7 +107,7 @@ def swapped(values: dict[str, Any], replacements: Mapping[str, Any]) -> Iterator
         values.update(originals)
 
 
-class SharedInput:
+class SharedInputGrad:
     """One sum of gradients for column-wise layers that read the same input, such as those of queries, keys and values.
 
     While the forward of the module around them runs, layers that are given one tensor get the same copy of it. So backward adds
@@ -139,9 +139,9 @@ class SharedInput:
 
 
 class SharingForward(InPlaceOfForward):
-    """The forward of a module whose children have a `SharedInput`."""
+    """The forward of a module whose children have a `SharedInputGrad`."""
 
-    def __init__(self, forward: Callable[..., Any], shared: SharedInput) -> None:
+    def __init__(self, forward: Callable[..., Any], shared: SharedInputGrad) -> None:
         super().__init__(forward)
         self.shared = shared
 

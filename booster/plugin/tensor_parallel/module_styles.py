@@ -198,7 +198,7 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str)
 
 
-class LatentProjection(Region):
+class KVLatentProjection(Region):
     """Whole on every rank; of its output the last features, positions, are read by every rank for its own heads, so their
     gradient is summed; that of the latent before them is, by the column-wise layer that reads it.
 

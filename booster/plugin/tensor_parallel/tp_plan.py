@@ -18,7 +18,7 @@ from booster.plugin.tensor_parallel.attention import HeadParallel
 from booster.plugin.tensor_parallel.known_plans import derive_by_shape, derive_plan, within_adapters
 from booster.plugin.tensor_parallel.linear_styles import Colwise, Rowwise, output_dim
 from booster.plugin.tensor_parallel.local_style import LocalStyle
-from booster.plugin.tensor_parallel.module_styles import EmbeddingParallel, Experts, LatentProjection, Region
+from booster.plugin.tensor_parallel.module_styles import EmbeddingParallel, Experts, KVLatentProjection, Region
 from booster.plugin.tensor_parallel.sequence_plan import with_sequence_parallelism
 from booster.plugin.tensor_parallel.tied_params import check_ties, tied_slots
 
@@ -42,7 +42,7 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
     "colwise_rep": lambda module: Colwise(gather_output=True),
     "embedding_colwise": lambda module: EmbeddingParallel(by="features"),
     "embedding_rowwise": lambda module: EmbeddingParallel(by="vocabulary"),
-    "mla_kv_a_proj": lambda module: LatentProjection(),
+    "mla_kv_a_proj": lambda module: KVLatentProjection(),
     "moe_tp_experts": lambda module: Experts({}),
     "packed_colwise": lambda module: Colwise(num_parts=2),
     "replicate": lambda module: Region(),
@@ -247,7 +247,7 @@ def _with_positions(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[st
     """Return `plan` with the number of position features that latent attention has after its latents."""
     found = dict(plan)
     for name, style in plan.items():
-        if not isinstance(style, LatentProjection) or style.num_positions is not None:
+        if not isinstance(style, KVLatentProjection) or style.num_positions is not None:
             continue
         around: Any = model.get_submodule(name.rpartition(".")[0])
         sizes = [getattr(each, "qk_rope_head_dim", None) for each in (around, getattr(around, "config", None))]
@@ -257,7 +257,7 @@ def _with_positions(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[st
                 f"tp_plan gives {name!r} 'mla_kv_a_proj', but the {type(around).__name__} around it does not say in "
                 "qk_rope_head_dim how many of its output features are positions that every head reads; set that attribute"
             )
-        found[name] = LatentProjection(size)
+        found[name] = KVLatentProjection(size)
     return found
 
 

@@ -90,7 +90,7 @@ class SliceReducer(GradientReducer):
         param.grad = None
         return True
 
-    def arrived(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
+    def store_reduced(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
         now = {position for position, here in enumerate(reached) if here}
         self._layout.buckets[index].add_gradient(reduced, now, self._layout.rank)
 
