@@ -45,7 +45,7 @@ from booster import Booster
 from booster.interface.model import pins_of
 from booster.mixed_precision import Autopilot, NVFP4MixedPrecision, PrecisionSchedule
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
-from booster.mixed_precision.low_precision.recipes import Wide
+from booster.mixed_precision.low_precision.recipes import HighPrecision
 from booster.numerics.record.run import Run, read_run
 
 DIM, LENGTH, BATCH, VOCABULARY = 64, 16, 16, 32
@@ -211,7 +211,7 @@ def wide_share(model: nn.Module, names: list[str]) -> float:
     layers = [model.get_submodule(name) for name in names]
     recipes = [each.recipe for each in layers if isinstance(each, LowPrecisionLinear)]
     products = [how for each in recipes for how in (each.output, each.input_gradient, each.weight_gradient)]
-    low_ones = sum(not isinstance(how, Wide) for how in products)
+    low_ones = sum(not isinstance(how, HighPrecision) for how in products)
     return 1 - low_ones / (3 * len(names))
 
 

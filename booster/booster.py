@@ -44,7 +44,7 @@ from booster.interface.model import (
 from booster.interface.optimizer import OptimizerWrapper, gradients_of, update_of, updates_of
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule, make
-from booster.mixed_precision.low_precision.autopilot import Look, Pilot
+from booster.mixed_precision.low_precision.autopilot import Measurement, PrecisionController
 from booster.mixed_precision.low_precision.conversion import LinearConversion
 from booster.mixed_precision.schedule import Phase
 from booster.model.params import as_one_module
@@ -329,10 +329,10 @@ class Booster:
             boosted.register_forward_hook(self._course)
         if self._phase.plan is not None or (self._course is not None and self._course.has_autopilots):
             tell = functools.partial(self._tell, len(self._boosted.wrappers()) - 1)
-            pilot = Pilot(boosted.unwrap(), self.plugin.group, tell)
+            controller = PrecisionController(boosted.unwrap(), self.plugin.group, tell)
             for wrapper in wrappers[:1]:
-                update_of(wrapper).gradients.listen(pilot)
-            self._fly(self._boosted.boostings()[-1], pilot)
+                update_of(wrapper).gradients.listen(controller)
+            self._fly(self._boosted.boostings()[-1], controller)
         if loader is not None:
             self._boosted.loaders.add(loader)
         wrapped = [LRSchedulerWrapper(each, self._boosted.optimizers[id(owner)]) for each, owner in owners]
@@ -1112,7 +1112,7 @@ class Booster:
         precision.bind(self.device)
         return precision
 
-    def _tell(self, model: int, look: Look) -> None:
+    def _tell(self, model: int, look: Measurement) -> None:
         if self._records is not None:
             self._records.tell(model, look)
 
@@ -1122,12 +1122,12 @@ class Booster:
     def _go_over(self, phase: Phase, why: str) -> None:
         """Go over to `phase` in all that was boosted; records say why."""
         boostings = self._boosted.boostings()
-        pilots = [pins_of(each.model) if isinstance(each.model, ModelWrapper) else None for each in boostings]
+        controllers = [pins_of(each.model) if isinstance(each.model, ModelWrapper) else None for each in boostings]
         switch_all(self._switch_to(phase.precision), boostings, self.plugin.group)
         self._phase = phase
-        for boosting, pilot in zip(boostings, pilots, strict=True):
-            if isinstance(pilot, Pilot):
-                self._fly(boosting, pilot)
+        for boosting, controller in zip(boostings, controllers, strict=True):
+            if isinstance(controller, PrecisionController):
+                self._fly(boosting, controller)
         self._checkpoints.note(precision=repr(phase.precision))
         if self._records is not None:
             self._records.go_over(phase.precision, self._boosted.wrappers(), repr(phase), why)
@@ -1139,17 +1139,17 @@ class Booster:
             self._course.follow()
         return self._phase is not before
 
-    def _fly(self, boosting: BoostRecord, pilot: Pilot) -> None:
-        """Have `pilot` do in the model of `boosting` what the phase wants."""
+    def _fly(self, boosting: BoostRecord, controller: PrecisionController) -> None:
+        """Have `controller` do in the model of `boosting` what the phase wants."""
         if boosting.model is not None:
-            keep_pins(boosting.model, pilot)
+            keep_pins(boosting.model, controller)
         precision, plan = self._phase
         if plan is None:
-            pilot.rest()
+            controller.disable()
         else:
             optimizer = next(iter(boosting.optimizers), None)
             recipe = cast(LinearConversion, precision.conversion).recipe  # as its options say
-            pilot.fly(plan, recipe, None if optimizer is None else optimizer.num_steps)
+            controller.enable(plan, recipe, None if optimizer is None else optimizer.num_steps)
 
     def _go_on(self, loaded: Loaded) -> Loaded:
         """Take up what `loaded` says of the run."""

@@ -33,7 +33,7 @@ from booster.update.outcome import StepHistory, StepResult
 _logger = logging.getLogger(__name__)
 _UPDATE = attrgetter("_update")
 _MOMENTUM = methodcaller("get", "momentum")
-_TRAINING, _WANTED, _WIDE = attrgetter("training"), attrgetter("requires_grad"), attrgetter("is_wide")
+_TRAINING, _WANTED, _WIDE = attrgetter("training"), attrgetter("requires_grad"), attrgetter("in_high_precision")
 _WORD = 8  # bytes, at a multiple of which numbers lie
 _TIMES = 3  # that a graph is given up in a row before a WARNING says that it brings nothing
 

@@ -16,7 +16,7 @@ from booster.mixed_precision.keep_fp32 import Float32Forward
 from booster.model.modules import bare
 from booster.model.params import Done, set_tensors
 from booster.tensors.trees import HALF_DTYPES
-from booster.tensors.weak import InPlaceOfForward, WeakForward
+from booster.tensors.weak import ForwardProxy, WeakForward
 
 
 class AsBuilt:
@@ -173,7 +173,7 @@ def _chain(forward: Any, own: Any) -> list[Any] | None:
     while forward is not None and forward is not own:
         if getattr(forward, "__func__", None) is not None:
             return chain if own is None or forward == own else None
-        if not isinstance(forward, InPlaceOfForward):
+        if not isinstance(forward, ForwardProxy):
             return None
         chain.append(forward)
         forward = forward.forward

@@ -160,7 +160,7 @@ def _computes(
     multiplying = isinstance(module, FrozenLinear) or multiplies(module)
     if in_float32:
         return "float32"
-    if isinstance(module, LowPrecisionLinear) and not module.is_wide:
+    if isinstance(module, LowPrecisionLinear) and not module.in_high_precision:
         return module.recipe.name
     if isinstance(module, FrozenLinear) and module.compute_dtype is not None:
         return _listed([module.compute_dtype])

@@ -24,7 +24,7 @@ from booster.model.dtensors import is_dtensor, is_part
 from booster.model.modules import bare, fast_path_off, wait_for_weights
 from booster.tensors.cast_regions import both, cast_floats, cast_inputs, region
 from booster.tensors.trees import HALF_DTYPES, tensors
-from booster.tensors.weak import plain, reading
+from booster.tensors.weak import reading_weakly, strip_weak
 
 
 class ForwardPrecision(Protocol):
@@ -114,7 +114,7 @@ class PrecisionModule(TransparentModule):
     def _beside_forward(self) -> Callable[[], AbstractContextManager[Any]]:
         """The context of other methods, which read buffers as forward does."""
         own = self._off_path if self._passed_over else self._precision.forward_context
-        return reading([bare(self.module)], own)
+        return reading_weakly([bare(self.module)], own)
 
     def cast_inputs(self, tree: Any) -> Any:
         """Inputs of the model, in whatever containers, as the precision wants them."""
@@ -175,7 +175,7 @@ class PrecisionModule(TransparentModule):
                 f"model.{name}() returned tensors with gradients, but {type(self.module).__name__} synchronises only "
                 "what goes through forward. Compute the loss in forward, or call the method under torch.no_grad()"
             )
-        return self.cast_outputs(plain(output))
+        return self.cast_outputs(strip_weak(output))
 
 
 def _refuse_trace() -> None:

@@ -52,13 +52,13 @@ def by_kernels(
     )
 
 
-def rounded(
+def quantized(
     x: torch.Tensor,
     target: NumberFormat,
     scaling: Scaling,
     multiple: int,
     *,
-    turned: bool = False,
+    transposed: bool = False,
     given: torch.Tensor | None = None,
     largest: torch.Tensor | None = None,
 ) -> tuple[Scaled, Scaled | None]:
@@ -78,11 +78,11 @@ def rounded(
     assert dtype is not None
     kind = TENSOR if over == "tensor" else ROW if over == "row" else BLOCKS
     down, across = over if isinstance(over, tuple) else (1, 1)
-    filled, turned_filled = columns + -columns % multiple, rows + -rows % multiple
+    filled, transposed_filled = columns + -columns % multiple, rows + -rows % multiple
     height, width = tile_of(kind, down)
     new: Any = functools.partial(torch.empty, device=x.device)
     values = new(rows, filled, dtype=dtype)
-    other = new(columns, turned_filled, dtype=dtype) if turned else None
+    other = new(columns, transposed_filled, dtype=dtype) if transposed else None
     scale = {
         TENSOR: lambda: new((), dtype=torch.float32),
         ROW: lambda: new(rows, 1, dtype=torch.float32),
@@ -90,7 +90,7 @@ def rounded(
     }[kind]()
     above = -(-rows // height)
     splits = max(1, min(-(-columns // width), _MOST_PARTS // above))
-    tiles = -(-max(rows, turned_filled if turned else 0) // height) * -(-filled // width)
+    tiles = -(-max(rows, transposed_filled if transposed else 0) // height) * -(-filled // width)
     partials = None if kind == BLOCKS else new(above * splits if kind == TENSOR else splits * rows, dtype=torch.int32)
     seen = None if given is None else new(tiles, dtype=torch.int32)
     lies = rows, columns, x.stride(0), x.stride(1)
@@ -101,7 +101,7 @@ def rounded(
             largest_of[(above * splits,)](x, partials, given, *lies, splits, KIND=kind, **sizes)
         bytes_of = values.view(torch.int8), None if other is None else other.view(torch.int8)
         write[(tiles,)](
-            *(x, *bytes_of, scale, partials, given, seen, rows, columns, filled, turned_filled, *lies[2:]),
+            *(x, *bytes_of, scale, partials, given, seen, rows, columns, filled, transposed_filled, *lies[2:]),
             above * splits if kind == TENSOR else splits,
             KIND=kind,
             POWER=scaling.scale == "power_of_two",
@@ -118,7 +118,7 @@ def rounded(
     return made, None if other is None else replace(made, values=other, scale=scale.t().contiguous())
 
 
-def rounded_to_fours(
+def quantized_to_e2m1(
     x: torch.Tensor, scaling: Scaling, multiple: int, *, rotates: bool = False, stochastic: bool = False
 ) -> Scaled:
     """Return the matrix `x` in e2m1 under e4m3 scales of blocks, with columns of zeros until they are a `multiple` of 16.
@@ -232,10 +232,10 @@ def _tried(
                 laid = F.pad(each, (0, -each.shape[1] % 32))
                 laid = rotated(laid.float()) if rotates else laid
                 expected = scale_to(laid, target, scaling, noise=noise_of(laid) if stochastic else None)
-                found = rounded_to_fours(each, scaling, 32, rotates=rotates, stochastic=stochastic)
+                found = quantized_to_e2m1(each, scaling, 32, rotates=rotates, stochastic=stochastic)
             else:
                 expected = scale_to(F.pad(each, (0, -each.shape[1] % 32)), target, scaling)
-                found, other = rounded(each, target, scaling, 32, turned=turns)
+                found, other = quantized(each, target, scaling, 32, transposed=turns)
                 if other is not None and not _is_turned(other, found, each.shape):
                     return f"bytes of a transpose, written beside{what}, {dtype}, differ"
             if not same(found, expected, target):
@@ -247,16 +247,16 @@ def _tried(
 
 def _is_turned(other: Scaled, found: Scaled, shape: torch.Size) -> bool:
     """Whether `other` has the bytes of `found`, a matrix of `shape` before it was filled up, turned, and then zeros."""
-    (rows, columns), (turned, values) = shape, (each.values.view(torch.uint8) for each in (other, found))
-    if not torch.equal(turned[:, :rows], values[:, :columns].t()):
+    (rows, columns), (transposed, values) = shape, (each.values.view(torch.uint8) for each in (other, found))
+    if not torch.equal(transposed[:, :rows], values[:, :columns].t()):
         return False
     finite = bool(torch.isfinite(other.scale).all())
-    return not finite or (torch.equal(other.scale, found.scale.t()) and not turned[:, rows:].any())
+    return not finite or (torch.equal(other.scale, found.scale.t()) and not transposed[:, rows:].any())
 
 
 def _given_is_taken(x: torch.Tensor, target: NumberFormat, scaling: Scaling, start: float) -> bool:
     given, largest = (torch.full((), value, dtype=torch.float32, device=x.device) for value in (start, 1e-9))
-    found, _ = rounded(x, target, scaling, 1, given=given, largest=largest)
+    found, _ = quantized(x, target, scaling, 1, given=given, largest=largest)
     finite = bool(torch.isfinite(x).all())
     expected = scale_to(x, target, scaling, scale=given if start else None)
     noted = x.abs().amax().float() if finite else torch.full_like(largest, 1e-9)

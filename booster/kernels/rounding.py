@@ -89,14 +89,14 @@ def largest_of(x, partials, given, rows, columns, row_stride, column_stride, spl
 
 
 @triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["given"])
-def write(x, values, turned, scales, partials, given, seen, rows, columns, filled, turned_filled, row_stride,
+def write(x, values, transposed, scales, partials, given, seen, rows, columns, filled, transposed_filled, row_stride,
           column_stride, splits, KIND: tl.constexpr, POWER: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
           MANTISSA: tl.constexpr, OFFSET: tl.constexpr, SUBNORMAL: tl.constexpr, NORMAL: tl.constexpr,
           LARGEST: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
           BLOCK: tl.constexpr):  # fmt: skip
     """Write a matrix as bytes, `filled` columns of them, and their scales.
 
-    turned: where its transpose is written as well, with `turned_filled` columns. partials: what `largest_of` found, of so
+    turned: where its transpose is written as well, with `transposed_filled` columns. partials: what `largest_of` found, of so
     many `splits` of a row, or parts of the whole. given: a scale that is taken where it is known; then `seen` has the
     largest magnitude of each tile. MANTISSA: of the format; 0 writes whole numbers.
     """
@@ -142,9 +142,9 @@ def write(x, values, turned, scales, partials, given, seen, rows, columns, fille
     codes = codes.to(tl.int8)
     places = row.to(tl.int64)[:, None] * filled + column[None, :]
     tl.store(values + places, codes, (row[:, None] < rows) & (column[None, :] < filled))
-    if turned is not None:
-        places = column.to(tl.int64)[None, :] * turned_filled + row[:, None]
-        tl.store(turned + places, codes, (row[:, None] < turned_filled) & (column[None, :] < columns))
+    if transposed is not None:
+        places = column.to(tl.int64)[None, :] * transposed_filled + row[:, None]
+        tl.store(transposed + places, codes, (row[:, None] < transposed_filled) & (column[None, :] < columns))
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["given", "largest"])

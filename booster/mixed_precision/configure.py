@@ -28,7 +28,7 @@ from booster.mixed_precision.policy import InProcess, Placement
 from booster.model.modules import PlacedModule, bare, fast_path_changes_dtype
 from booster.model.params import as_one_module, name_prefixes, named_parameters, placed_parameters, rebind
 from booster.shards import Shards
-from booster.tensors.weak import reading
+from booster.tensors.weak import reading_weakly
 from booster.update.choice import COMPILED, PARAMETERS, choose_update
 from booster.update.compiled_step import can_compile
 from booster.update.context import UpdateContext
@@ -149,7 +149,7 @@ def _wrap_optimizer(
     wrapper = OptimizerWrapper(
         context,
         chosen,
-        backward_context=reading(map(bare, placed), precision.backward_context),
+        backward_context=reading_weakly(map(bare, placed), precision.backward_context),
         after_step=precision.step_follower,
         forget_weights=None if precision.conversion is None else precision.conversion.drop_weights,
     )

@@ -21,7 +21,7 @@ from booster.common.torch_internals.tensor_internals import BatchNorm
 from booster.model.modules import matcher, parents, places_of, repeated_blocks
 from booster.tensors.cast_regions import NewTensors, cast_floats, disabled
 from booster.tensors.trees import HALF_DTYPES
-from booster.tensors.weak import InPlaceOfForward, Inside, plain, weakly
+from booster.tensors.weak import ForwardDepth, ForwardProxy, as_weak, strip_weak
 
 _MARK = "booster_keep_fp32"
 
@@ -145,7 +145,7 @@ def normalise_keep_fp32(
     return entries
 
 
-class Float32Forward(InPlaceOfForward):
+class Float32Forward(ForwardProxy):
     """The forward of one module, in float32: floating inputs cast up, autocast off until it returns.
 
     device_type: where autocast may be on; None where it never is. output_dtype: what floating outputs are cast to, for a
@@ -166,12 +166,12 @@ class Float32Forward(InPlaceOfForward):
         device_type: str | None,
         output_dtype: torch.dtype | None = None,
         *,
-        weakly: Inside | None = None,
+        as_weak: ForwardDepth | None = None,
     ) -> None:
         super().__init__(forward)
         self._device_type = device_type
         self._output_dtype = output_dtype
-        self.inside = weakly
+        self.depth = as_weak
         self._takes_halves = output_dtype in HALF_DTYPES and _normalises_halves(forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,12 +180,12 @@ class Float32Forward(InPlaceOfForward):
             return cast_floats(self._function(module, *args, **kwargs), self._output_dtype)
         autocast_off = torch.autocast(self._device_type, enabled=False) if self._device_type else nullcontext()
         with autocast_off, disabled(NewTensors):
-            if self.inside is not None:
-                args, kwargs = plain(args), plain(kwargs)
+            if self.depth is not None:
+                args, kwargs = strip_weak(args), strip_weak(kwargs)
             args, kwargs = cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32)
             output = self._function(*args, **kwargs) if module is None else self._function(module, *args, **kwargs)
-        if self.inside is not None and self._output_dtype is not None:
-            return weakly(output, self._output_dtype) if self.inside.runs() else output
+        if self.depth is not None and self._output_dtype is not None:
+            return as_weak(output, self._output_dtype) if self.depth.runs() else output
         return cast_floats(output, self._output_dtype)
 
 
@@ -201,14 +201,18 @@ def _normalises_halves(forward: Callable[..., Any]) -> bool:
 
 
 def compute_in_fp32(
-    module: nn.Module, device_type: str | None, output_dtype: torch.dtype | None = None, *, weakly: Inside | None = None
+    module: nn.Module,
+    device_type: str | None,
+    output_dtype: torch.dtype | None = None,
+    *,
+    as_weak: ForwardDepth | None = None,
 ) -> None:
     """Make `module` compute in float32, in place; the arguments are those of `Float32Forward`.
 
     Doing it again replaces what was said the first time, it does not add to it.
     """
     forward = module.forward.forward if isinstance(module.forward, Float32Forward) else module.forward
-    module.forward = Float32Forward(forward, device_type, output_dtype, weakly=weakly)
+    module.forward = Float32Forward(forward, device_type, output_dtype, as_weak=as_weak)
 
 
 def compute_as_before(module: nn.Module) -> None:

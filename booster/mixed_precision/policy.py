@@ -34,7 +34,7 @@ from booster.model.modules import bare, parents, places_of
 from booster.model.params import Done, set_tensors
 from booster.shards import Shards
 from booster.tensors.trees import HALF_DTYPES
-from booster.tensors.weak import inside_of, read_plainly, read_weakly
+from booster.tensors.weak import forward_depth_of, install_weak_buffers, remove_weak_buffers
 from booster.update.outcome import StepListener
 
 
@@ -209,15 +209,15 @@ def install_keep_fp32(module: nn.Module, policy: DtypePolicy) -> None:
     """Make the modules of `module` that `policy` keeps in float32 take inputs in it, and float buffers be read, in place.
 
     What they return, and float buffers of other modules, are float32 and do not widen the halves that they meet, see
-    `weak.Weak`. For plugins that cast parameters themselves; `cast_parameters` does it too. Repeating it changes nothing.
+    `weak.WeakTensor`. For plugins that cast parameters themselves; `cast_parameters` does it too. Repeating it changes nothing.
     """
     inner = bare(module)
-    half, inside = policy.param, inside_of(inner) if reads_weakly(policy) else None
-    read_plainly(inner)
+    half, depth = policy.param, forward_depth_of(inner) if reads_weakly(policy) else None
+    remove_weak_buffers(inner)
     for name in policy.keep_fp32:
-        compute_in_fp32(inner.get_submodule(name), None, half, weakly=inside)
-    if half is not None and inside is not None:
-        read_weakly(inner, half, weak_buffers(inner, policy), inside, returning=policy.keep_fp32)
+        compute_in_fp32(inner.get_submodule(name), None, half, as_weak=depth)
+    if half is not None and depth is not None:
+        install_weak_buffers(inner, half, weak_buffers(inner, policy), depth, returning=policy.keep_fp32)
 
 
 def reads_weakly(policy: DtypePolicy) -> bool:
@@ -226,7 +226,7 @@ def reads_weakly(policy: DtypePolicy) -> bool:
 
 
 def weak_buffers(model: nn.Module, policy: DtypePolicy) -> list[str]:
-    """Return the names of the float buffers of `model` that are stored as registered, and read by `weak.Weak`."""
+    """Return the names of the float buffers of `model` that are stored as registered, and read by `weak.WeakTensor`."""
     if not reads_weakly(policy):
         return []
     other = (policy.half_buffers or frozenset()) | policy.fp32_buffers

@@ -23,7 +23,7 @@ class LinearProxy(nn.Linear):
     """
 
     arrived: Callable[[torch.Tensor], Scaled | None] | None = None
-    is_wide = False
+    in_high_precision = False
 
 
 class PlacedModule(nn.Module):

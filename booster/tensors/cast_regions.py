@@ -302,7 +302,7 @@ def _switched_off(modes: Sequence[CastMode]) -> Iterator[None]:
             mode.enabled = True
 
 
-def halved(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def to_half(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `tensor` in the half `dtype`. Finite numbers stay finite, such as `finfo.min` in a mask."""
     if tensor.dtype is dtype or tensor.dtype is torch.float16:  # whose numbers bfloat16 holds
         return tensor.to(dtype)
@@ -311,19 +311,19 @@ def halved(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def cast_inputs(tree: Any, dtype: torch.dtype | None) -> Any:
-    """As `cast_floats`, for what a user gives: to a half `dtype` by `halved`."""
+    """As `cast_floats`, for what a user gives: to a half `dtype` by `to_half`."""
     if dtype not in HALF_DTYPES:
         return cast_floats(tree, dtype)
     if type(tree) is tuple and len(tree) == 1 and isinstance(tree[0], torch.Tensor):  # as arguments nearly always are
         own = tree[0].dtype
         if own == dtype or own not in _CASTABLE:
             return tree
-        if own is torch.float32:  # as in `halved`, which would be one more call in every forward pass
+        if own is torch.float32:  # as in `to_half`, which would be one more call in every forward pass
             most, wide = torch.finfo(dtype).max, tree[0]
             return (torch.where(wide.isinf(), wide, wide.clamp(-most, most)).to(dtype),)
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return halved(tensor, dtype) if tensor.dtype in _CASTABLE and tensor.dtype != dtype else tensor
+        return to_half(tensor, dtype) if tensor.dtype in _CASTABLE and tensor.dtype != dtype else tensor
 
     return map_tensors(cast, tree)
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from booster.common.torch_internals.autograd_internals import graph_task, without_subclasses
 from booster.common.torch_internals.tensor_internals import base_of, is_fake_kind, written_arguments
-from booster.tensors.cast_regions import halved
+from booster.tensors.cast_regions import to_half
 from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
 
 _WIDE = frozenset({torch.float32, torch.float64})
@@ -54,7 +54,7 @@ _TENSOR: Any = torch.Tensor  # of which mypy takes getters for what they get
 _ROLES |= {_TENSOR.data.__set__: "written", base_of: "itself", _TENSOR.grad.__get__: "itself"}
 
 
-class Weak(torch.Tensor):
+class WeakTensor(torch.Tensor):
     """A float32 tensor that is rounded to half precision where a torch function takes it together with halves.
 
     What is computed of weak tensors alone, or of them and integers, is weak again; with other float32 tensors, or by
@@ -75,37 +75,37 @@ class Weak(torch.Tensor):
             if half is not None and _ROLES.get(func) == "norm":
                 return output.to(half)
             if kind is None:
-                asked = _ROLES.get(func) in ("float", "to") and isinstance(output, Weak)
+                asked = _ROLES.get(func) in ("float", "to") and isinstance(output, WeakTensor)
                 return output.view_as(output) if asked else output
             if isinstance(output, torch.Tensor):
                 return _as(kind, output)
             return map_tensors(functools.partial(_as, kind), output) if isinstance(output, (tuple, list)) else output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain(self).__reduce_ex__(protocol)
+        return strip_weak(self).__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Weak:
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeakTensor:
         # Still weak, as the copy of a module that holds it, such as a cache of cosines, meets halves too.
-        memo[id(self)] = clone = copy.deepcopy(plain(self), memo).as_subclass(type(self))
+        memo[id(self)] = clone = copy.deepcopy(strip_weak(self), memo).as_subclass(type(self))
         return clone
 
 
-class WeakBuffer(Weak):
+class WeakBufferTensor(WeakTensor):
     """One that is computed of buffers alone. Finite numbers of it are finite in half precision too, as those of masks."""
 
 
-class WeakState(WeakBuffer):
+class WeakStateTensor(WeakBufferTensor):
     """Of a buffer that a forward pass sets anew, as a running mean: what it is averaged with, and carries no gradient, is
     widened."""
 
 
-def weakly(tree: Any, half: torch.dtype) -> Any:
+def as_weak(tree: Any, half: torch.dtype) -> Any:
     """Return `tree` with plain float32 tensors in it weak, and tensors of other classes, such as DTensor, cast to `half`."""
 
     def weak(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype is not torch.float32:
             return tensor
-        return tensor.as_subclass(Weak) if type(tensor) is torch.Tensor else _rounded(tensor, half)
+        return tensor.as_subclass(WeakTensor) if type(tensor) is torch.Tensor else _rounded(tensor, half)
 
     return map_tensors(weak, tree)
 
@@ -120,21 +120,21 @@ def _rounded(tensor: torch.Tensor, half: torch.dtype) -> torch.Tensor:
     return tensor.to(half)
 
 
-def plain(tree: Any, dtype: torch.dtype | None = None) -> Any:
+def strip_weak(tree: Any, dtype: torch.dtype | None = None) -> Any:
     """Return `tree` with plain tensors in place of weak ones, cast to `dtype` where that is given."""
 
     def strip(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, Weak):
+        if not isinstance(tensor, WeakTensor):
             return tensor
         with without_subclasses():
             if dtype is None or tensor.dtype == dtype:
                 return tensor.view_as(tensor)
-            return halved(tensor, dtype) if isinstance(tensor, WeakBuffer) else tensor.to(dtype)
+            return to_half(tensor, dtype) if isinstance(tensor, WeakBufferTensor) else tensor.to(dtype)
 
     return map_tensors(strip, tree)
 
 
-def settled(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def cast_weak_args(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the arguments of `func` as it takes them, where weak tensors are among them: for modes, which come first."""
     half, up, _ = _settle(func, args, kwargs)
     if half is None:
@@ -143,21 +143,25 @@ def settled(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str
         return _fitted(func, args, kwargs, half, up)
 
 
-def _settle(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[torch.dtype | None, bool, type[Weak] | None]:
+def _settle(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[torch.dtype | None, bool, type[WeakTensor] | None]:
     """Of a call: the half dtype that weak arguments meet, whether halves are widened to them instead, and what kind of weak
     tensor results; None: a plain one."""
     role = _ROLES.get(func)
     half: torch.dtype | None = None
     scalar: torch.dtype | None = None
-    kind: type[Weak] | None = WeakState
+    kind: type[WeakTensor] | None = WeakStateTensor
     carries = False
     for value in (*args, *kwargs.values()) if kwargs else args:
         for each in value if isinstance(value, (list, tuple)) else (value,):
             if not isinstance(each, torch.Tensor):
                 continue
-            if isinstance(each, Weak):
+            if isinstance(each, WeakTensor):
                 if kind is not None and not issubclass(type(each), kind):
-                    kind = WeakBuffer if isinstance(each, WeakBuffer) and kind is WeakState else Weak
+                    kind = (
+                        WeakBufferTensor
+                        if isinstance(each, WeakBufferTensor) and kind is WeakStateTensor
+                        else WeakTensor
+                    )
             elif each.dtype in HALF_DTYPES:
                 if each.dim():
                     half = each.dtype
@@ -174,15 +178,15 @@ def _settle(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[torch.dtype |
         return None, False, kind
     written = _written(func)
     if written and any(
-        isinstance(each, Weak) for each in tensors([_argument(place, args, kwargs) for place in written])
+        isinstance(each, WeakTensor) for each in tensors([_argument(place, args, kwargs) for place in written])
     ):
         return half, True, kind
-    if any(isinstance(each, Weak) for each in tensors(kwargs.get("out"))):
+    if any(isinstance(each, WeakTensor) for each in tensors(kwargs.get("out"))):
         return half, True, None
     if role in ("compared", "norm"):
         return half, True, None
-    if kind is WeakState and role == "arithmetic" and not (carries and torch.is_grad_enabled()):
-        return half, True, WeakState
+    if kind is WeakStateTensor and role == "arithmetic" and not (carries and torch.is_grad_enabled()):
+        return half, True, WeakStateTensor
     return half, False, None
 
 
@@ -217,16 +221,16 @@ def _cast(value: Any, half: torch.dtype, up: bool, func: Any) -> Any:
         return value
     if up:
         return value.float() if value.dtype in HALF_DTYPES else value
-    if not isinstance(value, Weak) or (not value.dim() and _ROLES.get(func) == "arithmetic"):
+    if not isinstance(value, WeakTensor) or (not value.dim() and _ROLES.get(func) == "arithmetic"):
         return value
-    return halved(value, half) if isinstance(value, WeakBuffer) else value.to(half)
+    return to_half(value, half) if isinstance(value, WeakBufferTensor) else value.to(half)
 
 
-def _as(kind: type[Weak], tensor: torch.Tensor) -> torch.Tensor:
+def _as(kind: type[WeakTensor], tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_subclass(kind) if type(tensor) is torch.Tensor and tensor.dtype in _WIDE else tensor
 
 
-class OfAModule:
+class ModuleReference:
     """What a module holds, and holds that module weakly, so that it dies with its last reference."""
 
     def __getstate__(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -241,14 +245,14 @@ class OfAModule:
             self.__dict__[name] = None if value is None else weakref.ref(value)
 
 
-class InPlaceOfForward(OfAModule):
+class ForwardProxy(ModuleReference):
     """Base of what takes the place of the `forward` of a module, and not of hooks around it.
 
     inside: what tells whether a model runs that reads weakly; None where it returns no weak tensor.
     owner: that module, where what takes the place looks at it.
     """
 
-    inside: Inside | None = None
+    depth: ForwardDepth | None = None
     _module: Any  # of a method, of which `_function` is the function; else None
     _function: Callable[..., Any]
 
@@ -293,7 +297,7 @@ class InPlaceOfForward(OfAModule):
         )
 
 
-class Inside:
+class ForwardDepth:
     """Whether a forward runs of a model that reads weakly: what modules in it return is weak there, and nowhere else.
 
     Models that share modules share it.
@@ -302,19 +306,19 @@ class Inside:
     def __init__(self) -> None:
         self.count = 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Inside:
-        memo[id(self)] = clone = Inside()  # a copy that is made inside of forward is at rest
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardDepth:
+        memo[id(self)] = clone = ForwardDepth()  # a copy that is made inside of forward is at rest
         return clone
 
     def __reduce__(self) -> Any:
-        return Inside, ()
+        return ForwardDepth, ()
 
     def runs(self) -> bool:
         # A backward pass runs checkpointed modules again, where they return what they did.
         return self.count > 0 or (not torch.compiler.is_compiling() and graph_task() != -1)
 
 
-class ShownBuffers(OfAModule):
+class WeakBuffers(ModuleReference):
     """The float buffers of one module, which its forward reads as weak tensors; at rest they are plain ones.
 
     names: of the buffers, in the module. half: the dtype of the weights around.
@@ -343,10 +347,10 @@ class ShownBuffers(OfAModule):
             # In the skeleton of a pipeline a buffer is an attribute.
             held = module._buffers if name in module._buffers else module.__dict__
             buffer = held.get(name)
-            if buffer is None or buffer.dtype not in _WIDE or isinstance(buffer, Weak):
+            if buffer is None or buffer.dtype not in _WIDE or isinstance(buffer, WeakTensor):
                 continue
             if type(buffer) is torch.Tensor and buffer.layout is torch.strided:
-                kind = WeakState if name in self._set_anew and module.training else WeakBuffer
+                kind = WeakStateTensor if name in self._set_anew and module.training else WeakBufferTensor
                 shown: torch.Tensor = buffer.as_subclass(kind)
             else:  # one without numbers, by which dtypes are found out beforehand, divided among ranks, or sparse
                 shown = _rounded(buffer, self._half)
@@ -364,39 +368,39 @@ class ShownBuffers(OfAModule):
             elif now is not None:
                 if now.dtype in HALF_DTYPES:
                     self._set_anew |= {name}
-                held[name] = plain(now).to(buffer.dtype)
+                held[name] = strip_weak(now).to(buffer.dtype)
         self._shown.clear()
 
 
-class WeakForward(InPlaceOfForward):
+class WeakForward(ForwardProxy):
     """The forward of a module that reads float buffers as weak tensors, or has such modules in it, or those that return weak
     tensors. It returns plain ones, but inside of another.
 
     shown: what is read. whole: it is that of a model.
     """
 
-    inside: Inside
+    depth: ForwardDepth
 
     def __init__(
-        self, forward: Callable[..., Any], shown: Iterable[ShownBuffers], inside: Inside, *, whole: bool
+        self, forward: Callable[..., Any], shown: Iterable[WeakBuffers], depth: ForwardDepth, *, whole: bool
     ) -> None:
         super().__init__(forward)
-        self.shown, self.inside, self._whole = tuple(shown), inside, whole
+        self.shown, self.depth, self._whole = tuple(shown), depth, whole
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = None if self._module is None else self._module()
-        if not self._whole and self.inside.count:
+        if not self._whole and self.depth.count:
             return self._function(*args, **kwargs) if module is None else self._function(module, *args, **kwargs)
-        again = not self._whole and self.inside.runs()  # where a backward pass runs it again
+        again = not self._whole and self.depth.runs()  # where a backward pass runs it again
         self.enter()
         try:
             output = self._function(*args, **kwargs) if module is None else self._function(module, *args, **kwargs)
         finally:
             self.leave()
-        return output if again else plain(output)
+        return output if again else strip_weak(output)
 
     def enter(self) -> None:
-        self.inside.count += 1
+        self.depth.count += 1
         for place, each in enumerate(self.shown):
             try:
                 each.enter()
@@ -407,10 +411,10 @@ class WeakForward(InPlaceOfForward):
     def leave(self, count: int | None = None) -> None:
         for each in self.shown[:count]:
             each.leave()
-        self.inside.count -= 1
+        self.depth.count -= 1
 
 
-def reading(
+def reading_weakly(
     models: Iterable[nn.Module], context: Callable[[], AbstractContextManager[Any]]
 ) -> Callable[[], AbstractContextManager[Any]]:
     """Return `context` in which `models` read as in their forward, for what runs beside it: backward passes, in which
@@ -431,28 +435,28 @@ def _reading(forwards: list[WeakForward], context: Callable[[], AbstractContextM
             each.leave()
 
 
-def settle_inputs(half: torch.dtype) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
+def cast_weak_inputs(half: torch.dtype) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
     """Return a forward pre-hook, `with_kwargs`, that casts weak inputs to `half`, for what hands on inputs as new tensors."""
 
     def settle(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return plain(args, half), plain(kwargs, half)
+        return strip_weak(args, half), strip_weak(kwargs, half)
 
     return settle
 
 
-def inside_of(model: nn.Module) -> Inside:
-    """Return the `Inside` of `model`: that of a model that reads weakly and shares a module with it, or a new one."""
+def forward_depth_of(model: nn.Module) -> ForwardDepth:
+    """Return the `ForwardDepth` of `model`: that of a model that reads weakly and shares a module with it, or a new one."""
     for module in model.modules():
         forward = module.__dict__.get("forward")
-        if isinstance(forward, InPlaceOfForward) and forward.inside is not None:
-            return forward.inside
-    return Inside()
+        if isinstance(forward, ForwardProxy) and forward.depth is not None:
+            return forward.depth
+    return ForwardDepth()
 
 
-def read_weakly(
-    model: nn.Module, half: torch.dtype, buffers: Iterable[str], inside: Inside, *, returning: Iterable[str]
+def install_weak_buffers(
+    model: nn.Module, half: torch.dtype, buffers: Iterable[str], depth: ForwardDepth, *, returning: Iterable[str]
 ) -> None:
-    """Have forwards of `model` read its `buffers`, by name, as weak tensors, in place; `read_plainly` comes before.
+    """Have forwards of `model` read its `buffers`, by name, as weak tensors, in place; `remove_weak_buffers` comes before.
 
     returning: names of the modules in it that return weak tensors.
     """
@@ -460,7 +464,7 @@ def read_weakly(
     for name in buffers:
         owner, _, own = name.rpartition(".")
         owners.setdefault(owner, []).append(own)
-    shown = {name: ShownBuffers(model.get_submodule(name), own, half) for name, own in owners.items()}
+    shown = {name: WeakBuffers(model.get_submodule(name), own, half) for name, own in owners.items()}
     returning = frozenset(returning)
     for name, module in list(model.named_modules()):
         within = f"{name}." if name else ""
@@ -468,11 +472,11 @@ def read_weakly(
         holds = read or any(key.startswith(within) for key in returning)
         is_list = getattr(module.forward, "__func__", None) is nn.Module.forward
         if holds and name not in returning and not is_list:
-            module.forward = WeakForward(module.forward, read, inside, whole=not name)
+            module.forward = WeakForward(module.forward, read, depth, whole=not name)
 
 
-def read_plainly(model: nn.Module) -> None:
-    """Undo `read_weakly`, in place."""
+def remove_weak_buffers(model: nn.Module) -> None:
+    """Undo `install_weak_buffers`, in place."""
     for module in model.modules():
         wrapped = module.__dict__.get("forward")
         if isinstance(wrapped, WeakForward):

@@ -192,19 +192,19 @@ HANDED = {
 }
 
 
-class RoundedWeights:
+class QuantizedWeights:
     """While entered, counts the weights that layers round."""
 
     def __enter__(self):
-        self.count, right = 0, operands.rounded
+        self.count, right = 0, operands.quantized
 
-        def rounded(x, *how):
+        def quantized(x, *how):
             self.count += ROWS not in x.shape
             return right(x, *how)
 
         self.patch = pytest.MonkeyPatch()
         for module in (operands, linear):
-            self.patch.setattr(module, "rounded", rounded)
+            self.patch.setattr(module, "quantized", quantized)
         return self
 
     def __exit__(self, *raised):
@@ -237,10 +237,10 @@ def handed(rank, world_size, cases, plugin=None):
             booster, model, optimizer = boosted(gather_in_fp8, made, model_options, **options)
             layers = sum(isinstance(module, LowPrecisionLinear) for module in model.modules())
             for _ in range(2):
-                with RoundedWeights() as rounded:
+                with QuantizedWeights() as quantized:
                     stepped_and_evaluated(model, booster, optimizer)
                 if case != "frozen" or gather_in_fp8:
-                    assert rounded.count == passes * (wide if gather_in_fp8 else layers), case
+                    assert quantized.count == passes * (wide if gather_in_fp8 else layers), case
                 assert arrived_in(model) == 0, "bytes are freed with the weights"
 
 

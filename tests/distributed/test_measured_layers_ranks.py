@@ -35,7 +35,7 @@ def boosted(name, rank):
 
 def low(model):
     layers = {name: each for name, each in model.unwrap().named_modules() if isinstance(each, LowPrecisionLinear)}
-    return [name for name, each in layers.items() if not each.is_wide]
+    return [name for name, each in layers.items() if not each.in_high_precision]
 
 
 def chosen(rank, world_size, name, folder):

@@ -18,7 +18,7 @@ from booster.mixed_precision.low_precision.recipes import (
     FP8_RECIPES,
     INT8_RECIPE,
     MXFP8,
-    Product,
+    GemmConfig,
     fp8_blocks_recipe,
     nvfp4_recipe,
 )
@@ -81,15 +81,15 @@ def test_matrices_are_rounded_by_kernels_to_the_bits_of_torchs_operations(recipe
     x = torch.randn(*shape, device="cuda", dtype=dtype)
     x[-1, 3] = torch.inf
     for how in (recipe.output, recipe.input_gradient, recipe.weight_gradient):
-        for operand in (how.left, how.right) if isinstance(how, Product) else ():
+        for operand in (how.left, how.right) if isinstance(how, GemmConfig) else ():
             if not operands._takes_kernels(x, operand, how):
                 assert recipe.name.startswith("nvfp4"), caplog.text
                 continue
             for each in (x, x.t(), x[::2]):
-                found = operands.rounded(each, operand, how, recipe)
+                found = operands.quantized(each, operand, how, recipe)
                 with monkeypatch.context() as patch:
                     patch.setattr(matrices, "TAKEN_ON", ())
-                    expected = operands.rounded(each, operand, how, recipe)
+                    expected = operands.quantized(each, operand, how, recipe)
                 assert matrices.same(found, expected, operand.format)
 
 
@@ -104,7 +104,7 @@ def test_a_model_is_converted_where_it_pays_by_the_rule_and_by_measuring(name):
             model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 8192), nn.Linear(8192, 8192))
         model, *_ = Booster(device, FP8MixedPrecision(name, keep=(), **options)).boost(model)
         layers = {name: each for name, each in model.unwrap().named_modules() if isinstance(each, LowPrecisionLinear)}
-        return [name for name, each in layers.items() if not each.is_wide]
+        return [name for name, each in layers.items() if not each.in_high_precision]
 
     assert low(convert="all") == ["0", "1", "2"]
     assert low() == (["1", "2"] if name == "tensorwise" else ["2"])

@@ -18,7 +18,7 @@ from booster.interface.model import pins_of
 from booster.mixed_precision import Autopilot, MXFP8MixedPrecision, NVFP4MixedPrecision, PrecisionSchedule
 from booster.mixed_precision.low_precision.autopilot import LIMIT
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
-from booster.mixed_precision.low_precision.recipes import Wide
+from booster.mixed_precision.low_precision.recipes import HighPrecision
 from booster.numerics.record.run import read_run
 from booster.numerics.reports.page import page
 from booster.numerics.reports.terminal import show
@@ -85,7 +85,7 @@ class Flight:
                     (recipe.output, recipe.input_gradient, recipe.weight_gradient),
                     strict=True,
                 )
-                found |= {(name, role) for role, product in products if isinstance(product, Wide)}
+                found |= {(name, role) for role, product in products if isinstance(product, HighPrecision)}
         return found
 
     def state(self):

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from booster.mixed_precision.low_precision import operands
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
-from booster.mixed_precision.low_precision.operands import RoundedWeights
+from booster.mixed_precision.low_precision.operands import QuantizedWeights
 from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, DelayedScale
 
 
@@ -44,7 +44,7 @@ def test_a_layer_moves_the_bytes_of_the_table(way, monkeypatch):
     torch.manual_seed(0)
     linear = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
     layer = LowPrecisionLinear.of(linear, FP8_RECIPES["tensorwise"], kernels=True)
-    layer.weights = RoundedWeights()
+    layer.weights = QuantizedWeights()
     x, g = (torch.randn(tokens, n, dtype=torch.bfloat16, requires_grad=True) for n in (inputs, outputs))
     moved, run = Moved(), layer
     if way == "compiled":
@@ -89,8 +89,8 @@ def test_a_graph_that_knows_a_delayed_scale_reads_an_operand_once_less(scale):
         raise EnoughSeenError
 
     def both(x):
-        made, turned = operands.both(x, how.left, how, other.right, other, recipe)
-        return made.values, made.scale, turned.values
+        made, transposed = operands.both(x, how.left, how, other.right, other, recipe)
+        return made.values, made.scale, transposed.values
 
     with config.patch(cpu_backend="triton", force_disable_caches=True, _post_fusion_custom_pass=note):
         with pytest.raises(Exception, match="EnoughSeenError"):

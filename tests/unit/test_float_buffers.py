@@ -13,7 +13,7 @@ from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPreci
 from booster.mixed_precision.policy import half_policy
 from booster.tensors.cast_regions import cast_inputs
 from booster.tensors.trees import tensors as tensors_of
-from booster.tensors.weak import Weak, WeakBuffer, plain, weakly
+from booster.tensors.weak import WeakBufferTensor, WeakTensor, as_weak, strip_weak
 
 HALVES = [torch.float16, torch.bfloat16]
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -53,7 +53,7 @@ class Rotary(Two):
 
     def middle(self, x):
         angles = torch.outer(torch.arange(4092, 4092 + x.shape[1]), self.omega).repeat(1, 2)
-        self.cosines = plain(angles.cos())
+        self.cosines = strip_weak(angles.cos())
         query = x * angles.cos() + x.roll(4, -1) * angles.sin()
         return F.scaled_dot_product_attention(query, query, x)
 
@@ -454,18 +454,18 @@ def test_a_row_that_a_float32_mask_hides_whole_makes_no_nan(dtype):
 
 def test_what_meets_halves_is_rounded_and_what_does_not_is_float32():
     half, wide = torch.ones(2, dtype=BF16), torch.ones(2)
-    weak = torch.full((2,), 1 + 2**-20).as_subclass(WeakBuffer)
+    weak = torch.full((2,), 1 + 2**-20).as_subclass(WeakBufferTensor)
     assert (weak + half).dtype == (half * weak).dtype == torch.cat([weak, half]).dtype == BF16
-    assert type(weak.cos()) is type(weak * 2) is type(torch.stack([weak, weak])) is WeakBuffer
-    assert type(weak * torch.arange(2)) is WeakBuffer
+    assert type(weak.cos()) is type(weak * 2) is type(torch.stack([weak, weak])) is WeakBufferTensor
+    assert type(weak * torch.arange(2)) is WeakBufferTensor
     assert type(weak + wide) is type(weak.float()) is type(weak.to(F32)) is torch.Tensor
     assert (weak > half).all()  # compared in float32
-    assert (half * torch.tensor(3.0).as_subclass(WeakBuffer)).dtype == BF16
+    assert (half * torch.tensor(3.0).as_subclass(WeakBufferTensor)).dtype == BF16
     assert (weak * torch.tensor(3.0, dtype=BF16)).dtype == F32  # a half without dimensions decides nothing
     parts = weak.split(1)
-    assert {type(part) for part in parts} == {WeakBuffer}
-    assert type(plain(weak)) is torch.Tensor
-    assert type(weakly({"x": wide}, BF16)["x"]) is Weak
+    assert {type(part) for part in parts} == {WeakBufferTensor}
+    assert type(strip_weak(weak)) is torch.Tensor
+    assert type(as_weak({"x": wide}, BF16)["x"]) is WeakTensor
 
 
 def test_what_is_written_to_gets_the_whole_number_by_whatever_function():
@@ -486,19 +486,19 @@ def test_what_is_written_to_gets_the_whole_number_by_whatever_function():
         "data": lambda weak: setattr(weak, "data", weak.float() + half),
     }
     for name, way in ways.items():
-        weak = torch.full((2,), 1 + 2**-12).as_subclass(WeakBuffer)
+        weak = torch.full((2,), 1 + 2**-12).as_subclass(WeakBufferTensor)
         way(weak)
         assert weak.tolist() == [4 + 2**-12] * 2, name
-        assert type(weak) is WeakBuffer
+        assert type(weak) is WeakBufferTensor
     target = half.clone()
-    torch._foreach_add_([target], [torch.ones(2).as_subclass(WeakBuffer)])
+    torch._foreach_add_([target], [torch.ones(2).as_subclass(WeakBufferTensor)])
     assert target.tolist() == [4.0, 4.0]
 
 
 def test_what_overflows_in_a_kept_module_is_infinite_in_half_so_that_a_step_is_skipped():
     big = torch.full((2,), 1e6)
-    assert (weakly(big, F16) + torch.ones(2, dtype=F16)).isinf().all()
-    assert (big.as_subclass(WeakBuffer) + torch.zeros(2, dtype=F16)).isfinite().all()
+    assert (as_weak(big, F16) + torch.ones(2, dtype=F16)).isinf().all()
+    assert (big.as_subclass(WeakBufferTensor) + torch.zeros(2, dtype=F16)).isfinite().all()
 
 
 # ---- nothing weak leaves ----

@@ -15,7 +15,7 @@ from booster import Booster
 from booster.kernels import matrices
 from booster.mixed_precision import DelayedScaling, FP8MixedPrecision
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
-from booster.mixed_precision.low_precision.operands import RoundedWeights
+from booster.mixed_precision.low_precision.operands import QuantizedWeights
 from booster.mixed_precision.low_precision.recipes import (
     FP8_RECIPES,
     INT8_RECIPE,
@@ -55,7 +55,7 @@ def every_half():
 
 
 def check(x, target, scaling, multiple=1):
-    got, _ = matrices.rounded(x, target, scaling, multiple)
+    got, _ = matrices.quantized(x, target, scaling, multiple)
     filled = nn.functional.pad(x, (0, -x.shape[1] % multiple))
     expected = scale_to(filled, target, scaling)
     assert got.values.dtype == target.dtype
@@ -81,7 +81,7 @@ def test_all_finite_numbers_of_bfloat16_are_rounded_as_torch_does(name, over):
 def test_all_numbers_of_bfloat16_under_a_scale_that_is_given(name, scale):
     """inf is cut off like any number too large, and NaN stays: the scale that is returned makes NaN of all."""
     target, x, given = FORMATS[name], every_half(), torch.tensor(scale)
-    got, other = matrices.rounded(x, target, Scaling("tensor"), 1, turned=True, given=given)
+    got, other = matrices.quantized(x, target, Scaling("tensor"), 1, transposed=True, given=given)
     expected = scale_to(x, target, Scaling("tensor"), scale=given)
     nan = expected.values.float().isnan()
     for found in (got.values, other.values.t()):
@@ -113,7 +113,7 @@ def test_matrices_of_odd_shapes_are_filled_up_and_their_infinities_and_nans_seen
 @pytest.mark.parametrize("rows", [3, 48, 70])
 def test_what_backward_reads_is_written_in_the_same_pass(rows):
     x = torch.randn(rows, 80, generator=torch.Generator().manual_seed(rows), dtype=torch.bfloat16)
-    got, other = matrices.rounded(x, E4M3, Scaling("tensor"), 16, turned=True)
+    got, other = matrices.quantized(x, E4M3, Scaling("tensor"), 16, transposed=True)
     expected = scale_to(x, E4M3, Scaling("tensor"))
     assert torch.equal(got.values.view(torch.uint8), expected.values.view(torch.uint8))
     filled = nn.functional.pad(expected.values.view(torch.uint8).t(), (0, -rows % 16))
@@ -136,7 +136,7 @@ def check_fours(x, over, rotates, stochastic, multiple=32):
     laid = nn.functional.pad(x, (0, -x.shape[1] % multiple))
     laid = rotated(laid.float()) if rotates else laid
     expected = scale_to(laid, E2M1, scaling, noise=noise_of(laid) if stochastic else None)
-    got = matrices.rounded_to_fours(x, scaling, multiple, rotates=rotates, stochastic=stochastic)
+    got = matrices.quantized_to_e2m1(x, scaling, multiple, rotates=rotates, stochastic=stochastic)
     assert got.values.dtype == torch.bfloat16
     assert got.values.shape == expected.values.shape
     assert got.scale.shape == expected.scale.shape
@@ -204,12 +204,12 @@ def test_layers_compute_the_same_bits(name, tokens, dtype, taken, monkeypatch):
     torch.manual_seed(0)
     layer = LowPrecisionLinear.of(nn.Linear(128, 256), RECIPES[name], kernels=False)
     x, g = torch.randn(tokens, 128).to(dtype), torch.randn(tokens, 256).to(dtype)
-    rounded = []
-    for each in ("rounded", "rounded_to_fours"):
+    quantized = []
+    for each in ("quantized", "quantized_to_e2m1"):
         right = getattr(matrices, each)
-        monkeypatch.setattr(matrices, each, lambda *a, right=right, **k: rounded.append(a) or right(*a, **k))
+        monkeypatch.setattr(matrices, each, lambda *a, right=right, **k: quantized.append(a) or right(*a, **k))
     found = passes(layer, x, g)
-    assert len(rounded) == {"fp8": 4, "fp8 rowwise_with_gw_hp": 4}.get(name, 6)
+    assert len(quantized) == {"fp8": 4, "fp8 rowwise_with_gw_hp": 4}.get(name, 6)
     monkeypatch.setattr(matrices, "TAKEN_ON", ())
     assert all(torch.equal(a, b) for a, b in zip(found, passes(layer, x, g), strict=True))
 
@@ -315,13 +315,18 @@ class Counted:
 # Blocks are rounded from what is read for their largest magnitude, and so is what has a scale from earlier steps.
 COST = {
     "tensor": (["largest_of", "write"], 2 + 2 + 1, "tensor", {}),
-    "tensor, turned as well": (["largest_of", "write"], 2 + 2 + 1 + 1, "tensor", {"turned": True}),
+    "tensor, turned as well": (["largest_of", "write"], 2 + 2 + 1 + 1, "tensor", {"transposed": True}),
     "row": (["largest_of", "write"], 2 + 2 + 1, "row", {}),
     "blocks": (["write"], 2 + 1, (1, 128), {}),
     "squares": (["write"], 2 + 1, (128, 128), {}),
     "delayed, the first step": (["largest_of", "write", "note"], 2 + 2 + 1, "tensor", {"given": 0.0}),
     "delayed": (["largest_of", "write", "note"], 2 + 1, "tensor", {"given": 0.5}),
-    "delayed, turned as well": (["largest_of", "write", "note"], 2 + 1 + 1, "tensor", {"given": 0.5, "turned": True}),
+    "delayed, turned as well": (
+        ["largest_of", "write", "note"],
+        2 + 1 + 1,
+        "tensor",
+        {"given": 0.5, "transposed": True},
+    ),
 }
 
 
@@ -331,7 +336,7 @@ def test_a_matrix_is_read_and_written_as_often_as_the_table_says(way):
     options = {name: torch.tensor(value) if name == "given" else value for name, value in options.items()}
     x = torch.randn(256, 384, dtype=torch.bfloat16)
     with Counted() as counted:
-        matrices.rounded(x, E4M3, Scaling(over), 16, **options)
+        matrices.quantized(x, E4M3, Scaling(over), 16, **options)
     assert counted.launches == launches
     scales = counted.bytes - each * x.numel()
     assert 0 <= scales < 0.15 * x.numel(), "and little for scales"
@@ -346,7 +351,7 @@ ROUNDING = {False: 3 * ["largest_of", "write"], True: 3 * ["largest_of", "write"
 def test_a_layer_makes_as_many_launches_as_told(delayed, taken):
     _, model, _ = boosted(delayed)
     layer = next(each for each in model.modules() if isinstance(each, LowPrecisionLinear))
-    layer.weights, layer.bias, layer.kernels = RoundedWeights(), None, True
+    layer.weights, layer.bias, layer.kernels = QuantizedWeights(), None, True
     x, g = (torch.randn(16, n, dtype=torch.bfloat16) for n in (32, 64))
     x.requires_grad_()
     with Counted() as counted, Launches() as launches:
@@ -362,7 +367,7 @@ def test_a_layer_makes_as_many_launches_as_told(delayed, taken):
 
 def test_a_fault_in_a_kernel_is_found_told_once_and_rounded_around(monkeypatch, caplog):
     monkeypatch.setattr(matrices, "TAKEN_ON", ("cpu",))
-    wrong = matrices.rounded
+    wrong = matrices.quantized
 
     def rounds_up(x, *form, **options):
         made, other = wrong(x, *form, **options)
@@ -370,7 +375,7 @@ def test_a_fault_in_a_kernel_is_found_told_once_and_rounded_around(monkeypatch, 
         return made, other
 
     matrices._differs.cache_clear()
-    monkeypatch.setattr(matrices, "rounded", rounds_up)
+    monkeypatch.setattr(matrices, "quantized", rounds_up)
     x = torch.randn(16, 32)
     layer = LowPrecisionLinear.of(nn.Linear(32, 32), FP8_RECIPES["rowwise"], kernels=False)
     for _ in range(2):
@@ -388,16 +393,16 @@ def test_a_fault_in_a_kernel_is_found_told_once_and_rounded_around(monkeypatch, 
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("turned", "bytes of a transpose, written beside, torch.float32, differ"),
+        ("transposed", "bytes of a transpose, written beside, torch.float32, differ"),
         ("noted", "bytes, scales or magnitudes under a scale that is given, torch.float32, differ"),
     ],
 )
 def test_a_fault_in_what_is_written_beside_a_matrix_is_found_too(fault, said, monkeypatch):
-    right = matrices.rounded
+    right = matrices.quantized
 
     def spoils(x, *form, largest=None, **options):
         made, other = right(x, *form, largest=largest, **options)
-        if fault == "turned" and other is not None:
+        if fault == "transposed" and other is not None:
             other.values.view(torch.uint8)[0, 0] += 1
         if fault == "noted" and largest is not None:
             largest.add_(1)
@@ -406,7 +411,7 @@ def test_a_fault_in_what_is_written_beside_a_matrix_is_found_too(fault, said, mo
     matrices._differs.cache_clear()
     assert matrices._differs(E4M3, Scaling("tensor"), CPU, delayed=True) is None
     matrices._differs.cache_clear()
-    monkeypatch.setattr(matrices, "rounded", spoils)
+    monkeypatch.setattr(matrices, "quantized", spoils)
     assert matrices._differs(E4M3, Scaling("tensor"), CPU, delayed=True) == said
     matrices._differs.cache_clear()
 
@@ -416,7 +421,7 @@ def test_what_raises_in_a_trial_is_told_too(monkeypatch, caplog):
         raise RuntimeError("no such instruction")
 
     matrices._differs.cache_clear()
-    monkeypatch.setattr(matrices, "rounded", raises)
+    monkeypatch.setattr(matrices, "quantized", raises)
     assert matrices._differs(E4M3, Scaling("row"), CPU) == "a trial raised RuntimeError: no such instruction"
     assert "no such instruction" in caplog.text
     matrices._differs.cache_clear()

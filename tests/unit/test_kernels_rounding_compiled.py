@@ -51,7 +51,7 @@ def write(kind, over, target, dtype, power=False, turned=False, known=False):
     sizes = dict(zip(("BM", "BN"), matrices.tile_of(kind, down), strict=True))
     constants = {"KIND": kind, "POWER": power, "DOWN": down, "ACROSS": across, "BLOCK": 256, "DTYPE": dtype, **sizes}
     types = {"x": POINTERS[dtype], "values": "*i8", "scales": "*fp32", **LIES}
-    types |= dict.fromkeys(("filled", "turned_filled", "splits"), "i32")
+    types |= dict.fromkeys(("filled", "transposed_filled", "splits"), "i32")
     for name, type_, there in (("turned", "*i8", turned), ("partials", "*i32", kind != rounding.BLOCKS),
                                ("given", "*fp32", known), ("seen", "*i32", known)):
         own, none = given(name, type_, there)
@@ -98,7 +98,7 @@ compiled("largest_of, ones", rounding.largest_of, {"x": "*bf16", "partials": "*i
          {**ONES, "given": None, "KIND": rounding.ROW})
 compiled("write, ones", rounding.write,
          {"x": "*bf16", "values": "*i8", "scales": "*fp32", "partials": "*i32", "splits": "i32"},
-         {**ONES, **dict.fromkeys(("turned", "given", "seen")), "filled": 1, "turned_filled": 1, "KIND": rounding.ROW,
+         {**ONES, **dict.fromkeys(("turned", "given", "seen")), "filled": 1, "transposed_filled": 1, "KIND": rounding.ROW,
           "POWER": True, "DOWN": 1, "ACROSS": 1, "BLOCK": 256, **matrices.form_of(E4M3)})
 ONES |= {"SIGNS": 5, **dict(zip(("BM", "BN"), matrices.FOURS_TILE, strict=True))}
 compiled("look, ones", rounding.largest_of_rotated, {"x": "*bf16", "partials": "*i32", "sums": "*i32", "splits": "i32"}, ONES)

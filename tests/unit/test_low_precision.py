@@ -35,12 +35,12 @@ from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.hardware import gives_float32_sums, multiplies_into_sums, sums_int8_exactly
 from booster.mixed_precision.low_precision import kernels, layer_trials
 from booster.mixed_precision.low_precision.conversion import LinearConversion
-from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, emulate, multiplied, product
+from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, emulate, multiply_scaled, product
 from booster.mixed_precision.low_precision.recipes import (
     FP8_RECIPES,
     INT8_RECIPE,
     MXFP8,
-    Product,
+    GemmConfig,
     fp8_blocks_recipe,
     nvfp4_recipe,
 )
@@ -405,8 +405,8 @@ def test_an_empty_batch_and_a_frozen_weight_are_ordinary(name, monkeypatch):
     x.requires_grad_()
     made = []
     monkeypatch.setattr(
-        "booster.mixed_precision.low_precision.linear.multiplied",
-        lambda *args, **options: made.append(args) or multiplied(*args, **options),
+        "booster.mixed_precision.low_precision.linear.multiply_scaled",
+        lambda *args, **options: made.append(args) or multiply_scaled(*args, **options),
     )
     layer(x).backward(g)
     assert x.grad is not None
@@ -487,7 +487,7 @@ def test_a_gpu_is_asked_for_each_product_that_a_recipe_makes(monkeypatch, name):
     recipe, cpu, asked = RECIPES[name], torch.device("cpu"), []
     monkeypatch.setattr(kernels, "multiply", products_of(lambda y, a, how, recipe: asked.append(how) or y))
     assert kernels.fails.__wrapped__(recipe, cpu) == ""
-    low = [how for how in (recipe.output, recipe.input_gradient, recipe.weight_gradient) if isinstance(how, Product)]
+    low = [how for how in (recipe.output, recipe.input_gradient, recipe.weight_gradient) if isinstance(how, GemmConfig)]
     assert asked == low
 
     def refuse(y, a, how, recipe):
@@ -916,10 +916,10 @@ def test_a_layer_that_does_not_round_is_found(monkeypatch):
 
 def test_nan_in_a_gradient_is_found(monkeypatch):
     def nan_in_weight_gradient(a, b, how, recipe, **options):
-        result = multiplied(a, b, how, recipe, **options)
+        result = multiply_scaled(a, b, how, recipe, **options)
         return result * torch.nan if how is recipe.weight_gradient and len(a.values) == 32 else result
 
-    monkeypatch.setattr("booster.mixed_precision.low_precision.linear.multiplied", nan_in_weight_gradient)
+    monkeypatch.setattr("booster.mixed_precision.low_precision.linear.multiply_scaled", nan_in_weight_gradient)
     model = net()
     with pytest.raises(
         RuntimeError, match="'blocks.0.down' and 1 of its shape.*the gradient of the weight has inf or NaN"
@@ -930,9 +930,9 @@ def test_nan_in_a_gradient_is_found(monkeypatch):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch's compiler about itself
 def test_nan_that_only_a_compiled_layer_gives_is_found(monkeypatch):
     def nan_where_compiled(*args, **options):
-        return multiplied(*args, **options) * (torch.nan if torch.compiler.is_compiling() else 1.0)
+        return multiply_scaled(*args, **options) * (torch.nan if torch.compiler.is_compiling() else 1.0)
 
-    monkeypatch.setattr("booster.mixed_precision.low_precision.linear.multiplied", nan_where_compiled)
+    monkeypatch.setattr("booster.mixed_precision.low_precision.linear.multiply_scaled", nan_where_compiled)
     boosted(STRATEGIES["fp8 rowwise"]())
     torch.compiler.reset()
     with pytest.raises(RuntimeError, match="'blocks.0.up' and 1 of its shape.*the output, compiled, has inf or NaN"):

@@ -57,7 +57,7 @@ def boosted(times, model=None, make=adamw, **options):
 def low(model):
     """Names of the layers that multiply in low precision."""
     found = {name: each for name, each in model.named_modules() if isinstance(each, LowPrecisionLinear)}
-    return [name for name, each in found.items() if not each.is_wide]
+    return [name for name, each in found.items() if not each.in_high_precision]
 
 
 def train(run, steps):

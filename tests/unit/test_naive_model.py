@@ -20,7 +20,7 @@ from booster.mixed_precision import (
 )
 from booster.mixed_precision.keep_fp32 import Float32Forward
 from booster.mixed_precision.policy import cast_parameters, half_policy
-from booster.tensors.weak import plain
+from booster.tensors.weak import strip_weak
 
 HALVES = [torch.float16, torch.bfloat16]
 F16, F32 = torch.float16, torch.float32
@@ -218,7 +218,7 @@ def test_a_pinned_module_sees_and_returns_float32_in_the_same_container(kind, by
     args, kwargs = net[0].seen
     seen = kwargs["value"] if by_keyword else args[0]
     assert type(seen) is type(given)
-    assert type(plain(out)) is type(given)
+    assert type(strip_weak(out)) is type(given)
     assert [t.dtype for t in floats(seen)] == [F32]
     assert [t.dtype for t in floats(out)] == [F32]
     if kind == "tuple":
@@ -531,12 +531,12 @@ def test_checkpointed_blocks_recompute_pinned_modules_the_same():
     set_fp32_attr_to_module(net.norm)
     model, x = NaiveAMPModel(net), torch.randn(3, 4)
     model(x).sum().backward()
-    plain = {name: p.grad.clone() for name, p in net.named_parameters()}
+    strip_weak = {name: p.grad.clone() for name, p in net.named_parameters()}
     net.zero_grad()
     forward = net.norm.forward
     net.norm.forward = lambda h: torch.utils.checkpoint.checkpoint(forward, h, use_reentrant=False)
     model(x).sum().backward()
-    assert all(torch.equal(p.grad, plain[name]) for name, p in net.named_parameters())
+    assert all(torch.equal(p.grad, strip_weak[name]) for name, p in net.named_parameters())
 
 
 # ---- policies ----

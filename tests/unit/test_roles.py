@@ -15,7 +15,7 @@ from booster.mixed_precision import (
     NVFP4MixedPrecision,
 )
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
-from booster.mixed_precision.low_precision.recipes import Wide
+from booster.mixed_precision.low_precision.recipes import HighPrecision
 
 KINDS = [FP8MixedPrecision, MXFP8MixedPrecision, NVFP4MixedPrecision, Int8MixedPrecision]
 
@@ -86,7 +86,7 @@ def test_the_preset_is_that_of_the_publication():
     precision = NVFP4MixedPrecision.preset("nvidia-2025", emulate=True, forward="bf16")
     recipe = precision.conversion.recipe
     assert precision.conversion.keep == (Ends(), Blocks(last=0.15))
-    assert isinstance(recipe.output, Wide)
+    assert isinstance(recipe.output, HighPrecision)
     assert recipe.weight_gradient.hadamard
     assert recipe.input_gradient.left.stochastic
 
@@ -117,4 +117,4 @@ def test_a_switch_changes_the_roles_alone():
     booster = Booster("cpu", NVFP4MixedPrecision(emulate=True))
     model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     booster.switch(NVFP4MixedPrecision(emulate=True, forward="bf16"))
-    assert isinstance(model.blocks[0].up.recipe.output, Wide)
+    assert isinstance(model.blocks[0].up.recipe.output, HighPrecision)

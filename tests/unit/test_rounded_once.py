@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from booster.mixed_precision.low_precision import linear
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, product
-from booster.mixed_precision.low_precision.operands import RoundedWeights
+from booster.mixed_precision.low_precision.operands import QuantizedWeights
 from booster.mixed_precision.low_precision.recipes import (
     FP8_RECIPES,
     INT8_RECIPE,
@@ -82,7 +82,7 @@ def drawn(seed):
     draw = random.Random(seed)
     name = draw.choice([*RECIPES])
     roles = [draw.choice(ROLES) for _ in range(3)]
-    recipe = RECIPES[name].in_roles(*roles)
+    recipe = RECIPES[name].with_dtypes(*roles)
     inputs, outputs = (recipe.multiple * draw.choice((1, 2, 3, 5, 8)) for _ in range(2))
     shape = draw.choice([(), (0,), (1,), (7,), (16,), (33,), (2, 3, 5), (64,), (0, 4)])
     dtype, weights = (draw.choice((torch.bfloat16, torch.float32)) for _ in range(2))
@@ -142,7 +142,7 @@ def group(seed, *, keeps, backend=None):
     if draw.random() < 0.4:
         other = copy.deepcopy(layer)
         other.weight = layer.weight
-    model, kept, found = Twins(layer, other), RoundedWeights() if keeps else None, {}
+    model, kept, found = Twins(layer, other), QuantizedWeights() if keeps else None, {}
     for each in (layer, other):
         if each is not None:
             each.weights = kept
@@ -286,10 +286,10 @@ def test_a_layer_keeps_a_byte_for_each_number_of_its_input(name):
 
 @EVERY_RECIPE
 def test_each_operand_is_rounded_once_where_its_scales_are_the_same_both_ways(name, monkeypatch):
-    rounded, seen = linear.rounded, []
-    for module in (linear, linear.turned.__globals__):
+    quantized, seen = linear.quantized, []
+    for module in (linear, linear.transposed.__globals__):
         target = module if isinstance(module, dict) else vars(module)
-        monkeypatch.setitem(target, "rounded", lambda x, *how: seen.append(x.shape) or rounded(x, *how))
+        monkeypatch.setitem(target, "quantized", lambda x, *how: seen.append(x.shape) or quantized(x, *how))
     layer, x = layer_of(RECIPES[name], 96, 64), torch.randn(32, 96, requires_grad=True)
     layer(x).sum().backward()
     # Input, gradient of the output and weight; the last anew in backward, where nothing keeps it.

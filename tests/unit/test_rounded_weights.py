@@ -99,10 +99,10 @@ def kept(run):
 
 
 @pytest.fixture
-def rounded(monkeypatch):
+def quantized(monkeypatch):
     """The shapes of weights that were rounded, when they were: layers that keep them ask `operands` for it."""
-    seen, right = [], operands.rounded
-    monkeypatch.setattr(operands, "rounded", lambda x, *how: seen.append(tuple(x.shape)) or right(x, *how))
+    seen, right = [], operands.quantized
+    monkeypatch.setattr(operands, "quantized", lambda x, *how: seen.append(tuple(x.shape)) or right(x, *how))
     return seen
 
 
@@ -164,20 +164,20 @@ def test_a_closure_that_is_called_again_and_again_sees_the_weights_of_its_time()
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("micro", [1, 2, 3, 4])
-def test_a_weight_is_rounded_once_for_each_group_also_where_layers_share_it(micro, rounded):
+def test_a_weight_is_rounded_once_for_each_group_also_where_layers_share_it(micro, quantized):
     run = boosted(PRECISIONS["fp8"]())
-    rounded.clear()
+    quantized.clear()
     train(run, micro, steps=2)
     # In both steps, for forward and backward, which reads the transpose: of the weight that two layers share as well.
-    assert sorted(filter(of_weight, rounded)) == sorted([(64, 32), (64, 64), (32, 64)] * 2)
+    assert sorted(filter(of_weight, quantized)) == sorted([(64, 32), (64, 64), (32, 64)] * 2)
 
 
-def test_rows_are_rounded_once_along_each_dimension(rounded):
+def test_rows_are_rounded_once_along_each_dimension(quantized):
     run = boosted(PRECISIONS["fp8 rowwise"]())
-    rounded.clear()
+    quantized.clear()
     train(run, 3, steps=1)
     # The input of the first layer needs no gradient.
-    assert sorted(filter(of_weight, rounded)) == sorted([(64, 32), (64, 64), (32, 64), (64, 64), (64, 32)])
+    assert sorted(filter(of_weight, quantized)) == sorted([(64, 32), (64, 64), (32, 64), (64, 64), (64, 32)])
 
 
 # ---- from the first forward pass with gradients to the step ----
@@ -196,7 +196,7 @@ def test_what_is_kept_is_a_byte_a_number_each_way_and_is_gone_after_the_step():
     assert kept(run) == []
 
 
-def test_numbers_without_a_byte_are_not_kept(rounded):
+def test_numbers_without_a_byte_are_not_kept(quantized):
     run = boosted(PRECISIONS["nvfp4"]())
     train(run, 2, steps=1)
     _ = run[1](batch(0))

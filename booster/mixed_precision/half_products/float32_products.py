@@ -21,7 +21,7 @@ from booster.mixed_precision.half_products.half_sums import SUMS, is_half, round
 from booster.mixed_precision.half_products.saved_operands import SavedOperand, SaveOperandsInHalf
 from booster.tensors.cast_regions import CastMode, cast_floats, run_engine
 from booster.tensors.trees import HALF_DTYPES
-from booster.tensors.weak import settled
+from booster.tensors.weak import cast_weak_args
 
 # Elements of an operand that autograd keeps in float32, as it saves it: to keep the half and widen that again costs more time
 # than such a product, and the bytes that it saves are fewer than those of the gradients that come after.
@@ -126,7 +126,7 @@ class Float32Products(CastMode):
             return func(*args, **kwargs)
         if types:
             # Weakly typed tensors come to their own rule after all modes, and what follows decides by dtypes.
-            args, kwargs = settled(func, args, kwargs)
+            args, kwargs = cast_weak_args(func, args, kwargs)
         kind, rule, instead = product
         if func is F.multi_head_attention_forward:
             with self:  # in its body, which hands all of it to the mode otherwise

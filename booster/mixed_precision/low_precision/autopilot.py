@@ -17,7 +17,7 @@ from booster.common.shares import exact
 from booster.common.torch_internals.autograd_internals import is_compiled
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, product
-from booster.mixed_precision.low_precision.recipes import ROLES, Product, Recipe, Role, Wide
+from booster.mixed_precision.low_precision.recipes import GEMMS, GemmConfig, GemmDtype, HighPrecision, Recipe
 from booster.mixed_precision.low_precision.strategy import LowPrecision
 from booster.ranks.agreement import all_names
 from booster.ranks.messages import reduced
@@ -69,7 +69,7 @@ class Autopilot:
         if isinstance(low, str):
             arguments.text("low", low, "the name of a low precision, such as 'nvfp4'")
         self.low = low
-        self.high: Role = arguments.choice("high", high, ("bf16", "fp32"))
+        self.high: GemmDtype = arguments.choice("high", high, ("bf16", "fp32"))
         self.every = arguments.count("every", every, what="of steps")
         self.budget = arguments.number("budget", budget, least=0, most=1)
         self.sample = arguments.number("sample", sample, above=0.0, most=1)
@@ -100,7 +100,7 @@ class Change(NamedTuple):
     ahead: float
 
 
-class Look(NamedTuple):
+class Measurement(NamedTuple):
     """What came of looking at the step `step`.
 
     layers: looked at on this rank. operations: of the looks, as a share of those of all products of low-precision layers in
@@ -115,7 +115,7 @@ class Look(NamedTuple):
     changes: list[Change]
 
 
-class Pilot:
+class PrecisionController:
     """Listens to the optimizer of one boosted model, watches its layers, and changes their recipes: flies by a plan, or rests.
 
     group: the ranks that decide together. told: is given what came of each look. names: layers of which any product is wide, or
@@ -126,9 +126,9 @@ class Pilot:
         self,
         model: nn.Module,
         group: dist.ProcessGroup | None,
-        told: Callable[[Look], None] = lambda look: None,
+        report: Callable[[Measurement], None] = lambda look: None,
     ) -> None:
-        self._group, self._told, self._model = group, told, model
+        self._group, self._report, self._model = group, report, model
         self._wide: dict[tuple[str, str], int] = {}  # by layer and role, with how many calm looks in a row
         self._suspected: dict[tuple[str, str], float] = {}  # with their noise, in the last step
         self.noise: dict[tuple[str, str], float] = {}
@@ -145,13 +145,13 @@ class Pilot:
         self._recipes: dict[str, Recipe] = {}
         self._all: tuple[str, ...] = ()
         self._ordinary: dict[str, float] = {}
-        self._looked_at: frozenset[tuple[str, str]] = frozenset()  # in that step
-        self._tried: frozenset[tuple[str, str]] = frozenset()  # which are wide in it, since nobody knows better
+        self._measured: frozenset[tuple[str, str]] = frozenset()  # in that step
+        self._trial: frozenset[tuple[str, str]] = frozenset()  # which are wide in it, since nobody knows better
         self._first: int | None = None  # step of a flight that nothing is known before
         self._sums: dict[tuple[str, str], torch.Tensor] = {}  # squares of noise and of signal
         self._operations = [0, 0]  # of the look, and of the step itself
 
-    def fly(self, plan: Autopilot, recipe: Recipe, num_steps: int | None) -> None:
+    def enable(self, plan: Autopilot, recipe: Recipe, num_steps: int | None) -> None:
         """Watch the layers that the model has now by `plan`, after so many steps; None: nobody steps it. What was wide before,
         of products that these layers make by their recipe, is so again.
 
@@ -166,24 +166,24 @@ class Pilot:
         self._check_compiled()
         self._recipes = {name: layer.recipe for name, layer in self._layers.items()}
         # Bounds of recipes are twice what is expected.
-        self._ordinary = {role: bound / 2 for role, bound in zip(ROLES, recipe.bounds, strict=True)}
-        made = {(name, role) for role in ROLES if isinstance(_of_role(recipe, role), Product) for name in self._all}
+        self._ordinary = {role: bound / 2 for role, bound in zip(GEMMS, recipe.bounds, strict=True)}
+        made = {(name, role) for role in GEMMS if isinstance(_of_role(recipe, role), GemmConfig) for name in self._all}
         self._wide = {key: calm for key, calm in self._wide.items() if key in made}
         self._suspected = {key: noise for key, noise in self._suspected.items() if key in made}
         self.noise = {key: noise for key, noise in self.noise.items() if key in made}
         self._keep_within(plan)
-        self._fly(self._layers)
+        self._apply(self._layers)
         if num_steps is not None:
             self._first = num_steps + 1 if self._knows_nothing else None
             self.begin(num_steps)
 
-    def rest(self) -> None:
+    def disable(self) -> None:
         """Watch nothing, and keep in mind what was wide."""
         self._leave()
         self._suspected, self.noise = {}, {}  # which say nothing of later steps
 
     def __reduce__(self) -> Any:
-        return _nobody, ()  # a copy of a boosted model stays as it is
+        return _no_controller, ()  # a copy of a boosted model stays as it is
 
     # ---- what a listener of steps does
 
@@ -195,7 +195,7 @@ class Pilot:
 
     def after_step(self, update: Any, number: int, result: Any) -> None:
         # Whatever number this step was to have: a load of the optimizer alone counts on elsewhere.
-        if self._plan is not None and self._looked_at:
+        if self._plan is not None and self._measured:
             self._decide(number, self._plan)
         self.begin(number)
 
@@ -208,7 +208,7 @@ class Pilot:
     @property
     def share(self) -> float:
         """How many of all products are wide that layers in low precision make."""
-        return len(self._wide) / (len(ROLES) * len(self._all)) if self._all else 0.0
+        return len(self._wide) / (len(GEMMS) * len(self._all)) if self._all else 0.0
 
     def note(self, name: str, step: int) -> bool:
         return False
@@ -231,14 +231,14 @@ class Pilot:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the products wide that were so when `state` was taken, and no others."""
         self._wide = {
-            (str(name), arguments.choice("role", role, ROLES)): arguments.count("calm", calm, least=0)
+            (str(name), arguments.choice("role", role, GEMMS)): arguments.count("calm", calm, least=0)
             for name, role, calm in state.get("products", [])
         }
         self.noise = _from_rows(state.get("noise", []))
         self._suspected = _from_rows(state.get("suspected", []))
         if self._plan is not None:
             self._keep_within(self._plan)
-        self._fly(self._layers)
+        self._apply(self._layers)
         if "next" in state:
             number = arguments.count("next", state["next"], least=0)
             self._first = number if self._knows_nothing else None
@@ -248,9 +248,9 @@ class Pilot:
         """Look at the step that follows `num_steps` of them, if that is one to be looked at."""
         self._sums, self._operations = {}, [0, 0]
         self._number = num_steps + 1
-        self._looked_at = self._turn(self._number)
-        self._try(self._looked_at if self._number == self._first else frozenset(self._suspected))
-        self._watch(self._looked_at)
+        self._measured = self._due(self._number)
+        self._begin_trial(self._measured if self._number == self._first else frozenset(self._suspected))
+        self._watch(self._measured)
 
     # ---- inside
 
@@ -258,15 +258,15 @@ class Pilot:
     def _knows_nothing(self) -> bool:
         return not (self.noise or self._suspected)
 
-    def _try(self, products: frozenset[tuple[str, str]]) -> None:
+    def _begin_trial(self, products: frozenset[tuple[str, str]]) -> None:
         """Have `products` wide in the step that comes, and those of the last step no longer."""
         if self._plan is None or not self._plan.budget:
             products = frozenset()
-        changed = {name for name, _ in products ^ self._tried} & self._layers.keys()
-        self._tried = products
-        self._fly(changed)
+        changed = {name for name, _ in products ^ self._trial} & self._layers.keys()
+        self._trial = products
+        self._apply(changed)
 
-    def _turn(self, number: int) -> frozenset[tuple[str, str]]:
+    def _due(self, number: int) -> frozenset[tuple[str, str]]:
         """Return the products to look at in the step `number`: of the layers whose turn it is, and the suspected."""
         if self._plan is None:
             return frozenset()
@@ -275,7 +275,7 @@ class Pilot:
             many = math.ceil(exact(self._plan.sample) * len(self._all))
             start = number // every * many
             names = {self._all[place % len(self._all)] for place in range(start, start + many)}
-            return frozenset((name, role) for name in names for role in ROLES) | self._suspected.keys()
+            return frozenset((name, role) for name in names for role in GEMMS) | self._suspected.keys()
         return frozenset(self._suspected)
 
     def _is_whole(self, number: int, every: int) -> bool:
@@ -287,8 +287,8 @@ class Pilot:
         if products:
             self._check_compiled()
         for name, layer in self._layers.items():
-            others = tuple(each for each in layer.watchers if not isinstance(each, _Looking))
-            layer.watchers = (*others, _Looking(self._measure, name)) if products else others
+            others = tuple(each for each in layer.watchers if not isinstance(each, _GemmWatcher))
+            layer.watchers = (*others, _GemmWatcher(self._measure, name)) if products else others
 
     def _check_compiled(self) -> None:
         for name, module in self._model.named_modules():
@@ -305,17 +305,17 @@ class Pilot:
         role: str,
         a: torch.Tensor,
         b: torch.Tensor,
-        how: Product | Wide,
+        how: GemmConfig | HighPrecision,
         result: torch.Tensor,
     ) -> None:
         recipe, layer = self._recipes[name], self._layers[name]
         operations = 2 * a.numel() * b.shape[0]
         self._operations[1] += operations
         key = (name, role)
-        if key not in self._looked_at or isinstance(own := _of_role(recipe, role), Wide) or not operations:
+        if key not in self._measured or isinstance(own := _of_role(recipe, role), HighPrecision) or not operations:
             return
         self._operations[0] += operations
-        if isinstance(how, Product):
+        if isinstance(how, GemmConfig):
             low, wide = result.float(), a.float() @ b.float().t()
         else:  # whose own rounding is far below the limit
             wide = result.float()
@@ -352,7 +352,7 @@ class Pilot:
         suspected = [key for key in above if key not in self._suspected][: most - len(self._wide)]
         self._suspected = {key: seen[key] for key in suspected}
         self.noise |= {key: noise for key, noise in seen.items() if key not in self._suspected}
-        self._fly({change.name for change in changes} & self._layers.keys())
+        self._apply({change.name for change in changes} & self._layers.keys())
         for change in changes:
             what = plan.high if change.wide else "low precision again"
             _logger.info(
@@ -364,13 +364,13 @@ class Pilot:
                 change.ahead,
             )
         extra, own = self._operations
-        layers = len({name for name, _ in self._looked_at} & self._layers.keys())
+        layers = len({name for name, _ in self._measured} & self._layers.keys())
         again = not self._is_whole(self._number, plan.every)
-        self._told(Look(step, layers, extra / max(1, own) / plan.every, self.share, again, changes))
+        self._report(Measurement(step, layers, extra / max(1, own) / plan.every, self.share, again, changes))
 
     def _most(self, plan: Autopilot) -> int:
         """How many products the budget of `plan` lets be wide."""
-        return math.floor(exact(plan.budget) * len(ROLES) * len(self._all))
+        return math.floor(exact(plan.budget) * len(GEMMS) * len(self._all))
 
     def _keep_within(self, plan: Autopilot) -> None:
         """Have no more products wide than `plan` lets, which another one may have made so: the worst of them."""
@@ -384,7 +384,7 @@ class Pilot:
         self._suspected = dict([*self._suspected.items()][:most])
 
     def _noise(self) -> Iterator[tuple[tuple[str, str], float]]:
-        keys = [(name, role) for name in self._all for role in ROLES]
+        keys = [(name, role) for name in self._all for role in GEMMS]
         rows = [self._sums.get(key) for key in keys]
         device = next((row.device for row in rows if row is not None), torch.device("cpu"))
         empty = torch.zeros(2, dtype=torch.float64, device=device)
@@ -396,25 +396,25 @@ class Pilot:
                 ratio = math.sqrt(noise / signal) if signal else math.inf
                 yield key, ratio if math.isfinite(ratio) else math.inf
 
-    def _fly(self, names: Iterable[str]) -> None:
+    def _apply(self, names: Iterable[str]) -> None:
         """Have the layers of these `names` make in low precision what is not wide."""
         if self._plan is None:
             return
         for name in names:
-            wide = [role for role in ROLES if (name, role) in self._wide or (name, role) in self._tried]
-            roles: list[Role] = [self._plan.high if role in wide else "recipe" for role in ROLES]
-            self._layers[name].recipe = self._recipes[name].in_roles(*roles)
+            wide = [role for role in GEMMS if (name, role) in self._wide or (name, role) in self._trial]
+            roles: list[GemmDtype] = [self._plan.high if role in wide else "recipe" for role in GEMMS]
+            self._layers[name].recipe = self._recipes[name].with_dtypes(*roles)
 
 
-def _nobody() -> None:
+def _no_controller() -> None:
     return None
 
 
-class _Looking(partial[None]):
+class _GemmWatcher(partial[None]):
     """A watcher of an autopilot's."""
 
 
-def _of_role(recipe: Recipe, role: str) -> Product | Wide:
+def _of_role(recipe: Recipe, role: str) -> GemmConfig | HighPrecision:
     return {"forward": recipe.output, "input_grad": recipe.input_gradient, "weight_grad": recipe.weight_gradient}[role]
 
 
@@ -437,7 +437,7 @@ def _as_rows(noise: Mapping[tuple[str, str], float]) -> list[list[Any]]:
 
 def _from_rows(rows: Iterable[Sequence[Any]]) -> dict[tuple[str, str], float]:
     return {
-        (str(name), arguments.choice("role", role, ROLES)): (
+        (str(name), arguments.choice("role", role, GEMMS)): (
             math.inf if noise is None else arguments.number("noise", noise, least=0)
         )
         for name, role, noise in rows

@@ -20,7 +20,7 @@ from booster.mixed_precision.low_precision.delayed import DelayedScaling, ScaleH
 from booster.mixed_precision.low_precision.kernels import for_device, lacks
 from booster.mixed_precision.low_precision.layer_trials import Forward, Timer, complaint, seconds, timed
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
-from booster.mixed_precision.low_precision.operands import RoundedWeights
+from booster.mixed_precision.low_precision.operands import QuantizedWeights
 from booster.mixed_precision.low_precision.recipes import Recipe
 from booster.mixed_precision.policy import DtypePolicy
 from booster.model.modules import bare, places_of
@@ -59,7 +59,9 @@ class LinearConversion:
         default_factory=dict, init=False, repr=False, compare=False
     )
     """Seconds in the wide dtype and in the recipe, by features in and out, as all ranks agreed."""
-    _weights: RoundedWeights = dataclasses.field(default_factory=RoundedWeights, init=False, repr=False, compare=False)
+    _weights: QuantizedWeights = dataclasses.field(
+        default_factory=QuantizedWeights, init=False, repr=False, compare=False
+    )
 
     def runs(self, device: torch.device) -> bool:
         """Whether kernels run, and not the emulation; raises ValueError where neither may."""
@@ -120,7 +122,7 @@ class LinearConversion:
             if id(module) in layers:
                 inner.set_submodule(name, layers[id(module)])
         for name in slow:
-            layers_of[name].is_wide = True
+            layers_of[name].in_high_precision = True
         self._report(inner, len(names) - len(slow), {**wide, **slow}, device, kernels)
 
     def revert(self, model: nn.Module) -> None:
@@ -289,6 +291,6 @@ class ChosenLayers:
         changed = 0
         for layer in self._layers.values():
             wide = self._now[layer.in_features, layer.out_features]
-            changed += wide != layer.is_wide
-            layer.is_wide = wide
+            changed += wide != layer.in_high_precision
+            layer.in_high_precision = wide
         return changed

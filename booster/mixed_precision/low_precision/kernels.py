@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from booster.common.torch_internals.tensor_internals import int_mm
 from booster.mixed_precision.hardware import alone, missing, sums_int8_exactly
-from booster.mixed_precision.low_precision.operands import rounded
-from booster.mixed_precision.low_precision.recipes import Product, Recipe, Wide
+from booster.mixed_precision.low_precision.operands import quantized
+from booster.mixed_precision.low_precision.recipes import GemmConfig, HighPrecision, Recipe
 from booster.number_formats import E2M1, Scaled, encode
 
 _ROUNDING = 0.01  # of sums to bfloat16, and some more
@@ -50,10 +50,10 @@ def _fails(recipe: Recipe, device: torch.device) -> str:
     a, b = (torch.randn(rows, 640, generator=draw, dtype=torch.float32).to(device) for rows in (128, 256))
     products = {"output": recipe.output, "input": recipe.input_gradient, "weight": recipe.weight_gradient}
     for name, how in products.items():
-        if isinstance(how, Wide):
+        if isinstance(how, HighPrecision):
             continue
         what = "the product of the output" if name == "output" else f"that of the {name}'s gradient"
-        left, right = rounded(a, how.left, how, recipe), rounded(b, how.right, how, recipe)
+        left, right = quantized(a, how.left, how, recipe), quantized(b, how.right, how, recipe)
         meant = [each.wide() if each.outer is None else each.wide() * each.outer for each in (left, right)]
         expected = meant[0] @ meant[1].t()
         try:
@@ -72,7 +72,7 @@ def for_device(recipe: Recipe, device: torch.device) -> Recipe:
     return recipe
 
 
-def multiply(a: Scaled, b: Scaled, how: Product, recipe: Recipe) -> torch.Tensor:
+def multiply(a: Scaled, b: Scaled, how: GemmConfig, recipe: Recipe) -> torch.Tensor:
     """Return `a @ b.t()`, rounded as `how` says, by the kernel of `recipe`; float32 for int8, else bfloat16."""
     if recipe.kernel == "fp8":
         return scaled(a, b, fast_accumulation=how.fast_accumulation)
@@ -84,10 +84,10 @@ def multiply(a: Scaled, b: Scaled, how: Product, recipe: Recipe) -> torch.Tensor
         "int8 in float32": whole_numbers_in_float32,
     }[recipe.kernel]
     rows, columns = len(a.values), len(b.values)
-    return run(filled_rows(a), filled_rows(b))[:rows, :columns]
+    return run(padded_rows(a), padded_rows(b))[:rows, :columns]
 
 
-def filled_rows(x: Scaled) -> Scaled:
+def padded_rows(x: Scaled) -> Scaled:
     """Return `x` with rows of zeros until they are a multiple of 32, which only the kernels of fp8 do without."""
     missing = -len(x.values) % _ROWS
     if not missing:
@@ -99,7 +99,7 @@ def filled_rows(x: Scaled) -> Scaled:
 
 
 def scaled(a: Scaled, b: Scaled, *, fast_accumulation: bool = False) -> torch.Tensor:
-    """Return `a @ b.t()`, bfloat16, of float8 matrices with scales of tensors or rows; see `Product`."""
+    """Return `a @ b.t()`, bfloat16, of float8 matrices with scales of tensors or rows; see `GemmConfig`."""
     kind = F.ScalingType.TensorWise
     left, right = a.scale, b.scale
     if left.dim() or right.dim():  # one kind for both
@@ -166,8 +166,8 @@ def packed(values: torch.Tensor) -> torch.Tensor:
 def tiled(scale: torch.Tensor) -> torch.Tensor:
     """Return scales of rows x blocks as the kernel reads them: tiles of 128 x 4, and in these row i beside rows i + 32 * n."""
     rows, columns = _TILE
-    filled = F.pad(scale, (0, -scale.shape[1] % columns, 0, -scale.shape[0] % rows))
-    tiles = filled.view(-1, 4, 32, filled.shape[1] // columns, columns)
+    padded = F.pad(scale, (0, -scale.shape[1] % columns, 0, -scale.shape[0] % rows))
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // columns, columns)
     return tiles.permute(0, 3, 2, 1, 4).flatten()
 
 

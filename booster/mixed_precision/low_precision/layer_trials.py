@@ -15,7 +15,7 @@ from torch import nn
 
 from booster.common.devices import clock
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
-from booster.mixed_precision.low_precision.recipes import Product, Recipe
+from booster.mixed_precision.low_precision.recipes import GemmConfig, Recipe
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 Timer = Callable[[nn.Module, torch.Tensor, torch.Tensor], float]
@@ -78,7 +78,7 @@ def _differs(layer: LowPrecisionLinear, low: Mapping[str, Any], wide: Mapping[st
         rounding = 2.0**-7  # of sums in bfloat16, for the bias, whose gradient no recipe rounds
         if error > bounds.get(name, rounding):
             return f"the {name}{how} is off by {error:.2g}, and at most {bounds.get(name, rounding):.2g} is right"
-        if isinstance(low_ones.get(name), Product) and error == 0:
+        if isinstance(low_ones.get(name), GemmConfig) and error == 0:
             return f"the {name}{how} is not rounded at all"
     return ""
 

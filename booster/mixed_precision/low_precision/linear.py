@@ -17,13 +17,13 @@ from booster.mixed_precision.hardware import gives_float32_sums, multiplies_into
 from booster.mixed_precision.low_precision.kernels import multiply
 from booster.mixed_precision.low_precision.operands import (
     GatheredWeight,
-    RoundedWeight,
-    RoundedWeights,
+    QuantizedWeight,
+    QuantizedWeights,
     both,
-    rounded,
-    turned,
+    quantized,
+    transposed,
 )
-from booster.mixed_precision.low_precision.recipes import Product, Recipe, Wide
+from booster.mixed_precision.low_precision.recipes import GemmConfig, HighPrecision, Recipe
 from booster.model.modules import LinearProxy
 from booster.number_formats import Scaled
 
@@ -33,28 +33,34 @@ class Watcher(Protocol):
     were multiplied, and the result. It changes nothing."""
 
     def __call__(
-        self, role: str, a: torch.Tensor, b: torch.Tensor, how: Product | Wide, result: torch.Tensor
+        self, role: str, a: torch.Tensor, b: torch.Tensor, how: GemmConfig | HighPrecision, result: torch.Tensor
     ) -> None: ...
 
 
 def product(
-    a: torch.Tensor, b: torch.Tensor, how: Product | Wide, recipe: Recipe, *, dtype: torch.dtype, kernels: bool
+    a: torch.Tensor,
+    b: torch.Tensor,
+    how: GemmConfig | HighPrecision,
+    recipe: Recipe,
+    *,
+    dtype: torch.dtype,
+    kernels: bool,
 ) -> torch.Tensor:
     """Return `a @ b.t()` in `dtype`, of m x k and n x k matrices, in the formats of `how`, or in a wide dtype.
 
     kernels: run the kernel of `recipe`; otherwise the same in a wide dtype, which differs by the rounding of the output.
     """
-    if isinstance(how, Wide):
+    if isinstance(how, HighPrecision):
         wide = how.dtype or dtype
         return (a.to(wide) @ b.to(wide).t()).to(dtype)
     if not (a.numel() and b.numel()):
         return torch.zeros(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
-    left, right = rounded(a, how.left, how, recipe), rounded(b, how.right, how, recipe)
-    return multiplied(left, right, how, recipe, dtype=dtype, kernels=kernels)
+    left, right = quantized(a, how.left, how, recipe), quantized(b, how.right, how, recipe)
+    return multiply_scaled(left, right, how, recipe, dtype=dtype, kernels=kernels)
 
 
-def multiplied(
-    a: Scaled, b: Scaled, how: Product, recipe: Recipe, *, dtype: torch.dtype, kernels: bool
+def multiply_scaled(
+    a: Scaled, b: Scaled, how: GemmConfig, recipe: Recipe, *, dtype: torch.dtype, kernels: bool
 ) -> torch.Tensor:
     """Return `a @ b.t()` in `dtype`, of matrices that are rounded for `how` already; see `product`."""
     return multiply(a, b, how, recipe).to(dtype) if kernels else emulate(a, b, dtype)
@@ -131,7 +137,7 @@ class LowPrecisionLinear(LinearProxy):
     kernels: bool
     watchers: tuple[Watcher, ...] = ()
     """Told of products in training, those of forward passes that a backward may follow. Copies have none."""
-    weights: RoundedWeights | None = None
+    weights: QuantizedWeights | None = None
     """Where the rounded weight is kept for a group of micro-batches; None rounds it in every pass. Copies have none."""
 
     @classmethod
@@ -149,13 +155,13 @@ class LowPrecisionLinear(LinearProxy):
             {
                 name: value
                 for name, value in self.__dict__.items()
-                if name not in ("recipe", "kernels", "watchers", "weights", "is_wide", "arrived")
+                if name not in ("recipe", "kernels", "watchers", "weights", "in_high_precision", "arrived")
             }
         )
         return linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.is_wide:
+        if self.in_high_precision:
             return super().forward(x)
         if self.watchers and torch.compiler.is_compiling() and self.training and torch.is_grad_enabled():
             why = "an Autopilot or a record looks at products of linear layers in some steps; compile without fullgraph"
@@ -168,9 +174,9 @@ class LowPrecisionLinear(LinearProxy):
         watchers = self.watchers if self.training and torch.is_grad_enabled() else ()
         keeps = torch.is_grad_enabled() and self.weight.requires_grad
         recipe, trains = self.recipe, self.training and torch.is_grad_enabled()
-        known: RoundedWeight | GatheredWeight | None = None
+        known: QuantizedWeight | GatheredWeight | None = None
         if not trains:
-            recipe = recipe.unnoted()
+            recipe = recipe.without_amax()
         if torch.compiler.is_compiling():
             pass
         elif self.arrived is not None:
@@ -184,7 +190,7 @@ class LowPrecisionLinear(LinearProxy):
         return {name: value for name, value in self.__dict__.items() if name not in ("weights", "watchers", "arrived")}
 
     def extra_repr(self) -> str:
-        how = "wide" if self.is_wide else f"recipe={self.recipe.name!r}{'' if self.kernels else ', emulated'}"
+        how = "wide" if self.in_high_precision else f"recipe={self.recipe.name!r}{'' if self.kernels else ', emulated'}"
         return f"{super().extra_repr()}, {how}"
 
 
@@ -200,30 +206,37 @@ class _Linear(torch.autograd.Function):
         kernels: bool,
         watchers: tuple[Watcher, ...],
         keeps: bool,
-        known: RoundedWeight | GatheredWeight | None,
+        known: QuantizedWeight | GatheredWeight | None,
     ) -> torch.Tensor:
         how, of_weight, low, kept = recipe.output, recipe.weight_gradient, None, None
         options: Any = {"dtype": x.dtype, "kernels": kernels}
         with torch.autocast(x.device.type, enabled=False):  # which would round scales to half
             tokens = x.reshape(-1, weight.shape[1])
             in_bytes = None
-            if keeps and tokens.numel() and isinstance(of_weight, Product) and of_weight.right.format.dtype is not None:
+            if (
+                keeps
+                and tokens.numel()
+                and isinstance(of_weight, GemmConfig)
+                and of_weight.right.format.dtype is not None
+            ):
                 in_bytes = of_weight
-            if isinstance(how, Wide) or not tokens.numel():
+            if isinstance(how, HighPrecision) or not tokens.numel():
                 y = product(tokens, weight, how, recipe, **options)
             else:
                 if in_bytes is not None:
                     low, kept = both(tokens, how.left, how, in_bytes.right, in_bytes, recipe)
                 else:
-                    low = rounded(tokens, how.left, how, recipe)
+                    low = quantized(tokens, how.left, how, recipe)
                 right = (
-                    rounded(weight, how.right, how, recipe) if known is None else known.rounded(how.right, how, recipe)
+                    quantized(weight, how.right, how, recipe)
+                    if known is None
+                    else known.quantized(how.right, how, recipe)
                 )
-                y = multiplied(low, right, how, recipe, **options)
+                y = multiply_scaled(low, right, how, recipe, **options)
             for watcher in watchers:
                 watcher("forward", tokens, weight, how, y)
             if in_bytes is not None and kept is None:
-                kept = turned(tokens, in_bytes.right, in_bytes, recipe)
+                kept = transposed(tokens, in_bytes.right, in_bytes, recipe)
         wide = x if keeps and (watchers or kept is None) else None
         ctx.save_for_backward(weight, wide, *((None,) * 3 if kept is None else (kept.values, kept.scale, kept.outer)))
         ctx.recipe, ctx.options, ctx.watchers, ctx.shape, ctx.known = recipe, options, watchers, x.shape, known
@@ -240,23 +253,23 @@ class _Linear(torch.autograd.Function):
         recipe, options, known, low = ctx.recipe, ctx.options, ctx.known, None
         g = grads[0].reshape(-1, weight.shape[0])
         tokens: Any = None if x is None else x.reshape(-1, weight.shape[1])
-        of_x = of_weight = turned_g = None
+        of_x = of_weight = g_t = None
         with torch.autocast(g.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 how = recipe.input_gradient
-                if isinstance(how, Wide) or not g.numel():
+                if isinstance(how, HighPrecision) or not g.numel():
                     of_x = product(g, weight.t(), how, recipe, **options)
                 else:
                     if ctx.needs_input_grad[1] and parts[0] is not None:
                         others = recipe.weight_gradient
-                        low, turned_g = both(g, how.left, how, others.left, others, recipe)
+                        low, g_t = both(g, how.left, how, others.left, others, recipe)
                     else:
-                        low = rounded(g, how.left, how, recipe)
+                        low = quantized(g, how.left, how, recipe)
                     if known is None:
-                        right = turned(weight, how.right, how, recipe)
+                        right = transposed(weight, how.right, how, recipe)
                     else:
-                        right = known.turned(how.right, how, recipe)
-                    of_x = multiplied(low, right, how, recipe, **options)
+                        right = known.transposed(how.right, how, recipe)
+                    of_x = multiply_scaled(low, right, how, recipe, **options)
                 for watcher in ctx.watchers:
                     watcher("input_grad", g, weight.t(), how, of_x)
                 of_x = of_x.view(ctx.shape)
@@ -266,8 +279,8 @@ class _Linear(torch.autograd.Function):
                     of_weight = product(g.t(), tokens.t(), how, recipe, **options)
                 else:
                     kept = Scaled(parts[0], parts[1], parts[2], how.right.scaling)
-                    turned_g = turned(g, how.left, how, recipe) if turned_g is None else turned_g
-                    of_weight = multiplied(turned_g, kept, how, recipe, **options)
+                    g_t = transposed(g, how.left, how, recipe) if g_t is None else g_t
+                    of_weight = multiply_scaled(g_t, kept, how, recipe, **options)
                 for watcher in ctx.watchers:
                     watcher("weight_grad", g.t(), tokens.t(), how, of_weight)
                 of_weight = of_weight.to(weight.dtype)

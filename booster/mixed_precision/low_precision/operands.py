@@ -12,50 +12,52 @@ from torch import nn
 
 from booster.common.torch_internals.tensor_internals import is_fake_kind, storage_key, version
 from booster.kernels import matrices
-from booster.mixed_precision.low_precision.recipes import Operand, Product, Recipe
+from booster.mixed_precision.low_precision.recipes import CastConfig, GemmConfig, Recipe
 from booster.number_formats import E2M1, Scaled, noise_of, scale_to
 from booster.number_formats.rotation import rotated
 
 
-def rounded(x: torch.Tensor, operand: Operand, how: Product, recipe: Recipe) -> Scaled:
+def quantized(x: torch.Tensor, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> Scaled:
     """Return the matrix `x` as `how` reads it, which sums over its columns; row by row, whole numbers in bytes."""
     if _takes_kernels(x, operand, how):
         return _by_kernels(x, operand, how, recipe)[0]
-    result = low(laid_out(x, how, recipe), operand)
+    result = low(padded_and_rotated(x, how, recipe), operand)
     values = result.values if operand.format.dtype is None else result.values.to(operand.format.dtype)
     return replace(result, values=values.contiguous())
 
 
-def turned(x: torch.Tensor, operand: Operand, how: Product, recipe: Recipe, known: Scaled | None = None) -> Scaled:
+def transposed(
+    x: torch.Tensor, operand: CastConfig, how: GemmConfig, recipe: Recipe, known: Scaled | None = None
+) -> Scaled:
     """Return `x.t()` as `how` reads it.
 
     known: what `x` was rounded to for another product, if anything. Where the numbers and scales of `x` and of `x.t()` are the
     same, those are laid out anew, in a copy of one byte a number; otherwise `x` is rounded a second time.
     """
-    if not _is_same_turned(x, operand, how, recipe):
-        return rounded(x.t(), operand, how, recipe)
+    if not _has_same_transpose(x, operand, how, recipe):
+        return quantized(x.t(), operand, how, recipe)
     if known is None or known.scaling != operand.scaling or known.values.dtype != operand.format.dtype:
-        known = rounded(x, operand, how, recipe)
-    values = filled(known.values[:, : x.shape[1]].t(), recipe.multiple)
+        known = quantized(x, operand, how, recipe)
+    values = padded(known.values[:, : x.shape[1]].t(), recipe.multiple)
     return replace(known, values=values.contiguous(), scale=known.scale.t().contiguous())
 
 
 def both(
-    x: torch.Tensor, operand: Operand, how: Product, turned_operand: Operand, turned_how: Product, recipe: Recipe
+    x: torch.Tensor, operand: CastConfig, how: GemmConfig, operand_t: CastConfig, how_t: GemmConfig, recipe: Recipe
 ) -> tuple[Scaled, Scaled]:
-    """Return `x` as `how` reads it, and `x.t()` as `turned_how` does; where their bytes are the same, kernels write them in one
+    """Return `x` as `how` reads it, and `x.t()` as `how_t` does; where their bytes are the same, kernels write them in one
     pass."""
-    same_scaling = operand.scaling == turned_operand.scaling and operand.format == turned_operand.format
-    same_bytes = same_scaling and _is_same_turned(x, turned_operand, turned_how, recipe)
+    same_scaling = operand.scaling == operand_t.scaling and operand.format == operand_t.format
+    same_bytes = same_scaling and _has_same_transpose(x, operand_t, how_t, recipe)
     if same_bytes and _takes_kernels(x, operand, how):
-        made, other = _by_kernels(x, operand, how, recipe, turned=True)
+        made, other = _by_kernels(x, operand, how, recipe, transposed=True)
         assert other is not None
         return made, other
-    made = rounded(x, operand, how, recipe)
-    return made, turned(x, turned_operand, turned_how, recipe, made)
+    made = quantized(x, operand, how, recipe)
+    return made, transposed(x, operand_t, how_t, recipe, made)
 
 
-def low(x: torch.Tensor, operand: Operand) -> Scaled:
+def low(x: torch.Tensor, operand: CastConfig) -> Scaled:
     """Return the matrix `x` in the format of `operand`."""
     noise = noise_of(x) if operand.stochastic else None
     if operand.delayed is None:
@@ -64,18 +66,18 @@ def low(x: torch.Tensor, operand: Operand) -> Scaled:
     return replace(scale_to(x, operand.format, operand.scaling, scale=taken), scale=meant)
 
 
-def laid_out(x: torch.Tensor, how: Product, recipe: Recipe) -> torch.Tensor:
+def padded_and_rotated(x: torch.Tensor, how: GemmConfig, recipe: Recipe) -> torch.Tensor:
     """Return a matrix as it is rounded for a product: filled up with zeros, and rotated, then in float32."""
-    x = filled(x, recipe.multiple)
+    x = padded(x, recipe.multiple)
     return rotated(x.float()) if how.hadamard else x
 
 
-def filled(x: torch.Tensor, multiple: int) -> torch.Tensor:
+def padded(x: torch.Tensor, multiple: int) -> torch.Tensor:
     """Return the matrix `x` with columns of zeros until they are a multiple; `x` itself where they are."""
     return F.pad(x, (0, -x.shape[1] % multiple)) if x.shape[1] % multiple else x
 
 
-class RoundedWeight:
+class QuantizedWeight:
     """One weight as products read it, rounded when the first of them asks; a byte a number for each dimension summed over.
 
     Formats that have no byte are rounded anew each time.
@@ -91,23 +93,23 @@ class RoundedWeight:
         """Whether nobody wrote to the weight, or gave it other memory; writes through `.data` leave no trace."""
         return self._state == _state(self.weight)
 
-    def rounded(self, operand: Operand, how: Product, recipe: Recipe) -> Scaled:
-        """Return the weight as `how` reads it, see `rounded`."""
+    def quantized(self, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> Scaled:
+        """Return the weight as `how` reads it, see `quantized`."""
         if operand.format.dtype is None:
-            return rounded(self.weight, operand, how, recipe)
+            return quantized(self.weight, operand, how, recipe)
         key = operand, how.hadamard
         if key not in self._made:
-            self._made[key] = rounded(self.weight, operand, how, recipe)
+            self._made[key] = quantized(self.weight, operand, how, recipe)
         return self._made[key]
 
-    def turned(self, operand: Operand, how: Product, recipe: Recipe) -> Scaled:
-        """Return its transpose, see `turned`."""
+    def transposed(self, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> Scaled:
+        """Return its transpose, see `transposed`."""
         if operand.format.dtype is None:
-            return turned(self.weight, operand, how, recipe)
-        key = operand, how.hadamard, "turned"
+            return transposed(self.weight, operand, how, recipe)
+        key = operand, how.hadamard, "transposed"
         if key not in self._made:
             known = self._made.get((operand, how.hadamard))
-            self._made[key] = turned(self.weight, operand, how, recipe, known)
+            self._made[key] = transposed(self.weight, operand, how, recipe, known)
         return self._made[key]
 
 
@@ -121,37 +123,37 @@ class GatheredWeight:
         self.weight = weight
         self._arrived = arrived
 
-    def rounded(self, operand: Operand, how: Product, recipe: Recipe) -> Scaled:
-        """Return the weight as `how` reads it, see `rounded`."""
+    def quantized(self, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> Scaled:
+        """Return the weight as `how` reads it, see `quantized`."""
         came = self._as_it_came(operand, how)
         if came is None:
-            return rounded(self.weight, operand, how, recipe)
-        return replace(came, values=filled(came.values, recipe.multiple))
+            return quantized(self.weight, operand, how, recipe)
+        return replace(came, values=padded(came.values, recipe.multiple))
 
-    def turned(self, operand: Operand, how: Product, recipe: Recipe) -> Scaled:
-        """Return its transpose, see `turned`."""
-        return turned(self.weight, operand, how, recipe, self._as_it_came(operand, how))
+    def transposed(self, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> Scaled:
+        """Return its transpose, see `transposed`."""
+        return transposed(self.weight, operand, how, recipe, self._as_it_came(operand, how))
 
-    def _as_it_came(self, operand: Operand, how: Product) -> Scaled | None:
+    def _as_it_came(self, operand: CastConfig, how: GemmConfig) -> Scaled | None:
         if how.hadamard or operand.stochastic or operand.delayed is not None:
             return None
         came = self._arrived(self.weight)
         return came if came is not None and (came.scaling, came.values.dtype) == _form(operand) else None
 
 
-class RoundedWeights:
+class QuantizedWeights:
     """Rounded weights of the layers of one conversion, from the first forward pass of a group of micro-batches to `forget`."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, RoundedWeight] = {}
+        self._kept: dict[int, QuantizedWeight] = {}
 
-    def of(self, weight: torch.Tensor) -> RoundedWeight | None:
+    def of(self, weight: torch.Tensor) -> QuantizedWeight | None:
         """Return what is made of `weight` in this group; None for what is no parameter that stays, such as a computed one."""
         if not (type(weight) is nn.Parameter or is_fake_kind(type(weight))) or not weight.is_leaf:
             return None
         found = self._kept.get(id(weight))
         if found is None or not found.is_as_it_was():
-            found = self._kept[id(weight)] = RoundedWeight(weight)
+            found = self._kept[id(weight)] = QuantizedWeight(weight)
         return found
 
     def forget(self) -> None:
@@ -162,37 +164,37 @@ class RoundedWeights:
 # ---------------------------------------------------------------------- inside
 
 
-def _takes_kernels(x: torch.Tensor, operand: Operand, how: Product) -> bool:
+def _takes_kernels(x: torch.Tensor, operand: CastConfig, how: GemmConfig) -> bool:
     delayed = operand.delayed is not None
     options = {"rotates": how.hadamard, "stochastic": operand.stochastic, "delayed": delayed}
     return matrices.by_kernels(x, operand.format, operand.scaling, **options)
 
 
 def _by_kernels(
-    x: torch.Tensor, operand: Operand, how: Product, recipe: Recipe, *, turned: bool = False
+    x: torch.Tensor, operand: CastConfig, how: GemmConfig, recipe: Recipe, *, transposed: bool = False
 ) -> tuple[Scaled, Scaled | None]:
     if operand.format == E2M1:
         options = {"rotates": how.hadamard, "stochastic": operand.stochastic}
-        return matrices.rounded_to_fours(x, operand.scaling, recipe.multiple, **options), None
+        return matrices.quantized_to_e2m1(x, operand.scaling, recipe.multiple, **options), None
     delayed = operand.delayed
-    return matrices.rounded(
+    return matrices.quantized(
         x,
         operand.format,
         operand.scaling,
         recipe.multiple,
-        turned=turned,
+        transposed=transposed,
         given=None if delayed is None else delayed.scale,
         largest=None if delayed is None else delayed.largest,
     )
 
 
-def _is_same_turned(x: torch.Tensor, operand: Operand, how: Product, recipe: Recipe) -> bool:
+def _has_same_transpose(x: torch.Tensor, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> bool:
     over = operand.scaling.over
     alike = over == "tensor" or (isinstance(over, tuple) and over[0] == over[1] and not x.shape[0] % recipe.multiple)
     return alike and operand.format.dtype is not None and not (how.hadamard or operand.stochastic)
 
 
-def _form(operand: Operand) -> tuple[Any, ...]:
+def _form(operand: CastConfig) -> tuple[Any, ...]:
     return operand.scaling, operand.format.dtype
 
 

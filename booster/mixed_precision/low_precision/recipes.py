@@ -46,7 +46,7 @@ class DelayedScale:
 
 
 @dataclass(frozen=True)
-class Operand:
+class CastConfig:
     """The format that one matrix of a product is rounded to. stochastic: instead of to the nearest. delayed: whose scale, if
     not its own."""
 
@@ -57,28 +57,28 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Product:
+class GemmConfig:
     """Both matrices of a product. hadamard: they are rotated before, along what is summed over, see `rotation.rotated`.
 
     fast_accumulation: the kernel of fp8 may leave sums in the accumulator of the tensor cores, see `FP8MixedPrecision`.
     """
 
-    left: Operand
-    right: Operand
+    left: CastConfig
+    right: CastConfig
     hadamard: bool = False
     fast_accumulation: bool = False
 
 
 @dataclass(frozen=True)
-class Wide:
+class HighPrecision:
     """A product of which neither matrix is rounded: in `dtype`; None is that of the layer's input."""
 
     dtype: torch.dtype | None = None
 
 
-Role = Literal["recipe", "bf16", "fp32"]
-ROLES = ("forward", "input_grad", "weight_grad")
-_WIDE = {"bf16": Wide(torch.bfloat16), "fp32": Wide(torch.float32)}
+GemmDtype = Literal["recipe", "bf16", "fp32"]
+GEMMS = ("forward", "input_grad", "weight_grad")
+_WIDE = {"bf16": HighPrecision(torch.bfloat16), "fp32": HighPrecision(torch.float32)}
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class Recipe:
     """
 
     name: str
-    output: Product | Wide
-    input_gradient: Product | Wide
-    weight_gradient: Product | Wide
+    output: GemmConfig | HighPrecision
+    input_gradient: GemmConfig | HighPrecision
+    weight_gradient: GemmConfig | HighPrecision
     multiple: int
     kernel: Literal["fp8", "fp8 blocks", "mxfp8", "nvfp4", "int8", "int8 in float32"]
     capability: tuple[int, int]
@@ -104,20 +104,20 @@ class Recipe:
     on_cpu: bool = False
     too_small: tuple[tuple[float, float], ...] = ()
 
-    def accumulated_fast(self) -> Recipe:
+    def with_fast_accumulation(self) -> Recipe:
         """Return the recipe whose forward may accumulate fast; backward never does."""
         how = self.output
-        return self if isinstance(how, Wide) else replace(self, output=replace(how, fast_accumulation=True))
+        return self if isinstance(how, HighPrecision) else replace(self, output=replace(how, fast_accumulation=True))
 
     def delayed(self, x: DelayedScale, weight: DelayedScale, gradient: DelayedScale) -> Recipe:
         """Return the recipe in which the layer's input, its weight and the gradient of its output have these scales."""
         return self._with((x, weight), (gradient, weight), (gradient, x))
 
-    def unnoted(self) -> Recipe:
+    def without_amax(self) -> Recipe:
         """Return the recipe that notes nothing for later steps, as in evaluation."""
         scales = [
             [each.delayed and replace(each.delayed, largest=None) for each in (how.left, how.right)]
-            if isinstance(how, Product)
+            if isinstance(how, GemmConfig)
             else [None, None]
             for how in (self.output, self.input_gradient, self.weight_gradient)
         ]
@@ -126,22 +126,23 @@ class Recipe:
     def _with(self, *scales: Sequence[DelayedScale | None]) -> Recipe:
         output, of_input, of_weight = (
             replace(how, left=replace(how.left, delayed=left), right=replace(how.right, delayed=right))
-            if isinstance(how, Product)
+            if isinstance(how, GemmConfig)
             else how
             for how, (left, right) in zip((self.output, self.input_gradient, self.weight_gradient), scales, strict=True)
         )
         return replace(self, output=output, input_gradient=of_input, weight_gradient=of_weight)
 
-    def in_roles(self, *roles: Role) -> Recipe:
+    def with_dtypes(self, *roles: GemmDtype) -> Recipe:
         """Return the recipe of which forward, gradient of the input and gradient of the weight, in this order, are so.
 
         "recipe" leaves a product as it is, the others have it in that dtype.
         """
         own = (self.output, self.input_gradient, self.weight_gradient)
         products = [each if role == "recipe" else _WIDE[role] for each, role in zip(own, roles, strict=True)]
-        wide = ", ".join(f"{name} {role}" for name, role in zip(ROLES, roles, strict=True) if role != "recipe")
+        wide = ", ".join(f"{name} {role}" for name, role in zip(GEMMS, roles, strict=True) if role != "recipe")
         bounds = [
-            _WIDE_BOUND if isinstance(each, Wide) else bound for each, bound in zip(products, self.bounds, strict=True)
+            _WIDE_BOUND if isinstance(each, HighPrecision) else bound
+            for each, bound in zip(products, self.bounds, strict=True)
         ]
         output, of_input, of_weight = products
         return replace(
@@ -157,8 +158,8 @@ class Recipe:
 _WIDE_BOUND = 0.01  # of a product in bfloat16
 
 
-def _both(operand: Operand, *, hadamard: bool = False) -> Product:
-    return Product(operand, operand, hadamard)
+def _both(operand: CastConfig, *, hadamard: bool = False) -> GemmConfig:
+    return GemmConfig(operand, operand, hadamard)
 
 
 _ADA = {"multiple": 16, "kernel": "fp8", "capability": (8, 9), "generations": "Ada, Hopper, Blackwell or newer"}
@@ -168,20 +169,20 @@ _BLACKWELL = {"multiple": 32, "capability": (10, 0), "generations": "Blackwell o
 _SMALL_TENSORWISE = ((4096.0, 1024.0),)
 _SMALL_ROWWISE = ((math.inf, 2048.0), (1024.0, math.inf), (2048.0, 4096.0))
 
-_TENSOR = Operand(E4M3, Scaling("tensor"))
-_TENSOR_GRADIENT = Operand(E5M2, Scaling("tensor"))
-_ROW = Operand(E4M3, Scaling("row", "power_of_two"))
-_MX = Operand(E4M3, Scaling((1, 32), "power_of_two"))
-_NV = Operand(E2M1, Scaling((1, 16), "e4m3"))
-_INT8 = Operand(INT8, Scaling("row"))
+_TENSOR = CastConfig(E4M3, Scaling("tensor"))
+_TENSOR_GRADIENT = CastConfig(E5M2, Scaling("tensor"))
+_ROW = CastConfig(E4M3, Scaling("row", "power_of_two"))
+_MX = CastConfig(E4M3, Scaling((1, 32), "power_of_two"))
+_NV = CastConfig(E2M1, Scaling((1, 16), "e4m3"))
+_INT8 = CastConfig(INT8, Scaling("row"))
 
 # The three of torchao's float8 training, under its names, scales included: rows have powers of two.
 FP8_RECIPES = {
     "tensorwise": Recipe(
         name="fp8 tensorwise",
         output=_both(_TENSOR),
-        input_gradient=Product(_TENSOR_GRADIENT, _TENSOR),
-        weight_gradient=Product(_TENSOR_GRADIENT, _TENSOR),
+        input_gradient=GemmConfig(_TENSOR_GRADIENT, _TENSOR),
+        weight_gradient=GemmConfig(_TENSOR_GRADIENT, _TENSOR),
         bounds=(0.075, 0.12, 0.12),
         too_small=_SMALL_TENSORWISE,
         **_ADA,  # type: ignore[arg-type]
@@ -198,8 +199,8 @@ FP8_RECIPES = {
     "rowwise_with_gw_hp": Recipe(
         name="fp8 rowwise_with_gw_hp",
         output=_both(_ROW),
-        input_gradient=Product(_ROW, Operand(E4M3, Scaling("tensor", "power_of_two"))),
-        weight_gradient=Wide(),
+        input_gradient=GemmConfig(_ROW, CastConfig(E4M3, Scaling("tensor", "power_of_two"))),
+        weight_gradient=HighPrecision(),
         bounds=(0.075, 0.075, _WIDE_BOUND),
         too_small=_SMALL_ROWWISE,
         **_ADA,  # type: ignore[arg-type]
@@ -214,11 +215,11 @@ def fp8_blocks_recipe(*, power_of_two_scales: bool) -> Recipe:
     wide numbers for each dimension that is summed over, where the report rounds an activation in fp8 again.
     """
     scale: ScaleKind = "power_of_two" if power_of_two_scales else "float32"
-    tokens, weight = (Operand(E4M3, Scaling(block, scale)) for block in ((1, 128), (128, 128)))
+    tokens, weight = (CastConfig(E4M3, Scaling(block, scale)) for block in ((1, 128), (128, 128)))
     return Recipe(
         name="fp8 blocks",
-        output=Product(tokens, weight),
-        input_gradient=Product(tokens, weight),
+        output=GemmConfig(tokens, weight),
+        input_gradient=GemmConfig(tokens, weight),
         weight_gradient=_both(tokens),
         multiple=128,
         kernel="fp8 blocks",
@@ -246,13 +247,13 @@ def nvfp4_recipe(*, stochastic_rounding: bool, hadamard: bool) -> Recipe:
     Weights in blocks of 16 x 16, so that both passes see the same ones, activations and gradients of 16 numbers; gradients
     rounded stochastically; the operands of the weight gradient rotated by a random Hadamard transform.
     """
-    weight = Operand(E2M1, Scaling((16, 16), "e4m3"))
-    gradient = Operand(E2M1, Scaling((1, 16), "e4m3"), stochastic=stochastic_rounding)
+    weight = CastConfig(E2M1, Scaling((16, 16), "e4m3"))
+    gradient = CastConfig(E2M1, Scaling((1, 16), "e4m3"), stochastic=stochastic_rounding)
     return Recipe(
         name="nvfp4",
-        output=Product(_NV, weight),
-        input_gradient=Product(gradient, weight),
-        weight_gradient=Product(gradient, _NV, hadamard),
+        output=GemmConfig(_NV, weight),
+        input_gradient=GemmConfig(gradient, weight),
+        weight_gradient=GemmConfig(gradient, _NV, hadamard),
         kernel="nvfp4",
         bounds=(0.3, 0.36, 0.36),
         **_BLACKWELL,  # type: ignore[arg-type]

@@ -17,11 +17,11 @@ from booster.mixed_precision.low_precision.conversion import CONVERT, Convert, E
 from booster.mixed_precision.low_precision.delayed import DelayedScaling
 from booster.mixed_precision.low_precision.recipes import (
     FP8_RECIPES,
+    GEMMS,
     INT8_RECIPE,
     MXFP8,
-    ROLES,
+    GemmDtype,
     Recipe,
-    Role,
     fp8_blocks_recipe,
     nvfp4_recipe,
 )
@@ -80,9 +80,9 @@ class LowPrecision(HalfPrecision):
         weights: Literal["fp32", "bf16"] = "fp32",
         compute_dtype: torch.dtype = torch.bfloat16,
         keep_fp32: KeepFP32 | Iterable[KeepFP32] | None = None,
-        forward: Role = "recipe",
-        input_grad: Role = "recipe",
-        weight_grad: Role = "recipe",
+        forward: GemmDtype = "recipe",
+        input_grad: GemmDtype = "recipe",
+        weight_grad: GemmDtype = "recipe",
     ) -> None:
         arguments.choice("emulate", emulate, (True, False, "auto"))
         kept = None if keep is None else normalise_keep_fp32(keep, "keep")
@@ -121,7 +121,7 @@ class LowPrecision(HalfPrecision):
                 f"{type(self).__name__} has no recipe; use one of its subclasses, such as FP8MixedPrecision"
             )
         roles = forward, input_grad, weight_grad
-        for name, role in zip(ROLES, roles, strict=True):
+        for name, role in zip(GEMMS, roles, strict=True):
             arguments.choice(name, role, ("recipe", "bf16", "fp32"))
         if "recipe" not in roles:
             raise ValueError(
@@ -135,7 +135,7 @@ class LowPrecision(HalfPrecision):
             )
         self._roles = roles
         self.conversion = LinearConversion(
-            self.recipe.in_roles(*roles),
+            self.recipe.with_dtypes(*roles),
             emulate,
             kept,
             compute_dtype,
@@ -164,7 +164,7 @@ class LowPrecision(HalfPrecision):
             "weights": ("'bf16'" if half_weights else "'fp32'", "'fp32'"),
             "compute_dtype": (str(self.conversion.dtype), "torch.bfloat16"),
             "keep_fp32": (_written(self._keep_fp32), _written([is_batch_norm] if half_weights else [])),
-            **{name: (repr(role), "'recipe'") for name, role in zip(ROLES, self._roles, strict=True)},
+            **{name: (repr(role), "'recipe'") for name, role in zip(GEMMS, self._roles, strict=True)},
         }
         return {name: value for name, (value, default) in given.items() if value != default}
 
@@ -228,9 +228,9 @@ class FP8MixedPrecision(LowPrecision):
         weights: Literal["fp32", "bf16"] = "fp32",
         compute_dtype: torch.dtype = torch.bfloat16,
         keep_fp32: KeepFP32 | Iterable[KeepFP32] | None = None,
-        forward: Role = "recipe",
-        input_grad: Role = "recipe",
-        weight_grad: Role = "recipe",
+        forward: GemmDtype = "recipe",
+        input_grad: GemmDtype = "recipe",
+        weight_grad: GemmDtype = "recipe",
     ) -> None:
         self._name = arguments.choice("recipe", recipe, (*FP8_RECIPES, "blocks"))
         self._powers = arguments.flag("power_of_two_scales", power_of_two_scales)
@@ -254,7 +254,7 @@ class FP8MixedPrecision(LowPrecision):
         if recipe == "blocks":
             self.recipe = fp8_blocks_recipe(power_of_two_scales=power_of_two_scales)
         else:
-            self.recipe = FP8_RECIPES[recipe].accumulated_fast() if fast_accumulation else FP8_RECIPES[recipe]
+            self.recipe = FP8_RECIPES[recipe].with_fast_accumulation() if fast_accumulation else FP8_RECIPES[recipe]
         self._gathers = arguments.flag("gather_in_fp8", gather_in_fp8)
         if self._gathers and recipe != "tensorwise":
             raise ValueError(
@@ -325,9 +325,9 @@ class NVFP4MixedPrecision(LowPrecision):
         weights: Literal["fp32", "bf16"] = "fp32",
         compute_dtype: torch.dtype = torch.bfloat16,
         keep_fp32: KeepFP32 | Iterable[KeepFP32] | None = None,
-        forward: Role = "recipe",
-        input_grad: Role = "recipe",
-        weight_grad: Role = "recipe",
+        forward: GemmDtype = "recipe",
+        input_grad: GemmDtype = "recipe",
+        weight_grad: GemmDtype = "recipe",
     ) -> None:
         self._stochastic_rounding = arguments.flag("stochastic_rounding", stochastic_rounding)
         self._hadamard = arguments.flag("hadamard", hadamard)

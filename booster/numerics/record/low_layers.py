@@ -18,8 +18,8 @@ import torch
 from booster.common.devices import HostCopy
 from booster.interface.model import ModelWrapper
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
-from booster.mixed_precision.low_precision.operands import laid_out, low
-from booster.mixed_precision.low_precision.recipes import Operand, Product, Wide
+from booster.mixed_precision.low_precision.operands import low, padded_and_rotated
+from booster.mixed_precision.low_precision.recipes import CastConfig, GemmConfig, HighPrecision
 from booster.numerics.record.activations import Labels
 
 Line = dict[str, Any]
@@ -45,7 +45,7 @@ class LowLayers:
         """Watch the low-precision layers that a boosted model has now."""
         label = self._labels.of(model.unwrap())
         for name, module in model.unwrap().named_modules():
-            if isinstance(module, LowPrecisionLinear) and not module.is_wide:
+            if isinstance(module, LowPrecisionLinear) and not module.in_high_precision:
                 watcher = partial(self._count, f"{label}{name}", module.recipe)
                 module.watchers = (*module.watchers, watcher)
                 self._watched.append((weakref.ref(module), watcher))
@@ -71,19 +71,19 @@ class LowLayers:
         role: str,
         a: torch.Tensor,
         b: torch.Tensor,
-        how: Product | Wide,
+        how: GemmConfig | HighPrecision,
         result: torch.Tensor,
     ) -> None:
-        if not self.on or isinstance(how, Wide) or not (a.numel() and b.numel()):
+        if not self.on or isinstance(how, HighPrecision) or not (a.numel() and b.numel()):
             return
-        matrices = [laid_out(each.float(), how, recipe) for each in (a, b)]
+        matrices = [padded_and_rotated(each.float(), how, recipe) for each in (a, b)]
         for matrix, operand, what in zip(matrices, (how.left, how.right), _OPERANDS[role], strict=True):
             key = (name, role, what, str(operand.format))
             row = _row(matrix, operand)
             self._rows[key] = self._rows[key] + row if key in self._rows else row
 
 
-def _row(x: torch.Tensor, operand: Operand) -> torch.Tensor:
+def _row(x: torch.Tensor, operand: CastConfig) -> torch.Tensor:
     rounded = low(x, operand)
     scale = rounded.scale_of_each() if rounded.outer is None else rounded.scale_of_each() * rounded.outer
     size, largest = rounded.values.float().abs(), operand.format.largest

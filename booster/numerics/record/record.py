@@ -415,7 +415,7 @@ class Records:
         self._open: list[Record] = []
 
     def tell(self, model: int, look: Any) -> None:
-        """Write into every open record what an autopilot measured of the `model`-th boosted one; see `Look`."""
+        """Write into every open record what an autopilot measured of the `model`-th boosted one; see `Measurement`."""
         own, said = {"time": time.time(), "model": model}, look._asdict()
         changes = said.pop("changes")
         lines = [{"kind": "look", **own, **said}]

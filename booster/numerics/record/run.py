@@ -10,7 +10,7 @@ Each line has a `kind`:
   and `culprit`.
 - `switch`: the run went over to another `precision` after the step `step`; `why` says by what.
 - `look`: an autopilot looked at the step `step` of the `model`-th that was boosted, from 0; see
-  `booster.mixed_precision.low_precision.autopilot.Look`.
+  `booster.mixed_precision.low_precision.autopilot.Measurement`.
 - `pilot`: it made the product `role` of the layer `name` wide after that step, or low again; see `Change` there.
 - `low`: one operand of a low-precision layer, looked at in one step; see `booster.numerics.record.low_layers`.
 - `sample`: one tensor, looked at in one step; see `booster.numerics.record.samples`.

@@ -53,7 +53,7 @@ from booster.ranks.messages import SENDABLE
 from booster.shards.fp8_gather import FP8Gather, WeightScales
 from booster.shards.fully_sharded import UnshardedParams, reshard
 from booster.tensors.trees import HALF_DTYPES, tensors
-from booster.tensors.weak import settle_inputs
+from booster.tensors.weak import cast_weak_inputs
 
 Synchronise = Callable[[Iterable[torch.Tensor]], None]
 ShardPlacement = Callable[[nn.Parameter], Shard | None]
@@ -135,7 +135,7 @@ def shard_module(
             run_hooks_outside_modes(child, watch)
             if weakly and not group.pinned and child is not model:
                 # fully_shard hands on inputs as new tensors, which are not weak any more.
-                child.register_forward_pre_hook(settle_inputs(policy.param), with_kwargs=True, prepend=True)  # type: ignore[arg-type]
+                child.register_forward_pre_hook(cast_weak_inputs(policy.param), with_kwargs=True, prepend=True)  # type: ignore[arg-type]
         if len(group.modules) == 1:  # several are leaves, which return tensors
             see_all_outputs(group.modules[0], tensors)
     gc.collect(1)  # what `fully_shard` leaves behind, functions that call themselves, and that keep the modules

@@ -16,7 +16,7 @@ from booster.common.torch_internals.autograd_internals import without_subclasses
 from booster.common.torch_internals.tensor_internals import FakeTensor, FakeTensorMode, version
 from booster.model.meta import copy_on_meta
 from booster.plugin.pipeline.split import Split, holders, owners
-from booster.tensors.weak import InPlaceOfForward, OfAModule
+from booster.tensors.weak import ForwardProxy, ModuleReference
 
 Prepare = Callable[[nn.Module], nn.Module]
 
@@ -103,13 +103,13 @@ class MetaModel:
                     setattr(module, name, value)
 
 
-class _ObservedForward(OfAModule):
+class _ObservedForward(ModuleReference):
     """The forward of a child of the container, which `MetaModel.call` may replace."""
 
     def __init__(self, meta_model: MetaModel, position: int, forward: Callable[..., Any]) -> None:
         self._meta_model = weakref.ref(meta_model)
         self._position = position
-        self._inner = InPlaceOfForward(forward)
+        self._inner = ForwardProxy(forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         meta_model = self._meta_model()

@@ -15,10 +15,10 @@ from booster.plugin.pipeline.split import Split
 from booster.plugin.pipeline.stage_io import StageIO, substitute
 from booster.tensors.micro_batch import MicroBatch
 from booster.tensors.trees import leaves as leaves_of
-from booster.tensors.weak import InPlaceOfForward, OfAModule, Weak, plain
+from booster.tensors.weak import ForwardProxy, ModuleReference, WeakTensor, strip_weak
 
 
-class StageForward(OfAModule):
+class StageForward(ModuleReference):
     """The forward of a stage's module, around the user's `forward`; or of the block at `position`, which another stage has.
 
     The reference to the stage is weak, because the stage holds the module.
@@ -26,7 +26,7 @@ class StageForward(OfAModule):
 
     def __init__(self, stage: Stage, forward: Callable[..., Any] | None = None, position: int = -1) -> None:
         self._stage = weakref.ref(stage)
-        self._inner = None if forward is None else InPlaceOfForward(forward)
+        self._inner = None if forward is None else ForwardProxy(forward)
         self._position = position
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ class Stage:
         for leaf, relay, spec in zip(boundary.positions, boundary.relays, boundary.specs, strict=True):
             # A clone, because a tensor that only passes through is a leaf here, which torch detaches after backward.
             value = leaves[leaf] if relay is None else received[relay].clone()
-            crossing.append((plain(value, spec.dtype) if isinstance(value, Weak) else value).contiguous())
+            crossing.append((strip_weak(value, spec.dtype) if isinstance(value, WeakTensor) else value).contiguous())
         values = tuple(crossing)
         for number, (value, spec) in enumerate(zip(values, boundary.specs, strict=True)):
             if is_fake(value) or value.dtype != spec.dtype:

@@ -19,7 +19,7 @@ from booster.plugin.tensor_parallel.local_style import LocalStyle, SharedInputGr
 from booster.plugin.tensor_parallel.tied_params import tie, tied_slots
 from booster.plugin.tensor_parallel.tp_plan import TPPlan, resolve_plan
 from booster.tensors.trees import HALF_DTYPES
-from booster.tensors.weak import InPlaceOfForward, OfAModule, settle_inputs
+from booster.tensors.weak import ForwardProxy, ModuleReference, cast_weak_inputs
 
 
 def check_tensor_parallel(
@@ -115,7 +115,7 @@ def _apply_foreign(
     parallelize_module(module, mesh, style)
     if not pinned:
         if policy.param in HALF_DTYPES:  # its hooks make DTensors of inputs, and these are not weakly typed
-            module.register_forward_pre_hook(settle_inputs(policy.param), with_kwargs=True, prepend=True)
+            module.register_forward_pre_hook(cast_weak_inputs(policy.param), with_kwargs=True, prepend=True)
         return
     before = _taken(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, pre)
     after = _taken(module._forward_hooks, module._forward_hooks_with_kwargs, post)
@@ -125,12 +125,12 @@ def _apply_foreign(
 Hook = tuple[Callable[..., Any], bool]  # a hook, and whether it takes keyword arguments
 
 
-class _HookedForward(OfAModule):
+class _HookedForward(ModuleReference):
     """The forward of a module, with hooks that were taken from it."""
 
     def __init__(self, module: nn.Module, before: list[Hook], after: list[Hook]) -> None:
         self._module = weakref.ref(module)
-        self._inner = InPlaceOfForward(module.forward)
+        self._inner = ForwardProxy(module.forward)
         self._before, self._after = before, after
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

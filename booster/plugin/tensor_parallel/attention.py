@@ -16,7 +16,7 @@ from booster.common.torch_internals.tensor_internals import StridedShard
 from booster.plugin.tensor_parallel import boundary
 from booster.plugin.tensor_parallel.linear_styles import packed_shard
 from booster.plugin.tensor_parallel.local_style import LocalStyle, swapped
-from booster.tensors.weak import OfAModule
+from booster.tensors.weak import ModuleReference
 
 
 class HeadParallel(LocalStyle):
@@ -61,7 +61,7 @@ class HeadParallel(LocalStyle):
         return params
 
 
-class _HeadForward(OfAModule):
+class _HeadForward(ModuleReference):
     def __init__(self, module: nn.Module, style: HeadParallel, mesh: DeviceMesh) -> None:
         self._module = weakref.ref(module)
         self.style = style

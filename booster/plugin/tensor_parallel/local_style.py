@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, dis
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from booster.plugin.tensor_parallel import boundary
-from booster.tensors.weak import InPlaceOfForward
+from booster.tensors.weak import ForwardProxy
 
 
 class LocalStyle(ParallelStyle):
@@ -62,7 +62,7 @@ class LocalStyle(ParallelStyle):
         return module
 
 
-class ShardForward(InPlaceOfForward):
+class ShardForward(ForwardProxy):
     """The forward of one module on this rank's shards of its parameters."""
 
     def __init__(self, module: nn.Module, style: LocalStyle, mesh: DeviceMesh) -> None:
@@ -138,7 +138,7 @@ class SharedInputGrad:
             self._copies = before
 
 
-class SharingForward(InPlaceOfForward):
+class SharingForward(ForwardProxy):
     """The forward of a module whose children have a `SharedInputGrad`."""
 
     def __init__(self, forward: Callable[..., Any], shared: SharedInputGrad) -> None:

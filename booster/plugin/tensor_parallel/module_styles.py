@@ -16,7 +16,7 @@ from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import StridedShard
 from booster.plugin.tensor_parallel import boundary
 from booster.plugin.tensor_parallel.local_style import LocalStyle, ShardForward, swapped
-from booster.tensors.weak import InPlaceOfForward
+from booster.tensors.weak import ForwardProxy
 
 
 @dataclass(kw_only=True, eq=False)
@@ -67,7 +67,7 @@ class EmbeddingParallel(LocalStyle):
         return boundary.gather(output, mesh, -1, sum_gradients=False) if self.gather_output else output
 
 
-class _VocabularyLookup(InPlaceOfForward):
+class _VocabularyLookup(ForwardProxy):
     """Looks up the ids of this rank's shard of the vocabulary; all others give zeros."""
 
     def __init__(self, forward: Any, module: nn.Module, mesh: DeviceMesh) -> None:
