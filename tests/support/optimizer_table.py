@@ -485,7 +485,7 @@ with torch {torch} and the defaults of `Booster`.
 - One entry holds on one device, under ZeRO-1 and under FSDP. Three are in this order, the last two on two ranks. A `-` was not
   tried.
 
-In float32 {float32:.0%} of the way that training goes is near enough. In half it is twice what a loop of plain torch ends off,
+In float32, {float32:.0%} of the way that training goes is near enough. In half it is twice what a loop of plain torch ends off,
 the rounding of half weights, and {beside:.0%}; with 8-bit states {packed:.0%}. An average is right within {float32:.0%} of its
 way, and of the weights as the model has them.
 
