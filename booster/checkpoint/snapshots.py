@@ -1,4 +1,4 @@
-"""Ways back: what gives objects that were loaded the states that they had, where a later one refuses its own."""
+"""Objects that are loaded are snapshot before, and restored where a later one refuses its state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.common.snapshot import StateSnapshot
 from booster.common.text import listed
 from booster.data import DataLoaderWrapper
 from booster.interface.model import ModelWrapper
@@ -26,10 +27,10 @@ def snapshot(part: Any) -> Callable[[], None]:
     if isinstance(part, DataLoaderWrapper):  # its state dict may refuse what cannot be gone on with elsewhere
         return part.snapshot()
     # Copied, and to host memory: loading writes into the tensors that are there.
-    state = map_tensors(_kept, part.state_dict(), copy_containers=True)
+    state = map_tensors(_host_copy, part.state_dict(), copy_containers=True)
     attributes = [(own, dict(vars(own))) for own in _with_attributes(part)]
 
-    def back() -> None:
+    def restore() -> None:
         try:
             part.load_state_dict(state)
         finally:  # a state says where to go on, and not that nobody had asked for that
@@ -37,7 +38,7 @@ def snapshot(part: Any) -> Callable[[], None]:
                 vars(own).clear()
                 vars(own).update(before)
 
-    return back
+    return restore
 
 
 def load_module(module: nn.Module, state: dict[str, Any], undo: ExitStack) -> None:
@@ -46,7 +47,7 @@ def load_module(module: nn.Module, state: dict[str, Any], undo: ExitStack) -> No
     Raises ValueError for entries that differ from those of `module` and that it does not read.
     """
     if may_refuse(module) or not _torch_reads(_user_module(module), state):
-        undo.callback(_way_back_of_module(module))
+        undo.callback(_module_snapshot(module))
     unread = module.load_state_dict(state, strict=False).unexpected_keys
     now = module.state_dict() if unread else {}
     lost = [key for key in unread if not _equal(state[key], now.get(key))]
@@ -102,39 +103,29 @@ def _has_own_code(module: nn.Module) -> bool:
     return not all(f"{where}.".startswith(_OURS) for where in code)
 
 
-def _way_back_of_module(module: nn.Module) -> Callable[[], None]:
+def _module_snapshot(module: nn.Module) -> Callable[[], None]:
     own = _user_module(module)
-    tensors = [(tensor, _kept(tensor)) for tensor in (*own.parameters(), *own.buffers())]
-    attributes = []
-    for child in own.modules():
-        if _has_own_code(child):
-            extra = type(child).get_extra_state is not nn.Module.get_extra_state
-            state = copy.deepcopy(child.get_extra_state()) if extra else None
-            held: list[dict[str, Any]] = [child._parameters, child._buffers, child._modules]
-            tables = [(table, dict(table)) for table in held]
-            attributes.append(
-                (child, dict(vars(child)), tables, (lambda c=child, s=state: c.set_extra_state(s), extra))
-            )
-    loaded = LoadedWeights.snapshot(own)
+    python = StateSnapshot([own, LoadedWeights.in_hooks_of(own)], numbers=False, random=False)
+    # In host memory: next to the weights a device may have no room for a second copy.
+    numbers = [(tensor, _host_copy(tensor)) for tensor in (*own.parameters(), *own.buffers())]
+    extra_states = [
+        (child, copy.deepcopy(child.get_extra_state()))
+        for child in own.modules()
+        if _has_own_code(child) and type(child).get_extra_state is not nn.Module.get_extra_state
+    ]
 
     @torch.no_grad()
-    def back() -> None:
-        for child, before, tables, (restore, has_extra) in attributes:
-            vars(child).clear()
-            vars(child).update(before)
-            for table, entries in tables:
-                table.clear()
-                table.update(entries)
-            if has_extra:
-                restore()
-        for tensor, value in tensors:
+    def restore() -> None:
+        python.restore()
+        for child, state in extra_states:
+            child.set_extra_state(state)
+        for tensor, value in numbers:
             tensor.copy_(value)
-        loaded()
 
-    return back
+    return restore
 
 
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 

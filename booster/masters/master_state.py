@@ -40,7 +40,7 @@ class LoadedWeights:
     @classmethod
     def of(cls, model: nn.Module, names: Iterable[str]) -> LoadedWeights:
         """That of `model`, which from now on watches for the parameters `names`, too."""
-        found = cls._of(model)
+        found = cls.in_hooks_of(model)
         if found is None:
             found = cls()
             model.register_load_state_dict_pre_hook(found)
@@ -50,26 +50,14 @@ class LoadedWeights:
     @classmethod
     def watched(cls, model: nn.Module) -> set[str]:
         """All names of the parameters of `model` whose masters take over what is loaded."""
-        found = cls._of(model)
+        found = cls.in_hooks_of(model)
         return set() if found is None else {name for names in found._names(model).values() for name in names}
 
     @classmethod
-    def _of(cls, model: nn.Module) -> LoadedWeights | None:
+    def in_hooks_of(cls, model: nn.Module) -> LoadedWeights | None:
+        """Return that of `model`; None where nothing watches its loads."""
         hooks = (getattr(hook, "hook", None) for hook in model._load_state_dict_pre_hooks.values())
         return next((hook for hook in hooks if isinstance(hook, cls)), None)
-
-    @classmethod
-    def snapshot(cls, model: nn.Module) -> Callable[[], None]:
-        """What makes those of `model` the ones that they are now."""
-        found = cls._of(model)
-        if found is None:
-            return lambda: None
-        values, given = dict(found.values), set(found.given)
-
-        def back() -> None:
-            found.values, found.given = values, given
-
-        return back
 
     def _names(self, model: nn.Module) -> dict[str, list[str]]:
         """All names in `model` of each parameter that is watched for, by the one that is known of it."""

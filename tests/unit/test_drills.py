@@ -78,8 +78,8 @@ WRITES = {
         "booster/checkpoint/parts/__init__.py": (
             "import ErrorFeedback, Random, StatefulObjects",
             "import ErrorFeedback, Modes, Random, StatefulObjects",
-            "ErrorFeedback, Random)",
-            "ErrorFeedback, Random, Modes)",
+            "    Random,\n)",
+            "    Random,\n    Modes,\n)",
         ),
     },
     "a message": {

@@ -1,4 +1,4 @@
-"""Models and criteria in a checkpoint, and which of their modules were pinned to float32 during the run."""
+"""Models and criteria in a checkpoint, and what a precision keeps of a model beside its weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from booster.checkpoint.tensor_layout import shard_like
 from booster.checkpoint.weight_files import fits, ties_that_differ
 from booster.common.arguments import is_whole
 from booster.common.text import listed
-from booster.interface.model import Choice, Histories, ModelWrapper, Pinned, choice_of, histories_of, pins_of
+from booster.common.untrusted_files import JsonForm, check_form
+from booster.interface.model import ModelWrapper, choice_of, histories_of, pins_of
 from booster.masters.master_state import LoadedWeights
 from booster.model.dtensors import local_shard
 from booster.model.modules import bare, names_of, parents
@@ -162,147 +163,133 @@ class _Entry:
         return entry is not None and dtype_of(entry) in HALF_DTYPES and current.dtype == dtype_of(entry)
 
 
-_PINNED = (
-    "were pinned to float32",
-    "pass keep_fp32='auto' to have them so, or name them in keep_fp32",
-)
-_PILOTED = (
-    "had products in a wide dtype, as an Autopilot chose",
-    "give Booster an Autopilot to have them so, or name them in keep= of the precision",
-)
+class _ModelState(Part):
+    """What a precision keeps of a model beside its weights, by the model's name; other precisions have none.
 
+    To add one: what it is and where it is found, as below, and its name in `parts.PARTS`.
 
-class PinnedModules(Part):
-    """Modules that were pinned to float32 during the run; other precisions have none."""
+    Attributes:
+        key: of the tree.
+        what: it, in words.
+        absent: the note to the user where a checkpoint has none.
+    """
 
     turn = 3
+    key: str
+    what: str
+    absent: str
+
+    @staticmethod
+    def of(model: ModelWrapper) -> Any:
+        """Return what `model` has of it, with `state_dict` and `load_state_dict`; None for nothing."""
+        raise NotImplementedError
+
+    def fault(self, state: Mapping[str, Any], found: LoadContext) -> str:
+        """Return why a saved state is none, in words; empty where it is one."""
+        raise NotImplementedError
+
+    def _here(self) -> list[tuple[str, Any]]:
+        found = [(name, self.of(model)) for name, model in self.objects.models.items()]
+        return [(name, each) for name, each in found if each is not None]
 
     def collect(self, into: SaveContext) -> dict[str, Any]:
-        return {"pins": {name: pins.state_dict() for name, pins in self._here()}}
+        if into.rank:  # all ranks have the same
+            return {}
+        return {self.key: {name: into.per_rank(each.state_dict(), f"{self.key}/{name}") for name, each in self._here()}}
 
     def compare(self, found: LoadContext) -> Iterator[str]:
-        for name, model in self.objects.models.items():
-            state, pins = found.saved.tree.get("pins", {}).get(name, {}), pins_of(model)
-            if pins is None and state.get("names"):
-                what, again = _PILOTED if "products" in state else _PINNED
-                found.saved.notes.append(
-                    f"models {name!r}: modules {state['names']} {what} in the run that was saved, and are not here; {again}"
-                )
-            elif pins is not None and (missing := pins.missing(state)):
-                what, _ = _PILOTED if "products" in state else _PINNED
-                yield f"models {name!r}: it has no modules {missing}, which {what}"
-
-    def prepare(self, found: LoadContext) -> None:
-        said = found.saved.tree.get("pins", {})
-        self._states = [(pins, said.get(name, {})) for name, pins in self._here()]
-
-    def steps(self) -> Iterator[Step]:
-        yield "the modules pinned to float32", self._hand_over
-
-    def _hand_over(self, undo: ExitStack) -> None:
-        for pins, state in self._states:
-            undo.callback(pins.load_state_dict, copy.deepcopy(pins.state_dict()))
-            pins.load_state_dict(state)
-
-    def _here(self) -> Iterator[tuple[str, Pinned]]:
-        for name, model in self.objects.models.items():
-            if (pins := pins_of(model)) is not None:
-                yield name, pins
-
-
-class LayerChoices(Part):
-    """Which layers were measured to gain by a low precision; others have none."""
-
-    turn = 3
-
-    def collect(self, into: SaveContext) -> dict[str, Any]:
-        return {} if into.rank else {"chosen": {name: choice.state_dict() for name, choice in self._here()}}
-
-    def compare(self, found: LoadContext) -> Iterator[str]:
-        said = found.saved.tree.get("chosen", {})
+        said = found.saved.tree.get(self.key, {})
         for name, _ in self._here():
             if name not in said:
-                found.saved.notes.append(
-                    f"models {name!r}: no choice of layers was saved; those are in low precision that were faster so here"
-                )
-            elif not _is_choice(said[name]):
-                yield f"models {name!r}: what is saved of its choice of layers is none"
+                found.saved.notes.append(f"models {name!r}: {self.absent}")
+            elif fault := self.fault(said[name], found):
+                yield f"models {name!r}: {fault}"
+            else:
+                found.saved.request_all(said[name])
 
     def prepare(self, found: LoadContext) -> None:
-        said = found.saved.tree.get("chosen", {})
-        self._states = [(name, choice, said.get(name, {})) for name, choice in self._here()]
+        said = found.saved.tree.get(self.key, {})
+        self._states = [(name, each, found.saved.value(said.get(name, {}))) for name, each in self._here()]
 
     def steps(self) -> Iterator[Step]:
-        yield "the choice of layers", self._hand_over
+        yield self.what, self._hand_over
 
     def _hand_over(self, undo: ExitStack) -> None:
-        for name, choice, state in self._states:
-            undo.callback(choice.load_state_dict, choice.state_dict())
-            if changed := choice.load_state_dict(state):
+        for name, each, state in self._states:
+            undo.callback(each.load_state_dict, copy.deepcopy(each.state_dict()))
+            if changed := each.load_state_dict(state):  # layers whose choice was measured
                 _logger.info(
                     "models %r: %d layers multiply as in the checkpoint, where they were measured otherwise here",
                     name,
                     changed,
                 )
 
-    def _here(self) -> Iterator[tuple[str, Choice]]:
-        for name, model in self.objects.models.items():
-            if (choice := choice_of(model)) is not None:
-                yield name, choice
 
+class PinnedModules(_ModelState):
+    """Modules that were pinned to float32 during the run, or whose products an Autopilot made wide."""
 
-def _is_choice(state: Any) -> bool:
-    """Whether a checkpoint holds features in and out of layers in low precision, and of those that are wide."""
-    if not isinstance(state, Mapping) or state.keys() != {"low", "wide"}:
-        return False
-    shapes = [*state["low"], *state["wide"]] if all(isinstance(each, list) for each in state.values()) else [None]
-    return all(
-        isinstance(shape, list) and len(shape) == 2 and all(is_whole(each) and each > 0 for each in shape)
-        for shape in shapes
-    )
-
-
-class ScaleHistory(Part):
-    """What the scales of low-precision layers follow from; other precisions have none."""
-
-    turn = 3
+    key, what = "pins", "the modules pinned to float32"
+    of = staticmethod(pins_of)
 
     def collect(self, into: SaveContext) -> dict[str, Any]:
-        if into.rank:
-            return {}
-        return {"scales": {name: into.per_rank(each.state_dict(), f"scales/{name}") for name, each in self._here()}}
+        return {"pins": {name: pins.state_dict() for name, pins in self._here()}}  # ranks of a pipeline pin their own
 
     def compare(self, found: LoadContext) -> Iterator[str]:
-        said = found.saved.tree.get("scales", {})
-        for name, _ in self._here():
-            if name in said:
-                yield from self._misfit(name, found)
-                found.saved.request_all(said[name])
-            else:
-                found.saved.notes.append(
-                    f"models {name!r}: no history of scales was saved; delayed scaling begins anew"
-                )
-
-    def _misfit(self, name: str, found: LoadContext) -> Iterator[str]:
-        state = found.saved.tree["scales"][name]
-        entry = found.saved.entry(reference(state["history"])) if state.keys() == {"names", "history"} else None
-        names = state.get("names")
-        if entry is None or not isinstance(names, list) or entry.shape[1:] != (len(names), 3) or len(entry.shape) != 3:
-            yield f"models {name!r}: what is saved of its scales is no history of them"
-
-    def prepare(self, found: LoadContext) -> None:
-        said = found.saved.tree.get("scales", {})
-        self._states = [(each, found.saved.value(said.get(name, {}))) for name, each in self._here()]
-
-    def steps(self) -> Iterator[Step]:
-        yield "the histories of scales", self._hand_over
-
-    def _hand_over(self, undo: ExitStack) -> None:
-        for histories, state in self._states:
-            undo.callback(histories.load_state_dict, histories.state_dict())
-            histories.load_state_dict(state)
-
-    def _here(self) -> Iterator[tuple[str, Histories]]:
         for name, model in self.objects.models.items():
-            if (histories := histories_of(model)) is not None:
-                yield name, histories
+            state, pins = found.saved.tree["pins"].get(name, {}), pins_of(model)
+            what, again = (
+                ("were pinned to float32", "pass keep_fp32='auto' to have them so, or name them in keep_fp32")
+                if "products" not in state
+                else (
+                    "had products in a wide dtype, as an Autopilot chose",
+                    "give Booster an Autopilot to have them so, or name them in keep= of the precision",
+                )
+            )
+            if pins is None and state.get("names"):
+                found.saved.notes.append(
+                    f"models {name!r}: modules {state['names']} {what} in the run that was saved, and are not here; {again}"
+                )
+            elif pins is not None and (missing := pins.missing(state)):
+                yield f"models {name!r}: it has no modules {missing}, which {what}"
+
+
+class LayerChoices(_ModelState):
+    """Which layers were measured to gain by a low precision."""
+
+    key, what = "chosen", "the choice of layers"
+    absent = "no choice of layers was saved; those are in low precision that were faster so here"
+    of = staticmethod(choice_of)
+
+    def fault(self, state: Mapping[str, Any], found: LoadContext) -> str:
+        # Features in and out, of layers in low precision and of those that are not.
+        shape = JsonForm(
+            lambda value: (
+                isinstance(value, list) and len(value) == 2 and all(is_whole(each) and each > 0 for each in value)
+            ),
+            "two numbers of features",
+        )
+        try:
+            check_form("what is saved of its choice of layers", state, {"low": [shape], "wide": [shape]})
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+class ScaleHistory(_ModelState):
+    """What the scales of low-precision layers follow from: the largest magnitudes of earlier steps."""
+
+    key, what = "scales", "the histories of scales"
+    absent = "no history of scales was saved; delayed scaling begins anew"
+    of = staticmethod(histories_of)
+
+    def fault(self, state: Mapping[str, Any], found: LoadContext) -> str:
+        names = state.get("names")
+        entry = found.saved.entry(reference(state["history"])) if state.keys() == {"names", "history"} else None
+        if (
+            isinstance(names, list)
+            and entry is not None
+            and len(entry.shape) == 3
+            and entry.shape[1:] == (len(names), 3)
+        ):
+            return ""
+        return "what is saved of its scales is no history of them"
