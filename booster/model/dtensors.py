@@ -25,6 +25,7 @@ def is_part(tensor: Any) -> bool:
 
 def dtensor_types() -> tuple[type, ...]:
     """Return the class DTensor for `isinstance`, or nothing where it is not imported, so that there is none."""
+    # Importing it takes long, and before the import no tensor can be one.
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else (module.DTensor,)
 
@@ -51,9 +52,9 @@ def around(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def empty_handle(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a float32 leaf of the shape and layout of `like`, without storage of its own: a parameter, or a DTensor."""
+    """Return a float32 leaf of the shape and layout of `like`, without storage: a parameter, or a DTensor."""
     empty = torch.zeros((), dtype=torch.float32, device=device).expand(local_shard(like).shape)
-    # Not as a parameter, of which `to_local` gives a tensor of its own.
+    # Not as a parameter: `to_local` of one returns another tensor each time.
     return around(empty, like).requires_grad_() if is_dtensor(like) else nn.Parameter(empty)
 
 

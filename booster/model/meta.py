@@ -82,6 +82,7 @@ def materialise(modules: Iterable[nn.Module], device: torch.device) -> None:
                     )
                 store[name] = memo[id(tensor)]  # type: ignore[assignment]
     made = set(map(id, memo.values()))
+    # All tensors first: an initialiser may read those of modules inside.
     for module in waiting:
         initialise = _initialiser(module)
         if initialise is not None:

@@ -50,8 +50,9 @@ class PlacedModule(nn.Module):
 
 
 def bare(module: nn.Module) -> nn.Module:
-    """Return the module at the bottom of plugin and `torch.compile` wrappers: the one whose names users know."""
+    """Return the module inside all wrappers of plugins and `torch.compile`: the one with the names that users know."""
     module = unwrap_placed(module)
+    # Not by attribute, because a compiled module passes attributes on to the model inside it.
     while isinstance(getattr(module, "_modules", {}).get("_orig_mod"), nn.Module):
         module = module._modules["_orig_mod"]  # type: ignore[assignment]
     return module

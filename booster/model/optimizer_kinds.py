@@ -97,7 +97,7 @@ KNOWN: Mapping[type[Optimizer], Known] = {
 UNKNOWN = Known(kind="whole", counts=(), reads_all=False)
 
 RuleOf = Literal["lion"] | Callable[[type[Optimizer]], object]
-"""What tells how kernels step a class: the name of a rule that is there, or what makes one; see `booster/kernels/rules`."""
+"""How kernels step a class: the name of a rule, or a function that makes one; see `booster/kernels/rules`."""
 
 _registered: dict[type[Optimizer], dict[str, Sign]] = {}
 _rules: dict[type[Optimizer], RuleOf] = {}
@@ -116,6 +116,7 @@ def makes_missing_states(cls: type[Optimizer]) -> bool:
 
 @functools.cache
 def _adagrad_begins_late() -> bool:
+    # Found by a try: no attribute of torch says it.
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
     weight.grad = torch.zeros_like(weight)
     optimizer = optim.Adagrad([weight])
@@ -167,19 +168,19 @@ def register_elementwise(
             f"got {arguments.described(rule)}"
         )
     _registered[cls] = dict(states or {})
-    _rules.pop(cls, None)
+    _rules.pop(cls, None)  # registering again without a rule takes it back
     if rule is not None:
         _rules[cls] = rule
     return cls
 
 
 def declared_states(cls: type[Optimizer]) -> Mapping[str, Sign]:
-    """Return what `register_elementwise` was told of the states of `cls`."""
+    """Return the states of `cls` that `register_elementwise` was given."""
     return _registered.get(cls, {})
 
 
 def declared_rule(cls: type[Optimizer]) -> RuleOf | None:
-    """Return what `register_elementwise` was told of how kernels step `cls`."""
+    """Return the rule for `cls` that `register_elementwise` was given."""
     return _rules.get(cls)
 
 
@@ -197,13 +198,14 @@ def unknown(optimizer: Optimizer, would: str, otherwise: str) -> str:
 
 def check_attributes(optimizer: Optimizer, params: Iterable[torch.Tensor], would: str) -> None:
     """Raise ValueError if `params` have attributes that the class of `optimizer` names: a tensor in their place has none; or if
-    its states are not its own alone, so that nobody could put those of the parameters in the place of theirs.
+    its states are shared with another optimizer, so that they cannot be replaced.
 
     would: what would happen to the optimizer, a predicate. torch's own optimizers name none."""
     _check_states(optimizer, would)
     there = {name for param in params if type(param) is nn.Parameter for name in vars(param)}
     if not there:
         return
+    # Attributes are found by name in the code of the class: running it could have side effects.
     own = [cls for cls in type(optimizer).__mro__ if not f"{cls.__module__}.".startswith(("torch.", "builtins."))]
     named: set[str] = set()
     for cls in own:

@@ -77,6 +77,7 @@ def _shown(value: Any) -> str:
 
 def probe_of(optimizer: Optimizer, group: Mapping[str, object], weights: torch.Tensor) -> Optimizer:
     """Return an optimizer like `optimizer`, of the options of `group`, that steps `weights` alone and has no states yet."""
+    # Not by its constructor, which may want arguments that are not known here.
     probe = object.__new__(type(optimizer))
     vars(probe).update({name: copy.copy(value) for name, value in vars(optimizer).items()})
     probe.state = defaultdict(dict)
@@ -169,6 +170,7 @@ def load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     Torch casts every floating state to the dtype of its parameter, and half precision would change such a number. Linear in
     the number of parameters, which torch alone is not.
     """
+    # An override may rely on plain lists, so only torch's own method gets the fast ones.
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
         groups = [{**group, "params": _Keys(group["params"])} for group in state_dict["param_groups"]]
         state_dict = {**state_dict, "param_groups": groups}

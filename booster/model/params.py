@@ -113,11 +113,13 @@ def rebind(
         for param in gone.values():
             optimizer.state.pop(param, None)
         kept.append([index for index, p in enumerate(group["params"]) if id(p) not in gone])
+        # In place: LR schedulers and users hold the list.
         group["params"][:] = [p for p in group["params"] if id(p) not in gone]
         for index, param in enumerate(group["params"]):
             if id(param) not in names:
                 continue
             replacement = new[names[id(param)]]
+            # Keys of the state are the parameters themselves.
             if replacement is not param:
                 group["params"][index] = replacement
                 if param in optimizer.state:

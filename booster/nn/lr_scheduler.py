@@ -71,6 +71,7 @@ class ClosedFormLR(of_torch.LRScheduler):
         """Return the rate at `step` of the `steps` after the warmup, for a group that began with `base_lr`."""
 
     def get_lr(self) -> list[Rate]:
+        # At the end the last rate stays. Not the rate of the step before plus something: a loaded step gives its rate at once.
         step, warmup = min(self.last_epoch, self.total_steps), self.warmup_steps
         if step < warmup:
             return [(step + 1) / (warmup + self._extra) * base_lr for base_lr in self.base_lrs]

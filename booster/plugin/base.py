@@ -73,6 +73,7 @@ class Plugin(ABC):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Plugin:
+        # Here and not in __init__, which subclasses define without **kwargs: the text of Python would name no way out.
         wrong = {"precision", "mixed_precision", "fp16", "bf16", "amp"} & kwargs.keys()
         if wrong:
             raise TypeError(
@@ -87,7 +88,7 @@ class Plugin(ABC):
 
     @property
     def fixed_dtypes(self) -> str | None:
-        """Return why whatever is placed here keeps its dtypes, in the words after "because"; None: `switch_refusal` tells."""
+        """Return why everything placed here keeps its dtypes, in the words after "because"; None: see `switch_refusal`."""
         return None
 
     def switch_refusal(self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy) -> str | None:
@@ -184,7 +185,7 @@ class Plugin(ABC):
         return 1
 
     def pipeline(self, module: nn.Module) -> Pipeline | None:
-        """Return what runs the placed `module` where its layers lie on several ranks; None where a rank can call it whole."""
+        """Return what runs the placed `module` if its layers are on several ranks; None if one rank can call it."""
         return None
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
@@ -262,6 +263,7 @@ def shared_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("a device mesh needs a process group, and there is none")
+    # Meshes of a world that was destroyed and made anew cannot be used again.
     for key in [key for key, (other, _) in _meshes.items() if other is not world]:
         del _meshes[key]
     key = (device_type, tuple(sizes.items()))

@@ -1,4 +1,4 @@
-"""In which order a module's forward uses its children, as its source tells without being run."""
+"""The order in which a module's forward uses its children, read from its source."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ def names_in_forward(module: nn.Module) -> list[str]:
     What is called is used after its arguments are. Methods of the module's class are entered where they are named, each
     once. Nothing is known, and the list is empty, for a forward without source.
     """
+    # A forward of the instance is that of the user, or of a library such as accelerate, and is read too.
     forward = module.__dict__.get("forward", type(module).forward)
     return list(_names_in(forward, type(module), {"forward"}))
 
 
 def side_of(child: str, row: str, names: list[str]) -> int:
-    """Return -1 if `names` have `child` before `row` only, 1 if after its first place only, 0 if that is not to be told."""
+    """Return -1 if `names` have `child` before `row` only, 1 if after its first place only, 0 if the source does not say."""
     if child not in names or row not in names:
         return 0
     places = [place for place, name in enumerate(names) if name == child]

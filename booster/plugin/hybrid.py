@@ -48,7 +48,7 @@ class HybridParallelPlugin(ShardingPlugin):
     zero_stage: 0 keeps parameters, gradients and optimizer states whole on every data-parallel rank; 1 and 2 shard them:
         torch's `fully_shard` shards gradients and parameters at rest along with the states, so 1 saves what 2 saves. Under
         `fp16_naive` and `bf16_naive` the float32 shard is the master, as in `TorchFSDPPlugin`. Where the data-parallel size is
-        1 nothing of it runs: weights at rest are what forward reads, with masters beside half ones as on a single device.
+        1 nothing of it runs: forward reads the stored weights, and half-precision ones have masters, as on a single device.
     num_micro_batches: how many micro-batches `b.execute_pipeline` makes of a batch. None goes by microbatch_size; where both
         are None it is one micro-batch, in a pipeline as many as stages.
     num_microbatches: the same in its other spelling; None goes by the first.
@@ -169,6 +169,7 @@ class HybridParallelPlugin(ShardingPlugin):
     def _mesh_sizes(self) -> dict[str, int]:
         data = self.data_parallel_size
         copies, parts = (data, 1) if self.zero_stage == 0 else (1, data)
+        # Outermost first: ranks of one layer are neighbours, and most often on one machine.
         return {"pp": self.pp_size, "replicate": copies, "shard": parts, "tp": self.tp_size}
 
     # ------------------------------------------------------------------ models
@@ -205,8 +206,9 @@ class HybridParallelPlugin(ShardingPlugin):
         }
         check_tensor_parallel(model, **tensor_parallel)
         check_meta(model)
-        if self.tp_size > 1:  # `shard_module` finds others
+        if self.tp_size > 1:  # tensor parallelism drops hooks; without it `shard_module` checks them
             check_hooks(model)
+        # Names of blocks are those of the whole model: found before any layer is replaced.
         blocks, gathered = block_names(model, self._wrap_policy), gathered_modules(model, policy)
         plan = self._plan_pipeline(module, policy, device) if self.pp_size > 1 else None
         materialise_on(module, device)
@@ -214,8 +216,8 @@ class HybridParallelPlugin(ShardingPlugin):
         shards = self._shards(policy)
         if not shards:
             store_parameters(model, policy)
-        apply_tensor_parallel(model, **tensor_parallel)
-        whole = list(model.state_dict())
+        apply_tensor_parallel(model, **tensor_parallel)  # before the pipeline is cut, as its plan names all layers
+        whole = list(model.state_dict())  # keys of all stages, while this rank still has them
         roots = [module] if plan is None else plan.cut(self.pipeline_rank)
         if self.tp_size > 1:
             for root in roots:

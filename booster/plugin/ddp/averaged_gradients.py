@@ -36,7 +36,7 @@ class AverageReducer(GradientReducer):
     may be used, and freed, as soon as their bucket is reduced, and no bucket outlives them.
 
     The buckets are those that torch would make, so that every sum rounds as there: the order in which ranks are added up
-    depends on where in a bucket an element lies. Torch sends all in one bucket in the first pass, and then makes new ones
+    depends on the place of an element in its bucket. Torch sends all in one bucket in the first pass, and then makes new ones
     in the order in which gradients came on rank 0. With finds_unused, and between two ranks, where any order gives the same
     sum, buckets are of bucket_bytes from the beginning.
 
@@ -71,6 +71,7 @@ class AverageReducer(GradientReducer):
         super().before_forward()
         if self._is_settled or not self._order or not torch.is_grad_enabled():
             return
+        # All ranks take rank 0's order: the order in which gradients come may differ between ranks.
         order = torch.tensor(self._order, dtype=torch.int64, device=self._all[0].device)
         dist.broadcast(order, group=self._group, group_src=0)
         indices = order.tolist()
@@ -202,6 +203,7 @@ class ReducedModule(BucketedModule, PlacedModule):
                     broadcast(buffer.detach(), 0, self._group)
         with nullcontext() if self.layout is None else self.layout.pending_all_gathers.in_forward(self.module):
             outputs = self.module(*args, **kwargs)
+        # The engine calls these hooks first, before any gradient: a rank that reaches no parameter must take part, too.
         for output in tensors(outputs):
             if output.requires_grad:
                 output.register_hook(self.reducer.begin)
@@ -209,7 +211,7 @@ class ReducedModule(BucketedModule, PlacedModule):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context whose backward passes leave gradients in `.grad`, to be averaged along with those of a later one."""
+        """Return a context: its backward passes leave gradients in `.grad`, which a later pass averages with its own."""
         before, self.reducer.synchronises = self.reducer.synchronises, False
         try:
             yield

@@ -199,6 +199,7 @@ class GradientReducer(ABC):
 
     def _start(self) -> None:
         buckets = self.buckets()
+        # Buckets are the same objects from pass to pass, so the tables below are made once.
         if len(buckets) != len(self._params) or not all(map(is_, buckets, self._params)):
             self._params = list(buckets)
             self._members = [[self._index[param] for param in params] for params in self._params]
@@ -220,7 +221,7 @@ class GradientReducer(ABC):
             self._missing[index] -= 1
 
     def _send_full(self) -> None:
-        """Send the buckets whose gradients are all there, in order."""
+        """Send the buckets that are complete, in order; all ranks must send in one order."""
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._send(self._next)
 
@@ -256,18 +257,19 @@ class GradientReducer(ABC):
                 self._arrive(index, reduced, reached())
 
     def _arrive(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
-        if not any(reached):
+        if not any(reached):  # on no rank: such parameters keep .grad None, as in one process
             return
         if not self.subscriptions:
             self.store_reduced(index, reduced, reached)
             return
         again = any(subscription.again for subscription in self.subscriptions)
         found = [param for param, here in zip(self._params[index], reached, strict=True) if here]
+        # In a second pass through the graph a gradient that stays would be added to itself.
         if again and (self.left or not self.keeps_apart):
             for param in set(found).difference(*(subscription.params for subscription in self.subscriptions)):
                 raise RuntimeError(ALONE.format(name=f"a parameter of shape {tuple(param.shape)}"))
         self.store_reduced(index, reduced, reached)
-        del reduced
+        del reduced  # before `filled` steps, which needs memory
         for param in found:
             for subscription in self.subscriptions:
                 if param in subscription.params:
@@ -297,7 +299,7 @@ def _on_gradient(this: weakref.ref[GradientReducer], place: int, param: torch.Te
     reducer = this()
     if reducer is None:
         return
-    if not reducer.synchronises:
+    if not reducer.synchronises:  # under no_sync: the next pass that averages takes it along
         reducer.left = True
         return
     # In a mode that a precision keeps on in backward every look at a tensor would be a call of it.

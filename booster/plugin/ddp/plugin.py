@@ -159,6 +159,7 @@ class TorchDDPPlugin(Plugin):
             return module
         if policy.release:
             return self._place_released(module)
+        # DistributedDataParallel broadcasts all weights and buffers; those that the backend cannot send are aligned here.
         index = None if device.type == "cpu" else [device]
         tensors = (*module.named_parameters(), *module.named_buffers())
         unsent = {name: each for name, each in tensors if not (each.requires_grad or is_sendable(each))}
@@ -177,12 +178,12 @@ class TorchDDPPlugin(Plugin):
     def place_again(
         self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy, device: torch.device
     ) -> nn.Module:
-        carried = self.carried(placed)
+        carried = self.carried(placed)  # error feedback survives a change of precision
         reducer = self._reducers.pop(placed, None)
         if reducer is not None:
             reducer.leave()
         if isinstance(placed, DistributedDataParallel):
-            leave_gradients_alone(placed)
+            leave_gradients_alone(placed)  # its hooks would go on averaging the parameters
         for known in (self._sync_trackers, self._averages):
             known.pop(placed, None)
         again = self.place(unwrap_placed(placed), after, device)

@@ -86,7 +86,7 @@ class ForwardWrites:
         self._watches: list[WatchedGroup] = []
         self._left, self._late = _LOOKS, False
         self._known: set[Any] = set()
-        self._untraced: set[Any] = set()  # those of them that were written to through `.data`
+        self._untraced: set[Any] = set()  # those that were written to through `.data`, without a version
         self._places: dict[Any, list[tuple[Any, int]]] = {}
         # In this pass: one of the numbers above or 0, and the sum of all bits.
         self._seen: dict[Any, tuple[int, int]] = {}
@@ -172,7 +172,7 @@ class ForwardWrites:
 
 
 class RefuseReplaced:
-    """Raises RuntimeError in the first passes of `model`, whose layers are divided, if DTensors of it got another tensor."""
+    """Raises RuntimeError in the first passes of a tensor-parallel `model`, if its DTensors got another tensor."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places = {

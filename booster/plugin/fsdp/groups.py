@@ -40,13 +40,13 @@ def plan_groups(
 ) -> list[Group]:
     """Return the groups of `model`, in the order in which they are to be made; the last is that of the model itself.
 
-    blocks: names of modules that get a group of their own, unless they share a parameter with something outside, which
+    blocks: names of modules that get their own group, unless they share a parameter with something outside, which
     can belong to one group only: then they join the group around them. pinned: names of modules that share one group,
     or, where blocks are inside them, several. dtype_of: dtype of a parameter at rest, given whether it is pinned.
-    gathered: names of modules whose parameters are gathered in another dtype than all others, so in groups of their own.
+    gathered: names of modules with parameters that are gathered in another dtype, so in separate groups.
 
     Raises ValueError for parameters without dimensions, for one that is both pinned and not, and where trainable
-    parameters of several dtypes cannot be told apart by their modules.
+    parameters of several dtypes cannot be separated by their modules.
     """
     scalars = [name for name, param in model.named_parameters() if param.dim() == 0]
     if scalars:

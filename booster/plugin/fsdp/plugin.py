@@ -82,7 +82,7 @@ class TorchFSDPPlugin(ShardingPlugin):
                 f"reshard_after_forward={reshard_after_forward!r} is not legal; choose True, False, or a whole number above 1 "
                 f"that divides the {shard_size} ranks over which a parameter is sharded and is less than them"
             )
-        # Without a process group nothing is sharded, and half-precision models need masters of their own.
+        # Without a process group nothing is sharded, and half-precision models need separate masters.
         self.stores_float32 = dist.is_initialized()
         if hasattr(wrap_policy, "__iter__") and not isinstance(wrap_policy, (type, str)):
             wrap_policy = list(wrap_policy)  # type: ignore[arg-type] # a generator yields its entries once
@@ -109,7 +109,7 @@ class TorchFSDPPlugin(ShardingPlugin):
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         model = bare(module)
         blocks = block_names(model, self._wrap_policy)
-        if not self.stores_float32:
+        if not self.stores_float32:  # no process group: trained as on a single device
             return cast_parameters(materialise_on(module, device), policy)
         self._placed[model] = shard_module(
             module,

@@ -77,15 +77,15 @@ def shard_module(
     """Shard the parameters of `module` over `mesh`, in place; return hooks for `change_dtypes`, which have `remove`.
 
     mesh: one dimension to shard over, or two named ones, (replicate, shard); any size, 1 too. Its type is that of
-    `device`. Parameters may be DTensors of tensor parallelism already. blocks: names of modules whose parameters are
-    gathered by themselves; see `blocks.block_names`. reshard_after_forward: free the gathered parameters of blocks after
+    `device`. Parameters may be DTensors of tensor parallelism already. blocks: names of modules with parameters that
+    are gathered separately; see `blocks.block_names`. reshard_after_forward: free the gathered parameters of blocks after
     their forward, and gather them again in backward; a whole number reshards to that many ranks. Those outside all
     blocks stay until backward, if there is to be one. cpu_offload: shards, gradients and optimizer state stay on the CPU.
     reduce_dtype: of gradient collectives; None means what `policy.reduce` says, or float32 where the model is read in
     half precision, or the dtype of the parameters. synchronise: called with the tensors of one group after the other,
     before they are cast; gives all ranks the same values. Parameters on the meta device get values there and then.
     shard_placement: along which dimension a parameter is divided; None, or where it says None, the first.
-    gathered: names of modules whose parameters are gathered in `policy.gather`, see `policy.gathered_modules`; one more group
+    gathered: names of modules with parameters gathered in `policy.gather`, see `policy.gathered_modules`; one more group
     for each group that holds such and others. Weights of `policy.fp8_weights` are gathered in e4m3, see `FP8Gather`: 1 byte a
     number, and one small all-reduce before every forward pass of `module`. left: takes over what users write to gathered
     parameters between passes; None where no user comes between them.
@@ -138,7 +138,7 @@ def shard_module(
                 child.register_forward_pre_hook(cast_weak_inputs(policy.param), with_kwargs=True, prepend=True)  # type: ignore[arg-type]
         if len(group.modules) == 1:  # several are leaves, which return tensors
             see_all_outputs(group.modules[0], tensors)
-    gc.collect(1)  # what `fully_shard` leaves behind, functions that call themselves, and that keep the modules
+    gc.collect(1)  # `fully_shard` leaves recursive closures, cycles that keep the modules alive
     _cast_buffers(model, policy)
     install_keep_fp32(model, policy)
     model.register_load_state_dict_pre_hook(ShardLoaded(policy))
@@ -273,7 +273,7 @@ def change_dtypes(
     shown: what `shard_module` or this function returned last; returns the same for now. Buffers must be as before sharding.
     """
     model = bare(module)
-    reshard(model)
+    reshard(model)  # gathered parameters have the old dtypes
     for handle in shown:
         handle.remove()
     groups = plan_groups(
@@ -317,7 +317,7 @@ def _gather_in_fp8(
 
 
 def _set_fp8_weights(model: nn.Module, layers: Collection[str], sharded: Iterable[Any]) -> None:
-    """Let those of `layers` with products of their own read the gathered bytes of their weights from groups of `sharded`."""
+    """Let low-precision ones among `layers` read the gathered bytes of their weights from groups of `sharded`."""
     gathers = {
         id(record.sharded_param): partial(gather.arrived, record)
         for group in fsdp_groups(sharded)

@@ -151,10 +151,10 @@ class UnusedParameters:
     def _begin(self, grad: torch.Tensor) -> None:
         if not self._under_way:
             self._under_way = True
-            when_backward_ends(self._before_end)  # and before what torch does then, whose hook comes after this one
+            when_backward_ends(self._before_end)  # before torch's own callback, which is queued later
 
     def _before_end(self) -> None:
-        """Torch is about to reduce the groups whose inputs need no gradient, and those that were not reached."""
+        """Torch is about to reduce groups with inputs that need no gradient, and those that were not reached."""
         self._under_way = False
         groups = self._alive()
         if groups and reduces(groups[0].own):

@@ -25,8 +25,8 @@ class MetaModel:
     """The modules of a model with fake activations in place of parameters: shape, dtype and device, no memory.
 
     Whatever a fake tensor enters becomes one, and what is computed from inputs and buffers alone is real. So a forward
-    pass tells what depends on parameters, and is known only where they are, from what every rank can compute, such as
-    masks and positions. The fake tensors are plain attributes: no parameter, buffer or state dict key is left.
+    pass separates what depends on parameters, and is known only where they are, from what every rank can compute, such
+    as masks and positions. The fake tensors are plain attributes: no parameter, buffer or state dict key is left.
 
     Attributes:
         module: the copy.
@@ -49,7 +49,7 @@ class MetaModel:
         self.mode = FakeActivationMode()
         self.module = copy_on_meta(model, "cutting it into pipeline stages", buffer=buffer)
         devices = {name: device or param.device for name, param in model.named_parameters(remove_duplicate=False)}
-        if prepare is not None:
+        if prepare is not None:  # dtypes of activations follow from those of the stages
             self.module = prepare(self.module)
         self.stages: dict[int, tuple[str, frozenset[int]]] = {}
         self.buffers: set[int] = set()
@@ -93,7 +93,7 @@ class MetaModel:
         for module in self.module.modules():
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
-                    del module._buffers[name]
+                    del module._buffers[name]  # a state dict must not have it; see the class
                     value = buffer
                     if buffer.is_meta:
                         device = next(iter(devices.values()), torch.device("cpu"))

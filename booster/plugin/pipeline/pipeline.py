@@ -75,16 +75,18 @@ class StagePipeline(PlacedModule):
 
         criterion: (output, target) -> loss of one element. Enter the precision's context around it: boundaries between
         stages have the dtypes of that. Side effects: gradients accumulate; one forward of each stage for each micro-batch;
-        sends and receives between neighbours. Raises RuntimeError, on all ranks alike, for a forward that uses on one stage
-        what lies on another.
+        sends and receives between neighbours. Raises RuntimeError, on all ranks, for a forward that uses on one stage
+        what another stage has.
         """
         backward = seed is not None
         check_count(self._plan.style, self._plan.pp_size, len(micro_batches))
         self._match_modes()
+        # Torch's fused inference path reads weights past the modules, which on this rank may be fakes.
         with torch.set_grad_enabled(backward), nullcontext() if backward else fast_path_off():
             runner, io = self._runner(micro_batches, backward)
             ours = self._loss_of
             ours.criterion, ours.keep_outputs = criterion, return_outputs
+            # Scaled once, in the last stage: the mean over micro-batches, times what the caller starts backward with.
             ours.factor = seed / len(micro_batches) if backward else None
             for stage in self._stages:
                 stage.prepare(io, micro_batches)
@@ -111,7 +113,7 @@ class StagePipeline(PlacedModule):
     def own_parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters that this rank has, by their first names in the whole model.
 
-        A tied weight whose first name is on another stage is listed by it, though `named_parameters` has another name.
+        A tied weight is listed by its first name also if that is on another stage, where `named_parameters` has another name.
         """
         own: dict[str, torch.Tensor] = {}
         for first, held in self._plan.holders.items():
@@ -206,6 +208,7 @@ class _Losses:
             raise ValueError(
                 f"the loss must be a real tensor of one element, got {shape}; reduce it first, e.g. loss.mean()"
             )
+        # Summed and scaled in float32: float16 would overflow with a loss scale.
         loss = (loss.float() if loss.dtype in HALF_DTYPES else loss).reshape(())
         self.losses.append(loss.detach())
         if self.keep_outputs:

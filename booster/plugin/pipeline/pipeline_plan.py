@@ -63,6 +63,7 @@ class PipelinePlan:
         mine = [index for index, owner in enumerate(self.ranks) if owner == rank]
         if not mine:
             raise ValueError(f"rank={rank} has no stage; ranks of this pipeline are 0 to {self.pp_size - 1}")
+        # Several stages share one set of blocks; only the modules around them exist once per stage.
         self.stages = [Stage(index, self.split, self.meta_model) for index in mine]
         copies = [self._copy() for _ in mine] if len(mine) > 1 else [self.model]
         originals = {name: self.model.get_submodule(name) for name in self.split.ancestors()}
@@ -115,7 +116,7 @@ class PipelinePlan:
             module = self.meta_model.module.get_submodule(name)
             parent, _, child = name.rpartition(".")
             if parent == self.split.container and child in self.split.children:
-                module = copy.copy(module)
+                module = copy.copy(module)  # shallow: the meta model's own forward must not ask this stage
                 module.__dict__["forward"] = StageForward(stage, position=self.split.children.index(child))
             model.get_submodule(parent)._modules[child] = module
         if 0 in stages:

@@ -33,7 +33,7 @@ def infer_shapes(meta_model: MetaModel, split: Split, args: tuple[Any, ...], kwa
     """Return what stages send for micro-batches shaped like (args, kwargs), under the active precision and grad mode.
 
     Every stage of the pipeline runs here, on fake tensors: a forward that uses what its stage does not have raises
-    RuntimeError on all ranks alike, before any of them waits for another. No real parameter or buffer is read or written,
+    RuntimeError on all ranks, before any of them waits for another. No real parameter or buffer is read or written,
     and random generators are restored. Cost: about one forward pass without arithmetic.
     """
     found = StageIO()
@@ -73,6 +73,7 @@ class _StageRun:
         self._sources.closed = self._stage == 0
         self._meta_model.call = self._call
         mode = self._meta_model.mode
+        # Stage 0 has no foreign blocks before its own, so nothing of it is cached.
         mode.watching, mode.wrote = self._stage > 0, False
         try:
             with self._sources:
@@ -144,6 +145,7 @@ class _StageRun:
             )
         given = {id(leaf) for leaf in leaves_of((args, kwargs))}
         output = self._found.outputs[position](args, kwargs)
+        # Arguments that a block only passes on keep their own sources.
         self._sources.tag([leaf for leaf in leaves_of(output) if id(leaf) not in given], frozenset({name}))
         return output
 

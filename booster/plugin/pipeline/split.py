@@ -68,6 +68,7 @@ def find_split(model: nn.Module, num_stages: int, split_points: Sequence[str] | 
             f"{type(model).__name__} does not divide into {num_stages} pipeline stages by its blocks, modules of one class in "
             f"a ModuleList or Sequential: {found}; use fewer stages, or name the modules that begin stages with split_points"
         )
+    # Embedding and head are in the first and last stage; users with uneven costs name split_points.
     size, longer = divmod(len(blocks), num_stages)
     ends = [size * stage + min(stage, longer) for stage in range(1, num_stages)]
     return Split(name, _children(model.get_submodule(name)), tuple(blocks[end] for end in ends))
@@ -131,7 +132,7 @@ def _split_at(model: nn.Module, num_stages: int, points: list[str]) -> Split:
         raise ValueError(
             f"split_points={points!r} make {len(points) + 1} stages, but there are {num_stages}; name {num_stages - 1} modules"
         )
-    container = parents.pop()
+    container = parents.pop()  # one: cuts are between children of one module
     children = _children(modules[container])
     starts = [children.index(point.rpartition(".")[2]) for point in points]
     if sorted(set(starts)) != starts or starts[0] == 0:

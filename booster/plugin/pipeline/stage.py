@@ -110,7 +110,7 @@ class Stage:
         mode.results = self._io.results.get(self.index)
         try:
             output = forward(*args, **kwargs)
-        except StageEnd as end:
+        except StageEnd as end:  # the first block of the next stage was called, with what is sent
             return end.values
         except AssertionError as error:
             if "convert all Tensors to FakeTensors" in str(error):
@@ -144,6 +144,7 @@ class Stage:
             slots = stage._io.received.get(position) if stage is not None and stage._io is not None else None
             if stage is None or not slots:
                 return None
+            # Not while activations are recomputed in backward: `forward` does not run around that.
             if stage._running:
                 stage._meta_model.mode.allow_non_fake_inputs = False
             return substitute(args, kwargs, slots, stage._received[stage.current])

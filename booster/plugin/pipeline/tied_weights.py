@@ -1,4 +1,4 @@
-"""Weights that several pipeline stages hold, whose gradients are summed over the ranks that hold them."""
+"""Weights that several pipeline stages hold; their gradients are summed over the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class TiedWeights:
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Return a context at whose end the gradients of its backward passes are summed over ranks; earlier ones stay."""
+        """Return a context; at its end the gradients of its backward passes are summed over ranks. Earlier ones stay."""
         before = {name: param.grad for name, param in self.params.items()}
         for param in self.params.values():
-            param.grad = None
+            param.grad = None  # only what this run adds is summed; earlier gradients were summed already
         try:
             yield
         finally:

@@ -11,7 +11,7 @@ An example, an MLP on two ranks, `tp_plan={"up": "colwise", "down": "rowwise"}`,
     down   Rowwise   weight (8, 32) -> (8, 16); outputs are summed over the ranks, then the bias is added once
 
 Parameters become DTensors, so that optimizers, checkpoints and FSDP know what they are. The module computes on plain local
-tensors in a forward of its own, so no operator needs to know DTensor. In reading order:
+tensors, in a forward that replaces its own, so no operator needs to know DTensor. In reading order:
 
     boundary.py       the collectives that activations pass, with their gradients
     local_style.py    `LocalStyle`, the base of all styles: what becomes of parameters, of inputs, of outputs

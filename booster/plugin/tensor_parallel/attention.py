@@ -93,6 +93,7 @@ class _HeadForward(ModuleReference):
         q, k, v = (_split_heads(module, x, time_first) for x in projected)
         mask = self._mask(q, k, attn_mask, key_padding_mask)
         dropout = module.dropout if module.training else 0.0
+        # With the hint alone torch may use its fused causal kernel; a padding mask needs the masks added up.
         if is_causal and key_padding_mask is None:
             out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         else:
@@ -104,6 +105,7 @@ class _HeadForward(ModuleReference):
     def _inputs(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # One copy or gather for each tensor, so that self-attention sends once.
         entered: dict[int, torch.Tensor] = {}
         dim = self.style.sequence_dim
         for x in (query, key, value):

@@ -3,7 +3,7 @@
 Known classes are those of timm, of transformers' GPT-2 and torch's transformer layers. Elsewhere in transformers, attention
 and feed-forward modules are recognised by the names and widths of their linear layers. What is computed between a column-wise
 layer and the row-wise one after it must treat every head, or every hidden feature, by itself. So a module qualifies only if
-nothing in it says otherwise: no parameter of its own, no further child with parameters but norms of one head and biases by
+nothing in it says otherwise: it has no parameters itself, no further child with parameters but norms of one head and biases by
 head, and widths that meet. Everything else stays unsharded, which is always right.
 """
 

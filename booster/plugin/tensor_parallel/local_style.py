@@ -71,7 +71,7 @@ class ShardForward(ForwardProxy):
         self.mesh = mesh
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._owner()
+        module = self._owner()  # a weak reference: the module holds this
         args, kwargs = self.style.enter(module, self.mesh, args, kwargs)
         with swapped(module._parameters, self.style.local_params(module, self.mesh)):
             output = self.run(*args, **kwargs)
@@ -80,6 +80,7 @@ class ShardForward(ForwardProxy):
 
 def shard_parameter(param: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     """Return `param`, which is equal on all ranks, as a DTensor parameter with its own memory."""
+    # src_data_rank=None: ranks have equal weights already, and nothing is sent.
     sharded = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=None)
     return nn.Parameter(sharded, requires_grad=param.requires_grad)
 
@@ -92,6 +93,7 @@ def own_dtensors(module: nn.Module) -> dict[str, DTensor]:
 
 def local_with_gradient(param: DTensor) -> torch.Tensor:
     """Return this rank's shard of `param`, a plain tensor. Gradients of a replicated one are summed over the ranks."""
+    # Each rank computes the gradient from its tokens or heads alone, so DTensor has to sum.
     replicated = isinstance(param.placements[0], Replicate)
     return param.to_local(grad_placements=[Partial()] if replicated else None)
 
@@ -122,7 +124,7 @@ class SharedInputGrad:
         differentiates = torch.is_grad_enabled() and x.requires_grad
         if self._copies is None or not differentiates or torch.compiler.is_compiling():
             return boundary.copy(x, mesh)
-        for given, made in self._copies:
+        for given, made in self._copies:  # by identity: equal values may be other tensors of the graph
             if given is x:
                 return made
         made = boundary.copy(x, mesh)
@@ -139,7 +141,7 @@ class SharedInputGrad:
 
 
 class SharingForward(ForwardProxy):
-    """The forward of a module whose children have a `SharedInputGrad`."""
+    """The forward of a module with children that have a `SharedInputGrad`."""
 
     def __init__(self, forward: Callable[..., Any], shared: SharedInputGrad) -> None:
         super().__init__(forward)

@@ -21,7 +21,7 @@ from booster.tensors.weak import ForwardProxy
 
 @dataclass(kw_only=True, eq=False)
 class EmbeddingParallel(LocalStyle):
-    """An embedding by vocabulary, whose ranks' lookups are summed, or by features, which are joined.
+    """An embedding by vocabulary, with lookups that are summed over ranks, or by features, which are gathered.
 
     by: which of the two.
     gather_output: False leaves every rank its own features, as biases by head are wanted.
@@ -88,7 +88,7 @@ class _VocabularyLookup(ForwardProxy):
 
 @dataclass(kw_only=True, eq=False)
 class Region(LocalStyle):
-    """A module whose own parameters, if any, stay whole, and whose input or output changes its layout.
+    """A module with unsharded parameters, if any, that changes the layout of its input or output.
 
     partial_gradients: own parameters meet only a part of the tokens or heads here, so their gradients are sums over the ranks.
     into: "gather" joins the sequence of the first argument, "split" cuts it; None leaves it.
@@ -98,7 +98,7 @@ class Region(LocalStyle):
     divide: attributes to divide by the number of ranks.
     assign: attributes to set; None are none.
     by_heads: arguments of shape (batch * all heads, ...), of which every rank takes its heads.
-    shared: arguments that are several tensors, which every head reads, whose gradients are therefore sums over ranks.
+    shared: arguments that are several tensors, which every head reads; their gradients are summed over ranks.
     """
 
     partial_gradients: bool = False
@@ -150,6 +150,7 @@ class Region(LocalStyle):
             return args, kwargs
         if args:
             return (self._move_in(args[0], mesh), *args[1:]), kwargs
+        # transformers calls its layers by keyword.
         first = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
         return args, {**kwargs, first: self._move_in(kwargs[first], mesh)}
 
@@ -163,6 +164,7 @@ class Region(LocalStyle):
     def _bind(
         self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # By the class's forward: that of the instance is ours.
         given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
         for name in self.by_heads:
             whole = given.arguments.get(name)

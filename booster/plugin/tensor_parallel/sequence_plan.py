@@ -50,7 +50,7 @@ def with_sequence_parallelism(model: nn.Module, plan: dict[str, ParallelStyle]) 
 
 
 def _divide_block(model: nn.Module, block: str, plan: dict[str, ParallelStyle], dim: int) -> None:
-    given = dict(plan)
+    given = dict(plan)  # `plan` changes below
     for child, module in model.get_submodule(block).named_children():
         branch = f"{block}.{child}"
         inside = [name for name in given if name.startswith(f"{branch}.")]
@@ -134,5 +134,6 @@ def _block_of(model: nn.Module, name: str) -> str | None:
 
 
 def _sequence_dim(block: nn.Module) -> int:
+    # Only torch's own attention has the time first; everything known elsewhere has the batch first.
     attention = getattr(block, "self_attn", None)
     return 0 if isinstance(attention, nn.MultiheadAttention) and not attention.batch_first else 1

@@ -90,6 +90,7 @@ def resolve_plan(
     not divide by `tp_size`, tied parameters that would get several placements, and sequence parallelism where it cannot be.
     """
     plan = _known_plan(model) if tp_plan is None else _given_plan(model, tp_plan)
+    # What plans leave out, because in one process it needs no style: numbers of heads, norms of a head, positions.
     plan = _with_positions(model, _with_inner_parameters(model, _with_heads(model, plan)))
     for name, style in plan.items():
         layer = model.get_submodule(name)
@@ -158,7 +159,7 @@ def _known_plan(model: nn.Module) -> dict[str, ParallelStyle]:
             plan |= {f"{prefix}{key}": style for key, style in found.items()}
             if not name:
                 break
-            inside = prefix
+            inside = prefix  # a model's plan covers the models inside it
     plan = _without_half_tied(model, plan)
     if not any(isinstance(style, (Colwise, Rowwise, HeadParallel)) for style in plan.values()):
         raise ValueError(
@@ -188,7 +189,7 @@ def _expand(model: nn.Module, plan: Mapping[str, Any], *, strict: bool) -> dict[
     modules = dict(model.named_modules(remove_duplicate=False))
     first = {id(module): name for name, module in reversed(modules.items())}
     prefix = f"{model.base_model_prefix}." if _is_transformers(model) else ""
-    expanded: dict[str, Any] = {}
+    expanded: dict[str, Any] = {}  # in the order of patterns, which is that of application
     experts: dict[str, dict[str, Any]] = {}
     unmatched = []
 

@@ -29,7 +29,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
 
     stage: 1 leaves gradients whole on every rank, as `DistributedDataParallel` does; 2 leaves each rank its part of them, and
         `.grad` None after backward: clear them by `optimizer.zero_grad()`.
-    bucket_cap_mb: MiB of parameters whose gradients, and updated weights, travel together.
+    bucket_cap_mb: MiB of parameters; gradients of such a bucket are sent together, and so are its updated weights.
     broadcast_buffers: give rank 0's buffers to all at every forward.
     find_unused_parameters: search each forward for parameters that get no gradient; stage 2 finds them always.
     gradient_as_bucket_view: gradients are views of the buckets that they travel in; stage 1 only.
@@ -47,7 +47,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
         compiled model waits for all when forward begins.
 
     After a step each rank sends the weights that it stepped to all others, in the dtype they have. In a step stage 1 sends 1.5
-    times what `TorchDDPPlugin` does, and stage 2, whose gradients are reduce-scattered, as much.
+    times what `TorchDDPPlugin` does, and stage 2, which reduce-scatters gradients, as much.
 
     Optimizers that treat every element by itself are divided by elements, those that need whole tensors by tensors; others
     raise ValueError in `boost` (see `booster.register_elementwise`). In a world of one nothing is divided.
@@ -119,6 +119,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             self.synchronise(placed)
         if self.group is None:
             return placed
+        # Only now, because `super().place` cast the parameters, and buckets have one dtype.
         layout = ModuleBuckets(bare(placed).parameters(), group=self.group, bucket_bytes=self._bucket_bytes)
         if self._stage == 2 and layout.params:
             slices = SliceReducer(layout, dtype=policy.reduce, fp8=self._fp8 is not None)
@@ -169,12 +170,13 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
         return f"zero{self._stage}" if known == "ddp" else known
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        if self.group is not None:
+        if self.group is not None:  # a world of one divides nothing, so any optimizer will do
             check_shards(optimizer)
 
     def make_shards(self, optimizer: Optimizer) -> Shards:
         if self.group is None:
             return Shards(optimizer)
+        # One optimizer may hold parameters of several placed models, and one model may have several optimizers.
         held = {param for group in optimizer.param_groups for param in group["params"]}
         layouts = [layout for layout in self._layouts.values() if not held.isdisjoint(layout.params)]
         return ZeroShards(

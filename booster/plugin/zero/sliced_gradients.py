@@ -27,8 +27,8 @@ class SliceReducer(GradientReducer):
 
     dtype: of what is sent; None means that of the parameters. fp8: send e4m3 instead, see `FP8Sum`. Collectives: one
     reduce-scatter a bucket, or one reduce for each rank where parameters are not divided, or on CPU and in float8 one
-    all-to-all, and one small all-reduce, of each bucket where gradients are used within backward, whose result only a rank
-    with an unreached parameter waits for.
+    all-to-all, and one small all-reduce, of each bucket where gradients are used within backward; only a rank
+    with an unreached parameter waits for its result.
     """
 
     def __init__(self, layout: ModuleBuckets, *, dtype: torch.dtype | None = None, fp8: bool = False) -> None:
@@ -66,7 +66,7 @@ class SliceReducer(GradientReducer):
             for work in works:
                 work.wait()
             works.clear()
-            return own.to(bucket.dtype, copy=not bucket.even)  # in memory of its own
+            return own.to(bucket.dtype, copy=not bucket.even)  # a copy: `own` is a view of the whole bucket
 
         return wait
 
@@ -99,7 +99,7 @@ class BucketReducer(SliceReducer):
     """A `SliceReducer` that takes gradients from the buckets of `DistributedDataParallel`, as its communication hook.
 
     Those buckets keep what this rank alone has, and `.grad` is None after backward. finds_unused: a rank's backward may leave
-    parameters out; ranks then tell each other by one small all-reduce.
+    parameters out; ranks then agree by one small all-reduce.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class BucketReducer(SliceReducer):
                     self._take(self._bucket[place], place, param)
                     self._note(self._bucket[place], place)
             self._send_full()
-        if bucket.is_last():
+        if bucket.is_last():  # buckets of the layout that are not full yet are sent when backward ends
             when_backward_ends(self._wait_for_gradients)
         devices: Any = [buffer.device] if buffer.is_cuda else None
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
@@ -138,7 +138,7 @@ class BucketReducer(SliceReducer):
         self._views.clear()
 
     def _listen(self) -> None:
-        pass
+        pass  # the communication hook says when gradients are there
 
     def has_gradient_here(self, param: torch.Tensor) -> bool:
         return param in self._views and param.grad is not None  # otherwise the bucket has zeros
@@ -175,7 +175,7 @@ class ZeroDDP(BucketedModule, DistributedDataParallel):
     slices: BucketReducer | None = None
 
     def lay_out(self, layout: ModuleBuckets, reducer: BucketReducer | None) -> None:
-        """The trainable parameters lie in `layout`. reducer: takes their gradients; None leaves them in `.grad`."""
+        """Set the buckets of the trainable parameters. reducer: takes their gradients; None leaves them in `.grad`."""
         self.layout, self.slices = layout, reducer
         if reducer is not None:
             self.register_comm_hook(None, lambda _, bucket: reducer.take(bucket))
@@ -184,7 +184,7 @@ class ZeroDDP(BucketedModule, DistributedDataParallel):
         if self.layout is None or graph_task() != -1:  # recomputed inside a backward
             return super().forward(*inputs, **kwargs)
         if self.slices is not None:
-            self.slices.abandon()
+            self.slices.abandon()  # what a backward pass that raised left
         with self.layout.pending_all_gathers.in_forward(self.module):
             return super().forward(*inputs, **kwargs)
 
