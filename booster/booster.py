@@ -23,31 +23,25 @@ from booster.common.devices import resolve_device
 from booster.common.hang_watchdog import PATIENCE, watch
 from booster.common.torch_internals.optimizer_internals import remove_guards
 from booster.data import DataLoaderWrapper
-from booster.facade import collectives
-from booster.facade import refusals as checks
+from booster.facade import collectives, foreign_names, refusals
 from booster.facade.accumulation import Accumulation, Accumulations, NoSync
 from booster.facade.before_boost import AsBuilt
 from booster.facade.boosted_objects import BoostedObjects, BoostOutput
 from booster.facade.older_config import translate
 from booster.facade.pipeline_pass import execute
-from booster.facade.precision_scheduler import PrecisionScheduler
-from booster.facade.switch import BoostRecord, Switch, switch_all
+from booster.facade.precision_run import PrecisionRun
 from booster.interface.model import (
     CriterionWrapper,
     ModelWrapper,
     boosted_wrapper,
-    keep_pins,
     leave_raw_calls,
-    pins_of,
     watch_raw_calls,
 )
-from booster.interface.optimizer import OptimizerWrapper, gradients_of, update_of, updates_of
+from booster.interface.optimizer import OptimizerWrapper, gradients_of, updates_of
 from booster.interface.scheduler import LRSchedulerWrapper
-from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule, make
-from booster.mixed_precision.low_precision.autopilot import Measurement, PrecisionController
-from booster.mixed_precision.low_precision.conversion import LinearConversion
+from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule
+from booster.mixed_precision.low_precision.autopilot import Measurement
 from booster.mixed_precision.schedule import Phase
-from booster.model.params import as_one_module
 from booster.plugin import Plugin, SingleDevice
 from booster.ranks.coordinator import is_main, wait_for_all
 from booster.tensors.cast_regions import region
@@ -57,7 +51,7 @@ from booster.update.outcome import UpdateOptions
 if TYPE_CHECKING:
     from booster.capture.captured import CapturedStep
     from booster.capture.graph import Recorder
-    from booster.facade.everyday import ShownLoss
+    from booster.facade.progress_bar import ShownLoss
     from booster.masters.state_quantizer import States
     from booster.memory import Estimate, Measured
     from booster.numerics import Diagnosis, Record
@@ -136,18 +130,16 @@ class Booster:
     ) -> None:
         if unknown:
             options = list(inspect.signature(Booster).parameters)[:-1]
-            checks.refuse_unknown(unknown, options)
-        checks.check_places(device, mixed_precision, plugin)
-        checks.check_plugin(plugin)
-        self._of_precisions = (states, arguments.flag("offload_states", offload_states), half_products)
+            foreign_names.refuse_unknown(unknown, options)
+        foreign_names.check_places(device, mixed_precision, plugin)
+        refusals.check_plugin(plugin)
+        arguments.flag("offload_states", offload_states)
         self.plugin = plugin or SingleDevice()
         self.device = resolve_device(device)
         if patience is not None:
             arguments.number("patience", patience, above=0.0, also="None")
         watch(patience)
         self.plugin.bind(self.device)
-        self._course: PrecisionScheduler | None = None
-        self._phase = self._begin_in(mixed_precision)
         self._options = UpdateOptions(
             fused_optimizer=fused_optimizer,
             clip_grad_norm=clip_grad_norm,
@@ -155,17 +147,28 @@ class Booster:
             max_consecutive_skips=max_consecutive_skips,
             release_gradients=release_gradients,
         )
-        for precision in [self.precision] if self._course is None else self._course.precisions:
-            checks.check_release(self._options, precision, self.plugin)
         self._boosted = BoostedObjects()
         self._accumulations = Accumulations()
+        self._run = PrecisionRun(
+            mixed_precision,
+            plugin=self.plugin,
+            device=self.device,
+            options=self._options,
+            states=states,
+            offload_states=offload_states,
+            half_products=half_products,
+            boosted=self._boosted,
+            accumulations=self._accumulations,
+            on_change=self._note_precision,
+            on_look=self._note_look,
+        )
         run = {"precision": repr(self.precision), "plugin": type(self.plugin).__name__}
         self._checkpoints = RunCheckpoints(self.plugin.group, run, self.plugin.carried)
         self._records: Records | None = None
         self._watcher: SkipWatcher | None = None
         self._shown_loss: ShownLoss | None = None
         if self.precision.pins_during_run:
-            checks.check_pins(self.plugin, diagnose)
+            refusals.check_pins(self.plugin, diagnose)
             from booster.numerics.diagnosis.skips import PinningWatcher
 
             self._watcher = PinningWatcher(self._boosted.labelled, self._replay, self.plugin.group, self.device)
@@ -177,7 +180,7 @@ class Booster:
     @property
     def precision(self) -> MixedPrecision:
         """What is trained in now."""
-        return self._phase.precision
+        return self._run.precision
 
     @classmethod
     def from_config(
@@ -277,28 +280,20 @@ class Booster:
         or a model that cannot train in this precision.
         """
         models = cast(list[nn.Module], list(model) if isinstance(model, (list, tuple)) else [model])
-        for one in models:
-            checks.check_model(one, self._boosted.models, self.plugin)
-        if isinstance(model, (list, tuple)):
-            changes = self._course is not None or self._phase.plan is not None
-            checks.check_several(models, changes=changes)
-        whole = as_one_module(models)
-        checks.check_criterion(criterion, self.plugin)
         several = list(optimizer) if isinstance(optimizer, (list, tuple)) else None
-        for each in [optimizer] if several is None else several:
-            checks.check_optimizer(
-                each,
-                whole,
-                criterion,
-                models=self._boosted.models,
-                optimizers=self._boosted.optimizers,
-                plugin=self.plugin,
-            )
-            checks.check_released(each, self._options)
-        if several is not None:
-            checks.check_shared(several, whole)
-        owners = checks.scheduler_owners(lr_scheduler, optimizer, self._boosted.optimizers)
-        loader = checks.boosted_loader(dataloader, self._boosted.loaders, device=self.device, plugin=self.plugin)
+        refusals.check_boost(
+            models,
+            [optimizer] if several is None else several,
+            criterion,
+            boosted=self._boosted,
+            plugin=self.plugin,
+            options=self._options,
+            is_list=isinstance(model, (list, tuple)),
+            shares=several is not None,
+            changes=self._run.changes,
+        )
+        owners = refusals.scheduler_owners(lr_scheduler, optimizer, self._boosted.optimizers)
+        loader = refusals.boosted_loader(dataloader, self._boosted.loaders, device=self.device, plugin=self.plugin)
         built = [AsBuilt(one, self._boosted.dtypes()) for one in models]
         boosted, boosted_optimizer, boosted_criterion = self.precision.configure(
             model if isinstance(model, nn.Module) else models,
@@ -314,25 +309,16 @@ class Booster:
         for update in updates_of(wrappers):
             update.models = list(map(weakref.ref, wrapped_models))
         for place, one in enumerate(wrapped_models):
-            own = (boosted_criterion, wrappers) if place == 0 else (None, [])  # what is of all is kept once
+            # What belongs to all models of a list is kept with the first.
+            own = (boosted_criterion, wrappers) if place == 0 else (None, [])
             self._boosted.add(models[place], one, *own, built[place], alone=len(models) == 1)
             if wrappers and self.plugin.pipeline(one.module) is None:  # a pipeline's schedule calls layers by itself
                 watch_raw_calls(one, several_ranks=self.plugin.group is not None)
             for watching in (self._records, self._watcher):
                 if watching is not None:
                     watching.follow(one, *own)
-        if self._course is not None:
-            for precision in self._course.precisions:
-                if precision is not self.precision:
-                    self._switch_to(precision).check(self._boosted.boostings()[-1])  # what cannot be is refused now
-            boosted.register_forward_pre_hook(self._course)
-            boosted.register_forward_hook(self._course)
-        if self._phase.plan is not None or (self._course is not None and self._course.has_autopilots):
-            tell = functools.partial(self._tell, len(self._boosted.wrappers()) - 1)
-            controller = PrecisionController(boosted.unwrap(), self.plugin.group, tell)
-            for wrapper in wrappers[:1]:
-                update_of(wrapper).gradients.listen(controller)
-            self._fly(self._boosted.boostings()[-1], controller)
+        if not isinstance(model, (list, tuple)):
+            self._run.attach(boosted, wrappers)
         if loader is not None:
             self._boosted.loaders.add(loader)
         wrapped = [LRSchedulerWrapper(each, self._boosted.optimizers[id(owner)]) for each, owner in owners]
@@ -342,7 +328,7 @@ class Booster:
     if not TYPE_CHECKING:  # which would take every name for legal
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(checks.missing_method(name))
+            raise AttributeError(foreign_names.missing_method(name))
 
     def __repr__(self) -> str:
         plugin = f"{type(self.plugin).__name__}()"
@@ -371,7 +357,7 @@ class Booster:
         if isinstance(optimizer, OptimizerWrapper):
             optimizers = [optimizer]
         else:
-            optimizers = checks.check_boosted_optimizers(optimizer, "backward")
+            optimizers = refusals.check_boosted_optimizers(optimizer, "backward")
         if type(loss_id) is not int or loss_id != 0:  # 0 is a scaler of every precision
             self.precision.check_loss_id(loss_id)
         group, divisor, weight, delayed = None, 1.0, 1.0, False
@@ -396,7 +382,7 @@ class Booster:
         if group is not None:
             group.after_backward()
         if self._shown_loss is not None:
-            self._shown_loss.note(loss if weight == 1.0 else loss.detach() * weight)
+            self._shown_loss.keep(loss if weight == 1.0 else loss.detach() * weight)
         if self._watcher is not None:
             self._watcher.tape.end_pass(loss, optimizers, divisor)
 
@@ -422,11 +408,11 @@ class Booster:
         Returns {"loss": detached, 0-dim, unscaled, of this rank's batch, on every rank of a pipeline; "outputs": what the model
         returned, on the last stage}, None for what was not asked for or is elsewhere.
         """
-        optimizers = [] if optimizer is None else checks.check_boosted_optimizers(optimizer, "execute_pipeline")
+        optimizers = [] if optimizer is None else refusals.check_boosted_optimizers(optimizer, "execute_pipeline")
         arguments.function("criterion", criterion, "a function of output and target")
         arguments.flag("return_loss", return_loss)
         arguments.flag("return_outputs", return_outputs)
-        wrapper, batch = self._boosted.own(model, "execute_pipeline"), checks.next_batch(data_iter)
+        wrapper, batch = self._boosted.own(model, "execute_pipeline"), refusals.next_batch(data_iter)
         run = functools.partial(
             execute,
             batch,
@@ -466,9 +452,9 @@ class Booster:
                         b.backward(criterion(model(x), y), optimizer)
                 optimizer.step()
         """
-        optimizers = checks.check_boosted_optimizers(optimizer, "accumulate")
-        num_micro_batches, num_tokens = checks.checked_group(num_micro_batches, num_tokens)
-        self._follow()
+        optimizers = refusals.check_boosted_optimizers(optimizer, "accumulate")
+        num_micro_batches, num_tokens = refusals.checked_group(num_micro_batches, num_tokens)
+        self._run.follow()
         placed = self._boosted.own(model, "accumulate").module
         size = self.plugin.data_parallel_size
         self._accumulations.compare(num_tokens, self.plugin.group)
@@ -489,9 +475,9 @@ class Booster:
 
         optimizer: the boosted optimizer of the model, or several, for plugins that hold gradients in it; None where none does.
         """
-        optimizers = None if optimizer is None else checks.check_boosted_optimizers(optimizer, "no_sync")
+        optimizers = None if optimizer is None else refusals.check_boosted_optimizers(optimizer, "no_sync")
         boosted = self._boosted.own(model, "no_sync")
-        self._follow()
+        self._run.follow()
         entry = NoSync(boosted, optimizers, self.plugin.no_sync(boosted.module))
         return self._accumulations.unsynchronised(entry)
 
@@ -507,28 +493,7 @@ class Booster:
         model, for the levels of apex, and where the plugin cannot: in a pipeline, or where weights that ranks divide by
         fully_shard would have to lie in another dtype; and as `Booster` and `boost` do, for what that precision refuses.
         """
-        if self._course is not None:
-            raise RuntimeError(
-                "switch() beside a PrecisionSchedule, which would go back at its next forward pass; put the precision into the "
-                "schedule, or give Booster the first one alone"
-            )
-        if self._phase.plan is not None:
-            raise RuntimeError(
-                "switch() beside an Autopilot, which changes layers by itself; give Booster its precision instead"
-            )
-        new = self._ready(make(mixed_precision))
-        checks.check_release(self._options, new, self.plugin)
-        if self._accumulations.any_open:
-            raise RuntimeError(
-                "switch() inside accumulate() or no_sync(): the gradients of a group of micro-batches belong to one precision; "
-                "call it after the group's step"
-            )
-        if new.pins_during_run != self.precision.pins_during_run:
-            raise ValueError(
-                "keep_fp32='auto' has modules pinned during the run by what watches it from boost() on, so a switch can "
-                "neither begin nor end it; name the modules in keep_fp32"
-            )
-        self._go_over(Phase(new), "switch()")
+        self._run.switch(mixed_precision)
 
     def record(
         self,
@@ -560,7 +525,7 @@ class Booster:
         # Imported here, as for `diagnose`: most scripts never need it.
         from booster.numerics.record.record import Records
 
-        checks.check_recorded(every, activations, self._options)
+        refusals.check_recorded(every, activations, self._options)
 
         if self._records is None:
             self._records = Records(self.precision, self.plugin, self.device)
@@ -590,7 +555,7 @@ class Booster:
         from booster.numerics.diagnosis.replay import replayed_scale
 
         arguments.function("forward", forward, "a function that computes and returns the loss")
-        optimizers = checks.check_boosted_optimizers(optimizer, "diagnose")
+        optimizers = refusals.check_boosted_optimizers(optimizer, "diagnose")
         with nullcontext() if self._watcher is None else self._watcher.tape.paused():
             replay = self._replay(forward, optimizers, replayed_scale(optimizers))
             return diagnose(replay, group=self.plugin.group, device=self.device)
@@ -671,7 +636,7 @@ class Booster:
             device=self.device,
             recorder=recorder,
             max_graphs=max_graphs,
-            follow=self._follow,
+            follow=self._run.follow,
         )
 
     @property
@@ -727,12 +692,14 @@ class Booster:
         """
         from booster.memory import estimate_placed
 
-        checks.check_model(model, self._boosted.models, self.plugin)
+        refusals.check_model(model, self._boosted.models, self.plugin)
         arguments.function("criterion", criterion, "a function of output and target")
         arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
-        phases = [self.precision] if self._course is None else self._course.precisions
         placed: Any = {"plugin": self.plugin, "device": self.device, "options": self._options}
-        each = (estimate_placed(model, optimizer, batch, criterion, precision=phase, **placed) for phase in phases)
+        each = (
+            estimate_placed(model, optimizer, batch, criterion, precision=phase, **placed)
+            for phase in self._run.precisions
+        )
         return max(each, key=lambda found: found.peak)
 
     def memory(self, model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
@@ -742,7 +709,7 @@ class Booster:
         """
         from booster.memory import measure
 
-        wrappers = checks.check_boosted_optimizers(optimizer, "memory")
+        wrappers = refusals.check_boosted_optimizers(optimizer, "memory")
         if len(wrappers) > 1:
             raise ValueError(f"memory needs one optimizer, got {len(wrappers)}; count each by itself")
         return measure(self._boosted.own(model, "memory"), wrappers[0])
@@ -781,8 +748,8 @@ class Booster:
         `accumulate`, since gradients are not kept.
         """
         given = (model, optimizer, criterion, dataloader, lr_scheduler, extra)
-        if self._course is not None:
-            self._checkpoints.note(schedule=self._course.state_dict())
+        if (schedule := self._run.state_dict()) is not None:
+            self._checkpoints.note(schedule=schedule)
         return self._checkpoints.save(
             folder, given, step=step, keep_last=keep_last, async_save=async_save, frozen=frozen
         )
@@ -814,7 +781,7 @@ class Booster:
         `booster.checkpoint.CheckpointError` on all ranks, listing all that differs, with nothing loaded.
         """
         given = (model, optimizer, criterion, dataloader, lr_scheduler, extra)
-        return self._go_on(self._checkpoints.load(folder, given, strict=strict))
+        return self._resumed(self._checkpoints.load(folder, given, strict=strict))
 
     def resume_or_start(
         self,
@@ -843,7 +810,7 @@ class Booster:
         A collective. Raises as `load` does, also where all checkpoints of `folder` are damaged.
         """
         given = (model, optimizer, criterion, dataloader, lr_scheduler, extra)
-        return self._go_on(self._checkpoints.resume_or_start(folder, given))
+        return self._resumed(self._checkpoints.resume_or_start(folder, given))
 
     def stop_requested(self) -> bool:
         """Whether SIGTERM or SIGUSR1 has reached any rank since `resume_or_start`; a collective of one number."""
@@ -930,22 +897,22 @@ class Booster:
 
     def save_optimizer(self, optimizer: Any, path: str | os.PathLike[str]) -> None:
         """Write states, masters and loss scale of the boosted `optimizer` as the checkpoint folder `path`; a collective."""
-        checks.check_boosted_optimizers(optimizer, "save_optimizer")
+        refusals.check_boosted_optimizers(optimizer, "save_optimizer")
         self._checkpoints.save_part(path, optimizer=optimizer)
 
     def load_optimizer(self, optimizer: Any, path: str | os.PathLike[str]) -> None:
         """Load into `optimizer` what `save_optimizer` wrote at `path`, in any layout; raises as `load` does. A collective."""
-        checks.check_boosted_optimizers(optimizer, "load_optimizer")
+        refusals.check_boosted_optimizers(optimizer, "load_optimizer")
         self.load(arguments.path("path", path), None, optimizer)
 
     def save_lr_scheduler(self, lr_scheduler: Any, path: str | os.PathLike[str]) -> None:
         """Write the state of `lr_scheduler` as the checkpoint folder `path`; a collective."""
-        checks.check_named("lr_scheduler", lr_scheduler)
+        refusals.check_named("lr_scheduler", lr_scheduler)
         self._checkpoints.save_part(path, lr_scheduler=lr_scheduler)
 
     def load_lr_scheduler(self, lr_scheduler: Any, path: str | os.PathLike[str]) -> None:
         """Load into `lr_scheduler` what `save_lr_scheduler` wrote at `path`; raises as `load` does. A collective."""
-        checks.check_named("lr_scheduler", lr_scheduler)
+        refusals.check_named("lr_scheduler", lr_scheduler)
         self.load(arguments.path("path", path), None, lr_scheduler=lr_scheduler)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -1049,7 +1016,7 @@ class Booster:
         total: how many there are; None asks `len(items)`, and a boosted loader, which a resumed epoch lets begin where it was
             left, for those before too. The bar is rich's; raises ImportError without it.
         """
-        from booster.facade.everyday import ShownLoss, progress
+        from booster.facade.progress_bar import ShownLoss, progress
 
         self._shown_loss = ShownLoss()
         return progress(items, description, total, self._shown_loss)
@@ -1081,80 +1048,23 @@ class Booster:
         It yields a `torch.profiler.profile`, with tables too. No collective. Raises RuntimeError at the end where `.step()` was
         not called often enough to record a step.
         """
-        from booster.facade.everyday import profiled
+        from booster.facade.profiler import profiled
 
         return profiled(folder, self.device, skip=skip, steps=steps, shapes=shapes, memory=memory, stacks=stacks)
 
-    def _begin_in(self, given: str | MixedPrecision | PrecisionSchedule | Autopilot | None) -> Phase:
-        """Return the phase that the run begins in, by this Booster's options; a schedule becomes its course."""
-
-        def made(precision: str | MixedPrecision | None) -> MixedPrecision:
-            return self._ready(make(precision))
-
-        if not isinstance(given, PrecisionSchedule):
-            return Phase.of(given, made)
-        self._course = PrecisionScheduler(
-            given.made(made),
-            given.total_steps,
-            optimizers=lambda: list(self._boosted.optimizers.values()),
-            may_go=lambda: not self._accumulations.any_open,
-            go=self._go_over,
-            group=self.plugin.group,
-        )
-        checks.check_phases(self._course.precisions, self.plugin)
-        return self._course.now
-
-    def _ready(self, precision: MixedPrecision) -> MixedPrecision:
-        """`precision`, or one like it, as this Booster wants states and products of halves, bound to its device."""
-        states, offload, half_products = self._of_precisions
-        precision = precision.with_kept(states=states, offload=offload)
-        precision.choose_half_products(half_products, self.device)
-        precision.bind(self.device)
-        return precision
-
-    def _tell(self, model: int, look: Measurement) -> None:
+    def _note_look(self, model: int, look: Measurement) -> None:
         if self._records is not None:
             self._records.tell(model, look)
 
-    def _switch_to(self, new: MixedPrecision) -> Switch:
-        return Switch(self.precision, new, plugin=self.plugin, device=self.device, options=self._options)
-
-    def _go_over(self, phase: Phase, why: str) -> None:
-        """Go over to `phase` in all that was boosted; records say why."""
-        boostings = self._boosted.boostings()
-        controllers = [pins_of(each.model) if isinstance(each.model, ModelWrapper) else None for each in boostings]
-        switch_all(self._switch_to(phase.precision), boostings, self.plugin.group)
-        self._phase = phase
-        for boosting, controller in zip(boostings, controllers, strict=True):
-            if isinstance(controller, PrecisionController):
-                self._fly(boosting, controller)
+    def _note_precision(self, phase: Phase, why: str) -> None:
         self._checkpoints.note(precision=repr(phase.precision))
         if self._records is not None:
             self._records.go_over(phase.precision, self._boosted.wrappers(), repr(phase), why)
 
-    def _follow(self) -> bool:
-        """Go over to the precision that is due, of which a schedule may say that it is another one; returns whether it did."""
-        before = self._phase
-        if self._course is not None:
-            self._course.follow()
-        return self._phase is not before
-
-    def _fly(self, boosting: BoostRecord, controller: PrecisionController) -> None:
-        """Have `controller` do in the model of `boosting` what the phase wants."""
-        if boosting.model is not None:
-            keep_pins(boosting.model, controller)
-        precision, plan = self._phase
-        if plan is None:
-            controller.disable()
-        else:
-            optimizer = next(iter(boosting.optimizers), None)
-            recipe = cast(LinearConversion, precision.conversion).recipe  # as its options say
-            controller.enable(plan, recipe, None if optimizer is None else optimizer.num_steps)
-
-    def _go_on(self, loaded: Loaded) -> Loaded:
-        """Take up what `loaded` says of the run."""
-        if self._course is not None and loaded.path is not None:
-            self._course.load_state_dict(loaded.run.get("schedule"))
+    def _resumed(self, loaded: Loaded) -> Loaded:
+        """Have the run go on where `loaded` was saved."""
+        if loaded.path is not None:
+            self._run.load_state_dict(loaded.run.get("schedule"))
         return loaded
 
     def _replay(self, forward: Callable[[], Any], optimizers: Sequence[OptimizerWrapper], scale: float) -> Replay:

@@ -93,7 +93,7 @@ def instead_of(text: str, wanted: str = "") -> str:
 
     wanted: the argument of `Booster` that it was given for; another name of what that takes has its own here.
     """
-    from booster.facade.refusals import meant_by
+    from booster.facade.foreign_names import meant_by
 
     meant, written = meant_by(text)
     if meant is not None and meant == wanted:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,129 +15,20 @@ from torch.optim import Optimizer
 from booster.common import arguments
 from booster.common.text import listed
 from booster.data import DataLoaderWrapper, check_dealt, check_sharded
+from booster.facade.boosted_objects import BoostedObjects
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.interface.transparent import refuse_torchscript
 from booster.launch import environment_world_size
-from booster.mixed_precision import MixedPrecision, available
+from booster.mixed_precision import MixedPrecision
 from booster.model.modules import bare
 from booster.model.optimizer_kinds import kind_of, unknown
-from booster.model.params import describe_optimizer_wrapper
+from booster.model.params import describe_optimizer_wrapper, together
 from booster.plugin import Plugin
 from booster.update.outcome import UpdateOptions
 
 _logger = logging.getLogger(__name__)
-_DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
-# What others call what we take: dtypes, the precisions of Fabric and Accelerate, and parallelisms as `booster estimate
-# --plugin` names them.
-_PRECISIONS = {
-    "float32": "fp32",
-    "float16": "fp16",
-    "half": "fp16",
-    "bfloat16": "bf16",
-    "no": "fp32",
-    "32": "fp32",
-    "32-true": "fp32",
-    "16": "fp16",
-    "16-mixed": "fp16",
-    "16-true": "fp16_naive",
-    "bf16-mixed": "bf16",
-    "bf16-true": "bf16_naive",
-}
-_PLUGINS = {
-    "single": "SingleDevice()",
-    "ddp": "TorchDDPPlugin()",
-    "fsdp": "TorchFSDPPlugin()",
-    "zero1": "LowLevelZeroPlugin(stage=1)",
-    "zero2": "LowLevelZeroPlugin(stage=2)",
-}
-
-
-# What others call arguments of `Booster`, and what its methods do.
-_ARGUMENTS = {
-    "precision": "it is called mixed_precision: Booster(mixed_precision={value})",
-    "strategy": "a parallelism is a plugin: Booster(plugin=TorchDDPPlugin())",
-    "accelerator": "the device is called so: Booster(device='cuda')",
-    "devices": "how many processes there are is told to the launcher: booster run --nproc_per_node N script.py",
-    "num_nodes": "how many machines there are is told to the launcher: booster run --nnodes N script.py",
-    "cpu": "the device is called so: Booster(device='cpu')",
-    "gradient_accumulation_steps": "a group of micro-batches is `with b.accumulate(model, optimizer, N):`",
-    "fp16": "it is a precision: Booster(mixed_precision='fp16'), or Booster.from_config(fp16=...) for a dict",
-    "bf16": "it is a precision: Booster(mixed_precision='bf16')",
-}
-_OPTIMIZER = "is a method of the boosted optimizer: optimizer."
-_METHODS = {
-    "prepare": "is called boost: model, optimizer, *_ = b.boost(model, optimizer)",
-    "setup": "is called boost: model, optimizer, *_ = b.boost(model, optimizer)",
-    "setup_module": "is called boost: model, *_ = b.boost(model)",
-    "setup_optimizers": "is part of boost: model, optimizer, *_ = b.boost(model, optimizer)",
-    "setup_dataloaders": "is part of boost, or of b.prepare_dataloader(dataset, batch_size)",
-    "prepare_model": "is called boost: model, *_ = b.boost(model)",
-    "prepare_optimizer": "is part of boost: model, optimizer, *_ = b.boost(model, optimizer)",
-    "prepare_data_loader": "is called prepare_dataloader: b.prepare_dataloader(dataset, batch_size)",
-    "clip_grad_norm_": f"{_OPTIMIZER}clip_grad_by_norm(max_norm)",
-    "clip_grad_value_": f"{_OPTIMIZER}clip_grad_by_value(clip_value)",
-    "clip_gradients": f"{_OPTIMIZER}clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(clip_value)",
-    "unscale_gradients": f"{_OPTIMIZER}unscale_grads()",
-    "step": f"{_OPTIMIZER}step()",
-    "zero_grad": f"{_OPTIMIZER}zero_grad()",
-    "no_backward_sync": "is called no_sync: with b.no_sync(model):",
-    "unwrap_model": "is called unwrap: b.unwrap(model)",
-    "save_state": "is called save: b.save(folder, model, optimizer)",
-    "load_state": "is called load: b.load(folder, model, optimizer)",
-    "gather_for_metrics": "is gather with the loader: b.gather(tensor, dataloader)",
-    "all_gather": "is called gather: b.gather(tensor)",
-    "all_reduce": "is called reduce: b.reduce(tensor)",
-    "barrier": "is called wait_for_everyone: b.wait_for_everyone()",
-    "is_main_process": "is called is_main: booster.is_main",
-    "is_global_zero": "is called is_main: booster.is_main",
-    "launch": "is a function of the package: booster.launch_from_torch()",
-}
-
-
-def refuse_unknown(unknown: Mapping[str, Any], options: Collection[str]) -> None:
-    """Raise TypeError if `unknown` names something; what it is called here, or the legal `options`, is in the message."""
-    for name, value in unknown.items():
-        fix = _ARGUMENTS.get(
-            name, f"legal are {', '.join(options)}; options of a precision or a plugin are given to that"
-        )
-        meant = meant_by(value)[1] or "'bf16'"
-        raise TypeError(f"Booster got an unexpected keyword argument {name!r}: {fix.format(value=meant)}")
-
-
-def missing_method(name: str) -> str:
-    """Return the text of the AttributeError for the attribute `name`, which `Booster` has not."""
-    return f"'Booster' object has no attribute {name!r}" + (f"; it {_METHODS[name]}" if name in _METHODS else "")
-
-
-def check_places(device: Any, mixed_precision: Any, plugin: Any) -> None:
-    """Raise TypeError or ValueError where an argument of `Booster` got what belongs to another one, and name that; and where
-    it got another name of what it takes, as of a dtype or a plugin."""
-    for name, value in (("device", device), ("mixed_precision", mixed_precision), ("plugin", plugin)):
-        meant, written = meant_by(value)
-        is_other_name = isinstance(value, (str, torch.dtype)) and written != repr(str(value))
-        if meant is not None and (meant != name or is_other_name):
-            kind = ValueError if isinstance(value, str) and name != "plugin" else TypeError
-            raise kind(f"{name}={arguments.shown(value)} is not legal; write Booster({meant}={written})")
-
-
-def meant_by(value: Any) -> tuple[str | None, str]:
-    """Return the argument of `Booster` that `value` is meant for, and what is written there; (None, "") for what is none."""
-    if isinstance(value, (str, torch.dtype)):
-        text = str(value).removeprefix("torch.")
-        if text in available() or text in _PRECISIONS:
-            return "mixed_precision", repr(_PRECISIONS.get(text, text))
-        if text in _PLUGINS:
-            return "plugin", _PLUGINS[text]
-        return ("device", repr(text)) if _DEVICE.fullmatch(text) else (None, "")
-    if isinstance(value, torch.device):
-        return "device", repr(str(value))
-    kind = value if isinstance(value, type) else type(value)
-    for name, base in (("mixed_precision", MixedPrecision), ("plugin", Plugin)):
-        if issubclass(kind, base):
-            return name, f"{kind.__name__}(...)"
-    return None, ""
 
 
 def check_plugin(plugin: Any) -> None:
@@ -228,6 +118,38 @@ def check_recorded(every: Any, activations: Any, options: UpdateOptions) -> None
             f"record(every={every!r}) looks at gradients before a step, and release_gradients={options.release_gradients!r} "
             "has freed them by then; pass every=None and no activations, which writes losses, norms, scales and skips"
         )
+
+
+def check_boost(
+    models: Sequence[Any],
+    optimizers: Sequence[Any],
+    criterion: Any,
+    *,
+    boosted: BoostedObjects,
+    plugin: Plugin,
+    options: UpdateOptions,
+    is_list: bool,
+    shares: bool,
+    changes: bool,
+) -> None:
+    """Raise unless these can be boosted together, in the order in which a user would mend them; nothing is changed.
+
+    boosted: the objects of before. is_list: whether several models were given as a list. shares: whether several optimizers
+    share the model. changes: whether the run changes its precision.
+    """
+    for model in models:
+        check_model(model, boosted.models, plugin)
+    if is_list:
+        check_several(models, changes=changes)
+    whole = together(models)
+    check_criterion(criterion, plugin)
+    for optimizer in optimizers:
+        check_optimizer(
+            optimizer, whole, criterion, models=boosted.models, optimizers=boosted.optimizers, plugin=plugin
+        )
+        check_released(optimizer, options)
+    if shares:
+        check_shared(optimizers, whole)
 
 
 def check_model(model: Any, boosted: Collection[nn.Module], plugin: Plugin) -> None:

@@ -139,7 +139,7 @@ class Trained:
         own, others = Path(checkpoint) / OPTIMIZER, Path(checkpoint) / _OF_TRAINER
         if own.is_dir():
             self.booster.load(own, None, optimizer, extra=self._beside_weights())
-            if self.booster._follow():  # a precision that may have masters, which the one before had no place for
+            if self.booster._run.follow():  # a precision that may have masters, which the one before had no place for
                 self.booster.load(own, None, optimizer, extra=self._beside_weights())
         elif others.is_file():
             optimizer.load_state_dict(torch.load(others, map_location="cpu", weights_only=True))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from booster import Booster
-from booster.facade import refusals as checks
+from booster.facade import foreign_names as checks
 from booster.memory.estimate import PLANS
 from booster.mixed_precision import (
     BF16MixedPrecision,

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 import booster
 from booster import Booster, find_batch_size, seed_everything
-from booster.facade.everyday import ShownLoss
+from booster.facade.progress_bar import ShownLoss
 
 
 @pytest.fixture
@@ -93,11 +93,11 @@ def test_progress_shows_the_rate_and_the_last_loss_in_80_columns(capsys, monkeyp
     assert re.search(r"epoch 1 of 20 .* 3/3 [\d.e+]+/s loss 3 ", line)
     assert len(line) <= 80
     words = ShownLoss()
-    words.note(torch.tensor(0.123456))
-    assert words.look() == "loss 0.1235"
-    words.note(torch.tensor(7.0))
-    assert words.look() == "loss 0.1235", "within a second the device is not waited for again"
-    assert words.look(now=True) == "loss 7"
+    words.keep(torch.tensor(0.123456))
+    assert words.text() == "loss 0.1235"
+    words.keep(torch.tensor(7.0))
+    assert words.text() == "loss 0.1235", "within a second the device is not waited for again"
+    assert words.text(now=True) == "loss 7"
 
 
 def test_a_loop_of_progress_may_be_left(capsys):

@@ -364,7 +364,7 @@ def test_an_optimizer_that_steps_again_counts_on_from_where_the_run_is(monkeypat
     train(booster, *first)
     steps = []
     for _ in range(2):
-        steps.append(booster._course.step)
+        steps.append(booster._run.scheduler.step)
         train(booster, *second)
         train(booster, *first)
     assert steps == [7, 8]
@@ -376,7 +376,7 @@ def test_a_critic_that_makes_more_steps_than_its_generator_does_not_say_where_th
         for _ in range(20):
             train(booster, *critic)
         train(booster, *generator)
-    assert booster._course.step == 6
+    assert booster._run.scheduler.step == 6
     assert generator[0].out.weight.dtype == torch.float32
 
 
@@ -394,7 +394,7 @@ def test_a_resumed_run_knows_which_optimizer_is_at_rest_and_since_when(steps, tm
         train(booster, *first)
         train(again, *others[0])
         assert others[0][0].out.weight.dtype == first[0].out.weight.dtype
-        assert again._course.step == booster._course.step
+        assert again._run.scheduler.step == booster._run.scheduler.step
 
 
 @pytest.mark.slow
