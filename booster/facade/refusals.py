@@ -24,7 +24,7 @@ from booster.launch import environment_world_size
 from booster.mixed_precision import MixedPrecision
 from booster.model.modules import bare
 from booster.model.optimizer_kinds import kind_of, unknown
-from booster.model.params import describe_optimizer_wrapper, together
+from booster.model.params import as_one_module, describe_optimizer_wrapper
 from booster.plugin import Plugin
 from booster.update.outcome import UpdateOptions
 
@@ -132,7 +132,7 @@ def check_boost(
     shares: bool,
     changes: bool,
 ) -> None:
-    """Raise unless these can be boosted together, in the order in which a user would mend them; nothing is changed.
+    """Raise unless these can be boosted as_one_module, in the order in which a user would mend them; nothing is changed.
 
     boosted: the objects of before. is_list: whether several models were given as a list. shares: whether several optimizers
     share the model. changes: whether the run changes its precision.
@@ -141,7 +141,7 @@ def check_boost(
         check_model(model, boosted.models, plugin)
     if is_list:
         check_several(models, changes=changes)
-    whole = together(models)
+    whole = as_one_module(models)
     check_criterion(criterion, plugin)
     for optimizer in optimizers:
         check_optimizer(
@@ -337,7 +337,7 @@ def _owner(
     if owner is None or (all(owner is not each for each in given) and id(owner) not in optimizers):
         raise ValueError(
             "the lr_scheduler's optimizer is neither the one given to this boost() nor one boosted before; boost them "
-            "together"
+            "as_one_module"
         )
     return owner
 
