@@ -160,7 +160,7 @@ class Booster:
             boosted=self._boosted,
             accumulations=self._accumulations,
             on_change=self._note_precision,
-            on_look=self._note_look,
+            on_measurement=self._note_measurement,
         )
         run = {"precision": repr(self.precision), "plugin": type(self.plugin).__name__}
         self._checkpoints = RunCheckpoints(self.plugin.group, run, self.plugin.carried)
@@ -1052,9 +1052,9 @@ class Booster:
 
         return profiled(folder, self.device, skip=skip, steps=steps, shapes=shapes, memory=memory, stacks=stacks)
 
-    def _note_look(self, model: int, look: Measurement) -> None:
+    def _note_measurement(self, model: int, found: Measurement) -> None:
         if self._records is not None:
-            self._records.tell(model, look)
+            self._records.tell(model, found)
 
     def _note_precision(self, phase: Phase, why: str) -> None:
         self._checkpoints.note(precision=repr(phase.precision))

@@ -15,7 +15,7 @@ from booster.facade.switch import BoostRecord, Switch, switch_all
 from booster.interface.model import ModelWrapper, keep_pins, pins_of
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule, make
-from booster.mixed_precision.low_precision.autopilot import Look, PrecisionController
+from booster.mixed_precision.low_precision.autopilot import Measurement, PrecisionController
 from booster.mixed_precision.low_precision.conversion import LinearConversion
 from booster.mixed_precision.schedule import Phase
 from booster.plugin import Plugin
@@ -48,17 +48,17 @@ class PrecisionRun:
         boosted: BoostedObjects,
         accumulations: Accumulations,
         on_change: Callable[[Phase, str], None],
-        on_look: Callable[[int, Look], None],
+        on_measurement: Callable[[int, Measurement], None],
     ) -> None:
         """Begin in what `Booster` was given.
 
-        on_change: called after each change, with the new phase and why. on_look: called with what a pilot measured, and the
+        on_change: called after each change, with the new phase and why. on_measurement: called with what a controller measured, and the
         number of its model.
         """
         self._plugin, self._device, self._options = plugin, device, options
         self._kept, self._half_products = {"states": states, "offload": offload_states}, half_products
         self._boosted, self._accumulations = boosted, accumulations
-        self._on_change, self._on_look = on_change, on_look
+        self._on_change, self._on_measurement = on_change, on_measurement
         self.scheduler: PrecisionScheduler | None = None
         if isinstance(given, PrecisionSchedule):
             self.scheduler = PrecisionScheduler(
@@ -129,10 +129,12 @@ class PrecisionRun:
             boosted.register_forward_hook(self.scheduler)
         if self.phase.plan is not None or (self.scheduler is not None and self.scheduler.has_autopilots):
             number = len(self._boosted.wrappers()) - 1
-            pilot = PrecisionController(boosted.unwrap(), self._plugin.group, lambda look: self._on_look(number, look))
+            controller = PrecisionController(
+                boosted.unwrap(), self._plugin.group, lambda found: self._on_measurement(number, found)
+            )
             for optimizer in optimizers[:1]:
-                update_of(optimizer).gradients.listen(pilot)
-            self._fly(record, pilot)
+                update_of(optimizer).gradients.listen(controller)
+            self._control(record, controller)
 
     def follow(self) -> bool:
         """Go over to the phase that is due, if there is a schedule; returns whether the run did."""
@@ -163,22 +165,22 @@ class PrecisionRun:
     def _go_over(self, phase: Phase, why: str) -> None:
         """Go over to `phase` in all that was boosted. why: for records."""
         records = self._boosted.boostings()
-        pilots = [pins_of(each.model) if isinstance(each.model, ModelWrapper) else None for each in records]
+        controllers = [pins_of(each.model) if isinstance(each.model, ModelWrapper) else None for each in records]
         switch_all(self._switch_to(phase.precision), records, self._plugin.group)
         self.phase = phase
-        for record, pilot in zip(records, pilots, strict=True):
-            if isinstance(pilot, PrecisionController):
-                self._fly(record, pilot)
+        for record, controller in zip(records, controllers, strict=True):
+            if isinstance(controller, PrecisionController):
+                self._control(record, controller)
         self._on_change(phase, why)
 
-    def _fly(self, record: BoostRecord, pilot: PrecisionController) -> None:
-        """Have `pilot` do in the model of `record` what the phase wants."""
+    def _control(self, record: BoostRecord, controller: PrecisionController) -> None:
+        """Have `controller` do in the model of `record` what the phase wants."""
         if record.model is not None:
-            keep_pins(record.model, pilot)
+            keep_pins(record.model, controller)
         precision, plan = self.phase
         if plan is None:
-            pilot.rest()
+            controller.disable()
         else:
             optimizer = next(iter(record.optimizers), None)
             recipe = cast(LinearConversion, precision.conversion).recipe  # as its options say
-            pilot.fly(plan, recipe, None if optimizer is None else optimizer.num_steps)
+            controller.enable(plan, recipe, None if optimizer is None else optimizer.num_steps)
