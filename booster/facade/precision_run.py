@@ -52,8 +52,8 @@ class PrecisionRun:
     ) -> None:
         """Begin in what `Booster` was given.
 
-        on_change: called after each change, with the new phase and why. on_measurement: called with what a controller measured, and the
-        number of its model.
+        on_change: called after each change, with the new phase and why.
+        on_measurement: called with the number of a model, and what its controller measured.
         """
         self._plugin, self._device, self._options = plugin, device, options
         self._kept, self._half_products = {"states": states, "offload": offload_states}, half_products
