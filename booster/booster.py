@@ -25,7 +25,7 @@ from booster.common.torch_internals.optimizer_internals import remove_guards
 from booster.data import DataLoaderWrapper
 from booster.facade import collectives, foreign_names, refusals
 from booster.facade.accumulation import Accumulation, Accumulations, NoSync
-from booster.facade.before_boost import AsBuilt
+from booster.facade.before_boost import BeforeBoost
 from booster.facade.boosted_objects import BoostedObjects, BoostOutput
 from booster.facade.older_config import translate
 from booster.facade.pipeline_pass import execute
@@ -294,7 +294,7 @@ class Booster:
         )
         owners = refusals.scheduler_owners(lr_scheduler, optimizer, self._boosted.optimizers)
         loader = refusals.boosted_loader(dataloader, self._boosted.loaders, device=self.device, plugin=self.plugin)
-        built = [AsBuilt(one, self._boosted.dtypes()) for one in models]
+        built = [BeforeBoost(one, self._boosted.dtypes()) for one in models]
         boosted, boosted_optimizer, boosted_criterion = self.precision.configure(
             model if isinstance(model, nn.Module) else models,
             optimizer if several is None else several,

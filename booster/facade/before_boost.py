@@ -19,7 +19,7 @@ from booster.tensors.trees import HALF_DTYPES
 from booster.tensors.weak import ForwardProxy, WeakForward
 
 
-class AsBuilt:
+class BeforeBoost:
     """The dtypes and forwards of a model before `boost` changed it; to be made then.
 
     known: the dtypes of tensors that were boosted already, in another model.
@@ -40,10 +40,10 @@ class AsBuilt:
                 if buffer is not None and buffer.is_floating_point():
                     self._buffers[_joined(name, own)] = buffer
 
-    def again(self, model: nn.Module) -> AsBuilt:
+    def again(self, model: nn.Module) -> BeforeBoost:
         """Return the same of `model`, which is as it was built, but for its buffers' place in memory."""
         clone = copy.copy(self)
-        clone._buffers = AsBuilt(model)._buffers
+        clone._buffers = BeforeBoost(model)._buffers
         return clone
 
     def settle(self, model: nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from booster.data import DataLoaderWrapper
-from booster.facade.before_boost import AsBuilt
+from booster.facade.before_boost import BeforeBoost
 from booster.facade.switch import BoostRecord
 from booster.interface.model import ModelWrapper, boosted_wrapper
 from booster.interface.optimizer import OptimizerWrapper
@@ -46,7 +46,7 @@ class BoostedObjects:
         boosted: ModelWrapper,
         criterion: Any,
         optimizers: Sequence[OptimizerWrapper],
-        built: AsBuilt,
+        built: BeforeBoost,
         *,
         alone: bool = True,
     ) -> None:

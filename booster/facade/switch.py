@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from booster.common.random_states import random_state, set_random_state
 from booster.common.torch_internals.autograd_internals import is_compiled
-from booster.facade.before_boost import AsBuilt, wrap_forward
+from booster.facade.before_boost import BeforeBoost, wrap_forward
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.mixed_precision import MixedPrecision
@@ -34,7 +34,7 @@ class BoostRecord:
 
     def __init__(
         self,
-        built: AsBuilt,
+        built: BeforeBoost,
         model: ModelWrapper,
         optimizers: Sequence[OptimizerWrapper],
         criterion: Any,
