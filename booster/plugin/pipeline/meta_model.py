@@ -133,6 +133,7 @@ Results = dict[Any, Any]
 
 
 _MOST = 4096
+_GROUPED_PRODUCTS = (getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None))
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -170,6 +171,9 @@ class FakeActivation(FakeTensor):
         mode = next((each.fake_mode for each in _fakes_in((*args, *kwargs.values()))), None)
         if not isinstance(mode, FakeActivationMode):
             mode = None
+        if func in _GROUPED_PRODUCTS and args[0].dtype != torch.bfloat16:
+            # The product of experts: kernels on CPUs take every dtype, torch's function of its shapes bfloat16 alone.
+            return func(*(arg.bfloat16() for arg in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
         with without_subclasses():
             if mode is not None and mode.watching:
                 return as_fake_activation(_run_watched(mode, func, args, kwargs))

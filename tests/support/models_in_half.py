@@ -1,0 +1,97 @@
+"""Small models of transformers and timm, and how far from float64 half precision may take their gradients."""
+
+import copy
+
+import torch
+
+from booster.mixed_precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
+
+EPS = {"fp32": 2**-24, "bf16": 2**-9, "bf16_naive": 2**-9, "fp16": 2**-12, "fp16_naive": 2**-12}
+ROTARY = ["llama", "gemma", "mixtral"]
+MODELS = [*ROTARY, "gpt2", "t5", "convnext"]
+LAYERS, SCALE = 2, 2.0**12
+
+
+def strategy(precision):
+    # A scale at which no gradient of these overflows, and those that matter are above float16's subnormal numbers.
+    if precision == "fp16":
+        return FP16TorchMixedPrecision(init_scale=SCALE)
+    if precision == "fp16_naive":
+        return FP16NaiveMixedPrecision(initial_scale=SCALE)
+    return precision
+
+
+def make(name, package, length=12):
+    """A random model, in eval so that nothing is dropped, and its inputs; package: `package(name)` imports one."""
+    torch.manual_seed(0)
+    if name == "convnext":
+        timm = package("timm")
+        # The scale of layers begins at 1e-6 otherwise, which leaves of a branch's gradient what float16 cannot hold.
+        sizes = {"depths": (1, 1, 1, 1), "dims": (8, 16, 16, 32), "num_classes": 10, "ls_init_value": 1.0}
+        return timm.models.convnext.ConvNeXt(**sizes).eval(), {"x": torch.randn(2, 3, 64, 64)}
+    transformers = package("transformers")
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        # At far positions attention is to follow the angles, and not to be the mean of everything.
+        "initializer_range": 0.02 if length < 100 else 0.3,
+    }
+    ids = torch.randint(1, 96, (2 if length < 100 else 1, length))
+    inputs = {"input_ids": ids, "labels": ids}
+    if name == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    elif name == "gemma":  # whose rotary embeddings hold frequencies of two kinds of layers, by names of their own
+        kinds = ["sliding_attention", "full_attention"]
+        config = transformers.Gemma3TextConfig(head_dim=16, sliding_window=8, layer_types=kinds, **sizes)
+        model = transformers.Gemma3ForCausalLM(config)
+    elif name == "mixtral":
+        # Of as many experts as each token has, so that rounding does not choose others.
+        config = transformers.MixtralConfig(num_local_experts=2, num_experts_per_tok=2, **sizes)
+        model = transformers.MixtralForCausalLM(config)
+    elif name == "gpt2":
+        own = {"vocab_size": 96, "n_embd": 32, "n_layer": LAYERS, "n_head": 2, "n_positions": 64}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**own))
+    else:
+        # Of a smooth activation: where rounding moves a number over the corner of ReLU its derivative is another one, so
+        # that the error of a gradient goes as the root of eps.
+        own = {"vocab_size": 96, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": LAYERS, "num_heads": 2}
+        own["feed_forward_proj"] = "gated-gelu"
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(decoder_start_token_id=0, **own))
+    return model.eval(), inputs
+
+
+def loss_of(name, output):
+    # Logits of a few classes, squared: a loss whose gradient is not near zero.
+    return output.float().pow(2).mean() if name == "convnext" else output.loss
+
+
+def in_double(model, inputs):
+    """A copy of the model in float64, and the same inputs."""
+    model = copy.deepcopy(model)
+    if hasattr(model, "config"):
+        model.config._experts_implementation = "eager"  # torch's grouped product takes no float64
+    return model.double(), {
+        key: value.double() if value.is_floating_point() else value for key, value in inputs.items()
+    }
+
+
+# Every tensor on the way from the inputs to the loss and back to a gradient is rounded once, by at most eps = 2**-(bits + 1)
+# of each of its numbers, where `bits` are those of the significand; weights are one more rounding of their own. Sums are made
+# in float32 (`half_products`), so that their number of terms, below 2**7 here, adds no more than 2**7 * 2**-24 = 2**-17, below
+# eps of both halves; of float32 itself that is what counts, as sums of n terms, and the bound is sqrt(n) times larger.
+# One layer makes K = 16 roundings in a row at most: norm (2), projection, rotation (2), scores, softmax, product, projection,
+# residual, norm (2), two of the MLP, gate, residual. Forward and backward double it, and both go by LAYERS layers and a head:
+# N = 2 * K * (LAYERS + 1) roundings = 96. Those that are independent add up as sqrt(N) * eps in the Frobenius norm.
+# C is what is not derived: how much layers widen a relative error that they are given, a condition number, as backward of
+# norms and of softmax subtract a projection. For these weights it was measured, up to 2.1 (convnext); the bound is twice that.
+C = 4
+NUM_ROUNDINGS = 2 * 16 * (LAYERS + 1)
+
+
+def tolerance(precision, num_terms=1):
+    return C * EPS[precision] * (NUM_ROUNDINGS * num_terms) ** 0.5
