@@ -50,7 +50,9 @@ def _refusal(optimizer: OptimizerWrapper) -> str | None:
         return _of_the_host(update)
     if len({param.device for group in update.optimizer.param_groups for param in group["params"]}) > 1:
         return "its parameters lie on several devices, and a graph is of one"
-    if isinstance(application, MasterApplication) and (application.masters.hosts or application.masters.offloads):
+    if isinstance(application, MasterApplication) and (
+        application.masters.hosts or application.masters.options.offload
+    ):
         return "its states lie in the host's memory; leave offload_states False"
     return None
 

@@ -15,7 +15,7 @@ from booster.common.text import listed
 from booster.data import DataLoaderWrapper
 from booster.interface.model import ModelWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
-from booster.masters.master_state import LoadedWeights
+from booster.masters.loaded_weights import LoadedWeights
 from booster.model.modules import bare, places_of
 from booster.tensors.trees import map_tensors
 

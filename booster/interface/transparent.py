@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -14,7 +15,6 @@ from booster.common.frames import called_by, called_from
 from booster.common.torch_internals.tensor_internals import SWAPS_TENSORS
 from booster.model.dtensors import is_part
 from booster.model.modules import bare, is_placed, unwrap_placed, wait_for_weights
-from booster.shards.hidden import clear_unsharded_grads
 
 _logger = logging.getLogger(__name__)
 _KNOW_PARTS = ("torch.distributed.checkpoint", "booster.")
@@ -64,7 +64,13 @@ class TransparentModule(nn.Module):
         """As torch, through a plugin's wrapper, which may keep gradients of its own; also between forward and backward."""
         arguments.flag("set_to_none", set_to_none)
         self.module.zero_grad(*(() if set_to_none else (False,)))  # a class may have a zero_grad() without arguments
-        clear_unsharded_grads(bare(self.module), set_to_none)
+        module, fsdp = bare(self.module), sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None and any(isinstance(child, fsdp.FSDPModule) for child in module.modules()):
+            from booster.shards.fully_sharded import (
+                clear_unsharded_grads,  # which imports FSDP, a second for no use elsewhere
+            )
+
+            clear_unsharded_grads(module, set_to_none)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load into the user's model; arguments are those of its own load_state_dict."""

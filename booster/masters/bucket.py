@@ -125,19 +125,19 @@ class Bucket:
 
     # ------------------------------------------------------------------ masters
 
-    def load(self, values: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
-        """Return the masters as float32, in `values` or in the bucket's own storage. Overwrites `spare`.
+    def load(self, values: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        """Return the masters as float32, in `values` or in the bucket's own storage. Overwrites `scratch`.
 
         Weights that somebody else wrote are taken over."""
         residual = self.residual if self.host is None else self.host.near(self)
         masters: torch.Tensor = values if self.format.needs_values or residual is not self.residual else residual  # type: ignore[assignment]
-        self.format.read(self.working(), residual, masters, spare)
+        self.format.read(self.working(), residual, masters, scratch)
         return masters
 
-    def save(self, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def save(self, values: torch.Tensor, scratch: torch.Tensor) -> None:
         """Take `values` as the masters, and write the working weights. Overwrites both, except a float32 master."""
         residual = self.residual if self.host is None else self.host.near(self)
-        self.format.write(self.working(), residual, values, spare)
+        self.format.write(self.working(), residual, values, scratch)
         if residual is not self.residual:
             self.residual.copy_(residual)  # type: ignore[union-attr, arg-type]
 
@@ -147,8 +147,8 @@ class Bucket:
     def copied(self) -> torch.Tensor:
         """Return a float32 copy of the masters. Weights that somebody else wrote stand for theirs, and nothing is written: they
         may be an average that is put in for a validation, and be put back."""
-        values, spare = self.scratch(), self.scratch()
-        self.format.read(self.working(), self.residual if self.host is None else self.host.near(self), values, spare)
+        values, scratch = self.scratch(), self.scratch()
+        self.format.read(self.working(), self.residual if self.host is None else self.host.near(self), values, scratch)
         return values
 
     def joined(self) -> torch.Tensor:

@@ -56,7 +56,7 @@ rounds to its weight; elsewhere the weight is taken. Only the weights themselves
 other trace.
 
 All work on flat tensors of equal length: `working`, views of the half weights, piece by piece; `residual`, what the bucket
-keeps (or None); `values` and `spare`, float32 scratch. `Separate` gives `residual` itself as the values.
+keeps (or None); `values` and `scratch`, float32 scratch. `Separate` gives `residual` itself as the values.
 
 Masters of 24 bits: a half weight and one byte.
 
@@ -116,15 +116,15 @@ class Format(ABC):
         """Return a `residual` for `size` elements whose working weights are of `dtype`."""
 
     @abstractmethod
-    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        """Fill `values` with the masters; overwrites `spare`. A weight that its master does not round to was written by
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Fill `values` with the masters; overwrites `scratch`. A weight that its master does not round to was written by
         somebody else, and is its own master."""
 
     @abstractmethod
-    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         """Make `values` the masters: update `working` and `residual`.
 
-        Overwrites `spare`, and `values` unless it is `residual`.
+        Overwrites `scratch`, and `values` unless it is `residual`.
         """
 
 
@@ -136,15 +136,15 @@ class Separate(Format):
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.float32, device=device)
 
-    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         if residual is not values:
             values.copy_(residual)  # type: ignore[arg-type]
-        take_foreign(working, values, spare)
+        take_foreign(working, values, scratch)
 
-    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         if residual is not values:
             residual.copy_(values)  # type: ignore[union-attr]
-        round_nearest(working, values, spare)
+        round_nearest(working, values, scratch)
 
 
 class Same(Format):
@@ -153,10 +153,10 @@ class Same(Format):
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         return None
 
-    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         torch._foreach_copy_(pieces_like(values, working), list(working))
 
-    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         torch._foreach_copy_(list(working), pieces_like(values, working))
 
 
@@ -166,14 +166,14 @@ class SplitBFloat16(Format):
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int16, device=device)
 
-    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))  # a weight's bits, and 16 zeros
         # On a CPU torch would widen the remainders into a tensor of their own.
-        values.view(torch.int32).add_(spare.view(torch.int32).copy_(residual) if values.is_cpu else residual)
-        take_zeros(working, values, spare)
+        values.view(torch.int32).add_(scratch.view(torch.int32).copy_(residual) if values.is_cpu else residual)
+        take_zeros(working, values, scratch)
 
-    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
         plain_nan_(values)
         bits = values.view(torch.int32)
@@ -191,16 +191,16 @@ class SplitFloat16(Format):
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int16, device=device)
 
-    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))
         for chunk, left in in_chunks(values, residual):
-            chunk.add_(to_step(spare[: len(chunk)].copy_(chunk)).mul_(left))
-        take_foreign(working, values, spare)
+            chunk.add_(to_step(scratch[: len(chunk)].copy_(chunk)).mul_(left))
+        take_foreign(working, values, scratch)
 
-    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
-        weights, some = round_and_keep(working, values, spare)
+        weights, some = round_and_keep(working, values, scratch)
         for chunk, weight, left in in_chunks(values, weights, residual):
             scratch = some[: len(chunk)]
             # The difference to an overflown weight is not a number; nothing is left over then.
@@ -214,11 +214,11 @@ class Nearest(Format):
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         return None
 
-    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         torch._foreach_copy_(pieces_like(values, working), list(working))
 
-    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        round_nearest(working, values, spare)
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
+        round_nearest(working, values, scratch)
 
 
 class Stochastic(Nearest):
@@ -245,16 +245,16 @@ class Stochastic(Nearest):
             return torch.empty(size, dtype=torch.int16, device=device).random_(-(2**15), 2**15, generator=generator)
         return torch.rand(size, generator=generator, dtype=torch.float32, device=device)
 
-    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         generator = self.generator(values.device)
         if working[0].dtype == torch.bfloat16:
             plain_nan_(values)
-            bits, noise = values.view(torch.int32), spare.view(torch.int32)
+            bits, noise = values.view(torch.int32), scratch.view(torch.int32)
             bits.add_(noise.random_(0, 2**16, generator=generator)).bitwise_right_shift_(16)
             torch._foreach_copy_([w.view(torch.int16) for w in working], pieces_like(bits, working))
             return
         size = CHUNK if values.is_cpu else len(values)  # elsewhere numbers depend on how many are drawn at once
-        for chunk, ulp in zip(values.split(size), spare.split(size), strict=True):
+        for chunk, ulp in zip(values.split(size), scratch.split(size), strict=True):
             chunk.div_(to_ulp(ulp.copy_(chunk)).copysign_(chunk))  # a positive number of them
             below = chunk.floor()
             # The sum of a number and a chance is rounded, and would reach the next one too often. What is left of the
@@ -273,16 +273,16 @@ class Kahan(Format):
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=device)
 
-    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))
         for chunk, left in in_chunks(values, residual):
             chunk.add_(left)
-        take_foreign(working, values, spare)
+        take_foreign(working, values, scratch)
 
-    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
-        weights, some = round_and_keep(working, values, spare)
+        weights, some = round_and_keep(working, values, scratch)
         for chunk, weight, left in in_chunks(values, weights, residual):
             sums = some[: len(chunk)].copy_(weight)
             left.copy_(chunk.sub_(sums).nan_to_num_(0.0, 0.0, 0.0))
@@ -316,13 +316,13 @@ class Split24(Format):
 class Split24BFloat16(Split24):
     """Keeps the third byte of the master, as a signed number. 1 byte an element."""
 
-    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))  # a weight's bits, and 16 zeros
-        values.view(torch.int32).add_(spare.view(torch.int32).copy_(residual), alpha=2**8)
-        take_zeros(working, values, spare)
+        values.view(torch.int32).add_(scratch.view(torch.int32).copy_(residual), alpha=2**8)
+        take_zeros(working, values, scratch)
 
-    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
         plain_nan_(values)
         # Pairs are shifted together, which is faster: what one takes over from the other lies above the bits that are read.
@@ -338,19 +338,19 @@ class Split24BFloat16(Split24):
 class Split24Float16(Split24):
     """Keeps the distance from weight to master, counted in 2**-8 of the weight's ulp. 1 byte an element."""
 
-    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))
         wide = torch.empty(min(_CHUNK, len(values)), dtype=torch.float32, device=values.device)
-        for chunk, left, step in zip(*(t.split(_CHUNK) for t in (values, residual, spare)), strict=True):
+        for chunk, left, step in zip(*(t.split(_CHUNK) for t in (values, residual, scratch)), strict=True):
             chunk.add_(to_ulp(step.copy_(chunk), STEP).mul_(wide[: len(chunk)].copy_(left)))
-        take_foreign(working, values, spare)
+        take_foreign(working, values, scratch)
 
-    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
         torch._foreach_copy_(list(working), pieces_like(values, working))
-        torch._foreach_copy_(pieces_like(spare, working), list(working))
-        values.sub_(spare).div_(to_ulp(spare, STEP))
+        torch._foreach_copy_(pieces_like(scratch, working), list(working))
+        values.sub_(scratch).div_(to_ulp(scratch, STEP))
         # The difference to an overflown weight is not a number; nothing is left over then. Two numbers tell whether there is.
         if not values.is_cpu or not all(map(math.isfinite, torch.aminmax(values))):
             values.nan_to_num_(0.0, 0.0, 0.0)

@@ -78,13 +78,13 @@ class Planes(Format):
         residual[1].fill_(_OFFSET >> 8)
         return residual
 
-    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))
         for value, low, high in zip(*(t.split(_CHUNK) for t in (values, residual[0], residual[1])), strict=True):
             value.copy_(self.join(value, _counted(low, high)))
 
-    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
         for value, low, high in zip(*(t.split(_CHUNK) for t in (values, residual[0], residual[1])), strict=True):
             rounded, left = self.split(value)

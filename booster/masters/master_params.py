@@ -82,7 +82,7 @@ class MasterParams:
             masters.rng.next()
         for bucket in self._flat:
             self._state.pop(bucket.handles[0], None)
-        if masters.takes(self._written):
+        if masters.fits_buckets(self._written):
             for bucket in self._flat:
                 self._state.update(state_of_bucket(bucket, self._written))
             for bucket in self._changed:

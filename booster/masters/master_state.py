@@ -1,104 +1,38 @@
-"""Master weights in checkpoints: what is kept of them, and float32 weights that a model was given by `load_state_dict`."""
+"""What a checkpoint keeps of an optimizer with master weights: masters by name, states in the shapes of parameters, `rng`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from booster.masters.formats import Split24, Stochastic
+from booster.masters.loaded_weights import FULL_DTYPES, LoadedWeights, take_loaded
 from booster.masters.masters import Masters, Weights, has_half_elements
 from booster.masters.optimizer_proxy import State
-from booster.masters.rounding import rounded
-from booster.model.dtensors import is_dtensor
-from booster.model.modules import names_of
-from booster.shards import Shards
+from booster.masters.states import Places, StateView, give_back, places_of, state_of_bucket, state_of_params
+from booster.model.dtensors import local_shard
+from booster.model.optimizer_states import load_states
+from booster.tensors.flat import flat
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.context import UpdateContext
 from booster.update.optimizer_state import OptimizerState
 from booster.update.state_dict import IN_MODEL
 
-_WIDE = (torch.float32, torch.float64)
-
-
-class LoadedWeights:
-    """What `load_state_dict` of one model brought in float32 for half parameters, until their masters take it over.
-
-    A hook of the model's load, which rounds them to half as a step does. Torch's cast rounds ties otherwise, and the ranks of
-    ZeRO, each of which has a part of the masters, would come to disagree. values: by parameter name; given: whose last load
-    was in float32. Float32 weights that half precision holds exactly, all of them, are half weights that somebody widened,
-    and have nothing for a master.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[str, torch.Tensor] = {}
-        self.given: set[str] = set()
-        self._wanted: set[str] = set()
-
-    @classmethod
-    def of(cls, model: nn.Module, names: Iterable[str]) -> LoadedWeights:
-        """That of `model`, which from now on watches for the parameters `names`, too."""
-        found = cls.in_hooks_of(model)
-        if found is None:
-            found = cls()
-            model.register_load_state_dict_pre_hook(found)
-        found._wanted |= set(names)
-        return found
-
-    @classmethod
-    def watched(cls, model: nn.Module) -> set[str]:
-        """All names of the parameters of `model` whose masters take over what is loaded."""
-        found = cls.in_hooks_of(model)
-        return set() if found is None else {name for names in found._names(model).values() for name in names}
-
-    @classmethod
-    def in_hooks_of(cls, model: nn.Module) -> LoadedWeights | None:
-        """Return that of `model`; None where nothing watches its loads."""
-        hooks = (getattr(hook, "hook", None) for hook in model._load_state_dict_pre_hooks.values())
-        return next((hook for hook in hooks if isinstance(hook, cls)), None)
-
-    def _names(self, model: nn.Module) -> dict[str, list[str]]:
-        """All names in `model` of each parameter that is watched for, by the one that is known of it."""
-        return {name: names for names in names_of(model).values() for name in names if name in self._wanted}
-
-    def take(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """The values for `names`, which are forgotten."""
-        return {name: self.values.pop(name) for name in names if name in self.values}
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        params = dict(module.named_parameters(remove_duplicate=False))
-        brought: dict[str, torch.Tensor] = {}
-        for name, names in self._names(module).items():
-            param, given = (
-                params[name],
-                [key for key in names if isinstance(state_dict.get(prefix + key), torch.Tensor)],
-            )
-            if not given:
-                continue
-            self.values.pop(name, None)
-            self.given.discard(name)
-            for key in given:  # in the order in which torch copies them: the last one counts
-                value = state_dict[prefix + key]
-                if value.dtype in _WIDE and value.shape == param.shape:
-                    brought[name] = value.detach()
-                    if not is_dtensor(value):
-                        # This is the load's own dict, not the user's.
-                        state_dict[prefix + key] = rounded(brought[name], param.dtype)
-        self.given |= brought.keys()
-        if not all(holds(value, params[name].dtype) for name, value in brought.items()):
-            self.values |= brought
-
-
-def holds(value: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether every element of `value`, or of this rank's part of it, is a number of `dtype`."""
-    local: Any = value.to_local() if is_dtensor(value) else value  # type: ignore[attr-defined]
-    return torch.equal(local, local.to(dtype).to(local.dtype))
+DRAWS = "draws"  # key in a checkpoint: how many steps were rounded stochastically
 
 
 class MasterState(OptimizerState):
-    """The masters of half parameters, and the optimizer's state, whose tensors are those of buckets."""
+    """The masters of half-precision parameters, and the optimizer's state, whose tensors are those of buckets.
+
+    A checkpoint has neither buckets nor handles: states and masters are saved by parameter, in its shape, so that a run with
+    other buckets, ranks or forms of masters loads them.
+    """
 
     has_masters = True
 
@@ -107,14 +41,72 @@ class MasterState(OptimizerState):
         self.masters = masters
         self._loaded = LoadedWeights()
         self._watched: list[str] = []
+        self._places: Places = {}  # of the buckets in `_placed`, which were so many
+        self._placed, self._num_placed = masters.buckets, 0
 
     @property
     def state(self) -> Any:
-        return self.shards.view_state(self.masters.view_state(self._put_state))
+        masters = self.masters
+        if self._placed is not masters.buckets or self._num_placed != len(masters.buckets):
+            self._placed, self._num_placed = masters.buckets, len(masters.buckets)
+            self._places = places_of(masters.buckets)
+        masters.sync()
+        view = StateView(
+            self._places, self.optimizer.state, masters.layouts, put=self._put_state, steps=lambda: masters.rng.count
+        )
+        return self.shards.view_state(view)
 
     def _put_state(self, param: torch.Tensor, own: State | None) -> None:
-        with self.shards.local():  # in which groups hold the parts that have masters
-            self.masters.put_state(param, own)
+        """Make `own` the state of `param`, which lies in a bucket; None: it has none. Buckets are made anew where `param` can
+        share none any longer. Raises ValueError for a tensor that is neither a number nor of the shape of `param`."""
+        with self.shards.local():  # in which groups hold the shards that have masters
+            wrong = {
+                key: tuple(value.shape)
+                for key, value in (own or {}).items()
+                if self.masters.kind == "elementwise" and isinstance(value, torch.Tensor) and value.numel() != 1
+                if value.shape != self.masters.layouts[param].shape
+            }
+            if wrong:
+                raise ValueError(
+                    f"the state of a parameter of shape {tuple(param.shape)} was given tensors of shapes {wrong}; those of an "
+                    "elementwise optimizer have its shape, or are one number"
+                )
+            state = self.optimizer.state
+            states = dict(self._state_by_param())
+            if own is None:
+                states.pop(param, None)
+            else:
+                states[param] = dict(own)
+            states = {p: each for p, each in states.items() if p in self.masters.layouts}
+            holds = [bucket for bucket in self.masters.buckets if any(each is param for each in bucket.params)]
+            if not self.masters.fits_buckets(states):
+                # Flat ones are views of what is emptied on the way.
+                states = {p: {k: _cloned(v) for k, v in each.items()} for p, each in states.items()}
+                values = {p: value.clone() for p, value in self.masters.values().items()}
+                for bucket in self.masters.buckets:
+                    for handle in bucket.handles:
+                        state.pop(handle, None)
+                self.masters.rebuild(states, values)
+                return
+            for bucket in holds:
+                for handle, piece in zip(bucket.handles, bucket.pieces, strict=bucket.whole):
+                    if not bucket.whole or piece.param is param:
+                        state.pop(handle, None)
+                made = state_of_bucket(bucket, states)
+                state.update(made if not bucket.whole else {h: s for h, s in made.items() if h not in state})
+                if bucket.host is not None:
+                    bucket.host.keep_states(bucket, state)
+
+    def _state_by_param(self) -> defaultdict[Any, State]:
+        """Return the optimizer's state by working parameter, in shapes of the parameters, on the host where it lies there.
+
+        Do not write to it."""
+        self.masters.sync()
+        handles = {handle for bucket in self.masters.buckets for handle in bucket.handles}
+        other = {key: value for key, value in self.optimizer.state.items() if key not in handles}
+        return defaultdict(
+            dict, {**other, **state_of_params(self.masters.buckets, self.optimizer.state, self.masters.layouts)}
+        )
 
     def has_master(self, param: torch.Tensor) -> bool:
         return param.requires_grad and has_half_elements(param)
@@ -122,20 +114,47 @@ class MasterState(OptimizerState):
     def loads_without_copy(self, param: torch.Tensor) -> bool:
         return False  # they are copied into buckets
 
+    # ------------------------------------------------------------------ saving
+
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self.masters.optimizer_state_dict(), {"masters": self.masters.state_dict()}
+        optimizer = self.optimizer
+        own, optimizer.state = optimizer.state, self._state_by_param()
+        try:
+            state_dict = optimizer.state_dict()  # as if it had been stepped on float32 parameters
+        finally:
+            optimizer.state = own
+        return state_dict, {"masters": self._masters_dict()}
+
+    def _masters_dict(self) -> dict[str, Any]:
+        """Return the masters by parameter name, where they are more than the weights; and the state of stochastic rounding."""
+        self.masters.register_params()
+        weights: dict[torch.Tensor, torch.Tensor] = {}
+        for bucket in self.masters.buckets:
+            if bucket.residual is None:
+                continue
+            for piece, values in zip(bucket.pieces, bucket.pieces_of(bucket.joined()), strict=True):
+                whole = weights.setdefault(piece.param, torch.empty_like(piece.param, dtype=torch.float32))
+                flat(local_shard(whole))[piece.start : piece.stop] = values
+        state: dict[str, Any] = {"weights": {self.masters.name_of(p): whole.detach() for p, whole in weights.items()}}
+        rounding = self.rounding_state()
+        return state | ({"rounding": rounding} if rounding else {})
 
     def rounding_state(self) -> dict[str, Any]:
-        return self.masters.rounding_state()
-
-    def load_rounding(self, state: Mapping[str, Any]) -> None:
-        self.masters.load_rounding({"rounding": state})
-
-    def restore_params(self) -> dict[torch.Tensor, torch.Tensor]:
-        return self.masters.restore_params()
+        """Return the random state of rounding by chance; empty where nothing is rounded so."""
+        generators: dict[str, Any] = {
+            str(device): generator.get_state()
+            for form in self.masters.formats.values()
+            if isinstance(form, Stochastic)
+            for device, generator in form.generators.items()
+        }
+        if self.masters.quantizer is not None or any(
+            isinstance(form, Split24) for form in self.masters.formats.values()
+        ):
+            generators[DRAWS] = torch.tensor(self.masters.rng.count, dtype=torch.int64)
+        return generators
 
     def weights_in_model(self) -> list[str]:
-        return [name for name, param in self._named().items() if param.requires_grad and param.dtype in _WIDE]
+        return [name for name, param in self._named().items() if param.requires_grad and param.dtype in FULL_DTYPES]
 
     def master_tensors(self) -> list[torch.Tensor]:
         return [bucket.residual for bucket in self.masters.buckets if bucket.residual is not None]
@@ -146,10 +165,41 @@ class MasterState(OptimizerState):
     def wait_for_copies(self) -> None:
         self.masters.sync()
 
+    def restore_params(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Give the optimizer its states by parameter, as if it had been stepped on float32 ones; return the masters likewise.
+
+        A bucket at a time, so that no more than one is there twice. This object is at its end.
+        """
+        self.masters.register_params()
+        self.masters.sync()
+        state: dict[Any, State] = self.optimizer.state
+        values: dict[torch.Tensor, torch.Tensor] = {}
+        states: dict[torch.Tensor, State] = {}
+        while self.masters.buckets:
+            bucket = self.masters.buckets.pop(0)
+            if bucket.dtype in HALF_DTYPES:
+                for piece, master in zip(bucket.pieces, bucket.pieces_of(bucket.joined()), strict=True):
+                    if piece.param not in values:
+                        values[piece.param] = torch.empty_like(piece.param, dtype=torch.float32).detach()
+                    flat(local_shard(values[piece.param]))[piece.start : piece.stop] = master
+            if bucket.whole:
+                states |= {
+                    piece.param: state.pop(handle)
+                    for piece, handle in zip(bucket.pieces, bucket.handles, strict=True)
+                    if handle in state
+                }
+            else:
+                give_back(bucket, state.pop(bucket.handles[0], {}), states)
+        self.masters.layouts.clear()
+        state.update(states)
+        return values
+
+    # ------------------------------------------------------------------ loading
+
     def watch(self, model: nn.Module) -> None:
         self._watched = [name for name, param in self._named().items() if param.dtype in HALF_DTYPES]
         self._loaded = LoadedWeights.of(model, self._watched)
-        self.masters.take_weights_from(partial(_take_loaded, self._loaded, self._watched, self.names, self.shards))
+        self.masters.loaded_weights = partial(take_loaded, self._loaded, self._watched, self.names, self.shards)
 
     def take_loaded(self) -> None:
         if self._loaded.values:
@@ -166,7 +216,7 @@ class MasterState(OptimizerState):
                 "model.load_state_dict with the float32 weights of that run first, then optimizer.load_state_dict; or delete "
                 "state['booster']['masters'] to go on from the rounded weights"
             )
-        own = {name for name, param in params.items() if name in weights and param.dtype in _WIDE}
+        own = {name for name, param in params.items() if name in weights and param.dtype in FULL_DTYPES}
         for name in own:
             if weights[name].shape != params[name].shape:
                 raise ValueError(
@@ -183,24 +233,121 @@ class MasterState(OptimizerState):
     def read_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> Callable[[], None]:
         saved = own.get("masters")
         self.masters.register_params()
-        weights = {} if saved is None else self.masters.read_state_dict(saved)
-        states = self.masters.read_optimizer_state_dict(state_dict)
+        weights = {} if saved is None else self._read_weights(saved)
+        states = self._read_states(state_dict)
 
         def take_over() -> None:
             self.masters.register_params()  # weights that were loaded since
-            self.masters.take_over(states, weights)
+            self._take_over(states, weights)
             if saved is not None:
-                self.masters.load_rounding(saved)
+                self.load_rounding(saved.get("rounding", {}))
 
         return take_over
 
+    def _read_states(self, state_dict: dict[str, Any]) -> dict[torch.Tensor, State]:
+        """Load torch's state dict into the optimizer, but for the state of half parameters, which is returned.
 
-def _take_loaded(
-    loaded: LoadedWeights, watched: list[str], names: Mapping[Any, str], shards: Shards, masters: Masters
-) -> Weights:
-    """Take what was loaded for `watched`, by parameter of `masters`, which hold this."""
-    if not loaded.values:
-        return {}
-    params = {names[param]: param for param in masters.params() if param in names}
-    values = shards.local_weights(loaded.take(watched), names)
-    return {params[name]: value for name, value in values.items() if name in params}
+        Masters and handles stay; only containers of the optimizer change.
+        """
+        optimizer = self.optimizer
+        # Torch casts state to the dtype of the parameter that it belongs to.
+        proxies = {
+            p: nn.Parameter(
+                torch.zeros(
+                    (), dtype=torch.float32, device="cpu" if self.masters.offloads(p.device) else p.device
+                ).expand(p.shape)
+            )
+            for p in self._params_with_masters()
+        }
+        optimizer.state = defaultdict(dict)
+        with self._replaced(proxies):
+            load_states(optimizer, state_dict)
+        return {p: optimizer.state.pop(s) for p, s in proxies.items() if s in optimizer.state}
+
+    def _params_with_masters(self) -> list[torch.Tensor]:
+        """Return the parameters of the groups that have a place in a bucket, or would have if they were trained."""
+        return [p for group in self.optimizer.param_groups for p in group["params"] if self.masters.may_have(p)]
+
+    @contextmanager
+    def _replaced(self, replacements: Weights) -> Iterator[None]:
+        lists: list[list[torch.Tensor]] = [group["params"] for group in self.optimizer.param_groups]
+        before = [list(params) for params in lists]
+        for params in lists:
+            params[:] = [replacements.get(p, p) for p in params]
+        try:
+            yield
+        finally:
+            for params, old in zip(lists, before, strict=True):
+                params[:] = old
+
+    def _take_over(self, states: MutableMapping[torch.Tensor, State], masters: Weights) -> None:
+        """Make these the states and masters of half parameters; masters that are not given stay as they are.
+
+        Where none are given, buckets stay as they are laid, unless their parameters come with different histories.
+        """
+        if not masters and self.masters.fits_buckets(states):
+            self.masters.sync()
+            for bucket in self.masters.buckets:
+                self.optimizer.state.update(state_of_bucket(bucket, states))
+                if bucket.host is not None:
+                    bucket.host.keep_states(bucket, self.optimizer.state)
+            self.optimizer.state.update({p: own for p, own in states.items() if p not in self.masters.layouts})
+            return
+        # Of a parameter that was frozen since: kept for the day when it is not, while its weights stay what they are.
+        frozen = [(p, p.detach().clone()) for p in masters if p not in self.masters.layouts]
+        kept = {} if self.masters.layouts.keys() <= masters.keys() else self.masters.values()
+        self.masters.rebuild(states, {**kept, **masters})
+        for param, weights in frozen:
+            param.detach().copy_(weights)
+        self.optimizer.state.update({p: own for p, own in states.items() if p not in self.masters.layouts})
+
+    def _read_weights(self, state: Mapping[str, Any]) -> Weights:
+        """Return the weights in `state`, by parameter. Raises ValueError, nothing changed, if they cannot be masters here."""
+        # A rank may have none of a weight.
+        weights = {name: weight for name, weight in state["weights"].items() if weight.numel()}
+        rounding = state.get("rounding", {})
+        params = {self.masters.name_of(p): p for p in self._params_with_masters()}
+        unknown = {
+            name: tuple(weight.shape)
+            for name, weight in weights.items()
+            if name not in params or params[name].shape != weight.shape
+        }
+        if unknown:
+            raise ValueError(
+                f"the optimizer state holds masters {unknown} that are no half parameters of this optimizer; it has "
+                f"{ {name: tuple(param.shape) for name, param in params.items()} }"
+            )
+        self._check_rounding(rounding)
+        return {params[name]: weight for name, weight in weights.items()}
+
+    def _check_rounding(self, rounding: Mapping[str, Any]) -> None:
+        draws = rounding.get(DRAWS, 0)
+        if not (isinstance(draws, int) or (isinstance(draws, torch.Tensor) and draws.numel() == 1)) or int(draws) < 0:
+            raise ValueError(
+                f"the optimizer state's state['booster']['masters']['rounding'][{DRAWS!r}] must be a number of steps, got "
+                f"{draws!r}; delete it to round with new random numbers"
+            )
+        if not any(isinstance(form, Stochastic) for form in self.masters.formats.values()):
+            return
+        for device, state in rounding.items():
+            if device == DRAWS:
+                continue
+            try:
+                torch.Generator(device).set_state(state)
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"the optimizer state's random state of stochastic rounding on {device!r} is none of this machine "
+                    f"({error}); delete state['booster']['masters']['rounding'] to round with new random numbers"
+                ) from error
+
+    def load_rounding(self, state: Mapping[str, Any]) -> None:
+        self.masters.rng.resume(int(state.get(DRAWS, self.masters.rng.count)))
+        for form in self.masters.formats.values():
+            if isinstance(form, Stochastic):
+                for device, generator in state.items():
+                    if device != DRAWS:
+                        form.generator(torch.device(device)).set_state(generator)
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -101,8 +101,8 @@ class QuantizedState:
         wide = self.scales.to(torch.int32).bitwise_and_(0xFFFF).bitwise_left_shift_(15).view(torch.float32)
         return (wide if self.encoding == "signed" else wide.sqrt_()).mul_(LEVELS[self.encoding] ** -2)
 
-    def dequantize(self, values: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Tensor:
-        """Write the numbers into float32 `values`, and return it. spare: float32 scratch of its size, made if there is none."""
+    def dequantize(self, values: torch.Tensor, scratch: torch.Tensor | None = None) -> torch.Tensor:
+        """Write the numbers into float32 `values`, and return it. scratch: float32, of its size, made if there is none."""
         factors = self.factors()
         if factors is None:
             return values.copy_(self.codes)
@@ -110,25 +110,25 @@ class QuantizedState:
             values.copy_(self.codes)
             values.mul_(values)
         else:  # at most 127 * 127, in half as many bytes as float32 takes
-            spare = torch.empty_like(values) if spare is None else spare
-            codes, sizes = spare.view(torch.int16).split(len(values))
+            scratch = torch.empty_like(values) if scratch is None else scratch
+            codes, sizes = scratch.view(torch.int16).split(len(values))
             codes.copy_(self.codes)
             values.copy_(codes.mul_(torch.abs(codes, out=sizes)))
         values.view(-1, GROUP).mul_(factors[:, None])
         return values.mul_(values) if self.encoding == "unsigned" else values
 
-    def quantize(self, values: torch.Tensor, random_bits: RoundingBits, spare: torch.Tensor | None = None) -> None:
-        """Keep float32 `values`, which are overwritten. spare: as of `dequantize`."""
+    def quantize(self, values: torch.Tensor, random_bits: RoundingBits, scratch: torch.Tensor | None = None) -> None:
+        """Keep float32 `values`, which are overwritten. scratch: as of `dequantize`."""
         if self.scales is None:
             plain_nan_(values)  # any other could round to infinity, or to zero
             bits = values.view(torch.int32)
             bits.view(-1, 64).add_(random_bits.lanes)
             self.codes.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
             return
-        if spare is None:
-            spare = torch.empty(len(values), dtype=torch.float32, device=values.device)
+        if scratch is None:
+            scratch = torch.empty(len(values), dtype=torch.float32, device=values.device)
         signed = self.encoding == "signed"
-        sizes = torch.abs(values, out=spare) if signed else values.abs_()  # no NaN is negative then
+        sizes = torch.abs(values, out=scratch) if signed else values.abs_()  # no NaN is negative then
         groups = sizes.view(-1, GROUP)
         # Bits of positive numbers are in the order of the numbers, NaN last; for integers torch's CPU kernel is faster.
         largest = torch.amax(groups.view(torch.int32), 1).view(torch.float32)
@@ -142,7 +142,7 @@ class QuantizedState:
         if signed:
             self.codes.copy_(sizes.copysign_(values))
         else:
-            whole = spare.view(torch.int16)[: len(sizes)].copy_(sizes)
+            whole = scratch.view(torch.int16)[: len(sizes)].copy_(sizes)
             self.codes.view(torch.int8).copy_(whole)  # the lower eight bits
             self.codes.clamp_(min=1)
 

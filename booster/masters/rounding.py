@@ -28,21 +28,21 @@ _HALF_ULP = 2.0**13  # in 2**-14 of it
 _BELOW_HALF_ULP = _HALF_ULP - 2.0**-11  # the largest float32 number below
 
 
-def round_nearest(working: Views, values: torch.Tensor, spare: torch.Tensor) -> None:
-    """Write `values` to the weights; bfloat16 ties go away from zero, see the module docstring. Overwrites `spare`."""
+def round_nearest(working: Views, values: torch.Tensor, scratch: torch.Tensor) -> None:
+    """Write `values` to the weights; bfloat16 ties go away from zero, see the module docstring. Overwrites `scratch`."""
     if working[0].dtype == torch.bfloat16:
         plain_nan_(values)
-        high_half(values.view(torch.int32), working, out=spare.view(torch.int32))
+        high_half(values.view(torch.int32), working, out=scratch.view(torch.int32))
     else:
         torch._foreach_copy_(list(working), pieces_like(values, working))
 
 
-def round_and_keep(working: Views, values: torch.Tensor, spare: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def round_and_keep(working: Views, values: torch.Tensor, scratch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Do as `round_nearest`, and return what was written, flat as `values`, and float32 scratch for chunks of `in_chunks`;
-    each is one half of `spare`."""
+    each is one half of `scratch`."""
     plain_nan_(values)
     size = len(values)
-    weights, some = spare.view(working[0].dtype)[-size:], spare[: len(spare) - (size + 1) // 2]
+    weights, some = scratch.view(working[0].dtype)[-size:], scratch[: len(scratch) - (size + 1) // 2]
     for chunk, weight in in_chunks(values, weights):
         round_into(weight, chunk, some[: len(chunk)])
     torch._foreach_copy_(list(working), pieces_like(weights, working))
@@ -126,19 +126,19 @@ def pieces_like(values: torch.Tensor, working: Views) -> list[torch.Tensor]:
     return found
 
 
-def take_zeros(working: Views, values: torch.Tensor, spare: torch.Tensor) -> None:
-    """Of joined bfloat16 masters: take over zeros that somebody else wrote. Overwrites `spare`.
+def take_zeros(working: Views, values: torch.Tensor, scratch: torch.Tensor) -> None:
+    """Of joined bfloat16 masters: take over zeros that somebody else wrote. Overwrites `scratch`.
 
     With the remainder of another weight they can read as a NaN. On the CPU the sum tells whether there may be any; elsewhere
     reading it would wait for the device.
     """
     if not values.is_cpu or math.isnan(values.sum()):
-        torch._foreach_copy_(pieces_like(spare, working), list(working))
-        torch.where(values.isnan().logical_and_(spare == 0), spare, values, out=values)
+        torch._foreach_copy_(pieces_like(scratch, working), list(working))
+        torch.where(values.isnan().logical_and_(scratch == 0), scratch, values, out=values)
 
 
-def take_foreign(working: Views, values: torch.Tensor, spare: torch.Tensor) -> None:
-    """Put weights in the place of masters that do not round to them. Overwrites `spare`.
+def take_foreign(working: Views, values: torch.Tensor, scratch: torch.Tensor) -> None:
+    """Put weights in the place of masters that do not round to them. Overwrites `scratch`.
 
     On the CPU an answer costs nothing to wait for, and a call as much as some thousand elements: where pieces are large they
     are looked at one by one, in place, and written to only where something differs.
@@ -146,10 +146,10 @@ def take_foreign(working: Views, values: torch.Tensor, spare: torch.Tensor) -> N
     if values.is_cpu and len(working) <= 1 + len(values) // 2**14:
         for weights, masters in zip(working, pieces_like(values, working), strict=True):
             for weight, master in zip(weights.split(CHUNK), masters.split(CHUNK), strict=True):
-                _take_differing(weight, master, spare)
+                _take_differing(weight, master, scratch)
         return
     dtype, size = working[0].dtype, len(values)
-    rounded, found = spare.view(dtype).split(size)
+    rounded, found = scratch.view(dtype).split(size)
     if dtype == torch.bfloat16:
         for chunk, master in zip(rounded.view(torch.int16).split(CHUNK), values.split(CHUNK), strict=True):
             chunk.copy_(high_bits(master))
@@ -161,13 +161,13 @@ def take_foreign(working: Views, values: torch.Tensor, spare: torch.Tensor) -> N
         torch.where(rounded.view(torch.int16) == found.view(torch.int16), values, found, out=values)
 
 
-def _take_differing(weights: torch.Tensor, masters: torch.Tensor, spare: torch.Tensor) -> None:
+def _take_differing(weights: torch.Tensor, masters: torch.Tensor, scratch: torch.Tensor) -> None:
     """Do the same for one stretch of weights on the CPU; most often there is nothing to do.
 
     Nothing is compared element by element, which takes longer than all the rest: the smallest and the largest difference of
     the bits tell.
     """
-    scratch = spare[: len(masters)]
+    scratch = scratch[: len(masters)]
     if weights.dtype == torch.bfloat16:
         # Those from the weight's bits less half of its last place round to it, up to those below plus half.
         differences = torch.sub(

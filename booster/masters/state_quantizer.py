@@ -122,11 +122,11 @@ class StateQuantizer:
         bucket: FlatBucket,
         state: State,
         packed: dict[str, QuantizedState] | None = None,
-        spare: torch.Tensor | None = None,
+        scratch: torch.Tensor | None = None,
     ) -> None:
         """Pack the entries of `state`, of the handle of `bucket`, in place; float32 ones are overwritten.
 
-        packed: memory to use again, by name. spare: scratch, as of `QuantizedState.quantize`.
+        packed: memory to use again, by name. scratch: scratch, as of `QuantizedState.quantize`.
         Raises RuntimeError for a negative number where there was none in trials.
         """
         for name, value in state.items():
@@ -141,7 +141,7 @@ class StateQuantizer:
                 )
             kept = (packed or {}).get(name)
             kept = QuantizedState(encoding, bucket.size, value.device) if kept is None else kept
-            kept.quantize(value, self._rng.random_bits(name, value.device), spare)
+            kept.quantize(value, self._rng.random_bits(name, value.device), scratch)
             state[name] = kept
 
     @contextmanager
@@ -149,26 +149,26 @@ class StateQuantizer:
         self,
         bucket: FlatBucket,
         states: MutableMapping[Any, State],
-        scratch: Callable[[str], torch.Tensor],
-        spare: torch.Tensor | None = None,
+        memory_of: Callable[[str], torch.Tensor],
+        scratch: torch.Tensor | None = None,
     ) -> Iterator[None]:
         """For its length, have the packed entries of the state of `bucket`, in `states`, in float32.
 
-        scratch: gives memory of the bucket's size, by name. spare: such memory, overwritten on entering and leaving. New
+        memory_of: gives memory of the bucket's size, by name of a state. scratch: overwritten on entering and leaving. New
         entries are packed afterwards. Where it is left by an exception, what was packed is what it was.
         """
         handle = bucket.handles[0]
         state = states.get(handle, {})
         before = {name: value for name, value in state.items() if isinstance(value, QuantizedState)}
         for name, value in before.items():
-            state[name] = value.dequantize(scratch(name), spare)
+            state[name] = value.dequantize(memory_of(name), scratch)
         try:
             yield
         except BaseException:
             state.update(before)
             raise
         if handle in states:
-            self.quantize(bucket, states[handle], before, spare)
+            self.quantize(bucket, states[handle], before, scratch)
 
 
 def dequantized(state: State) -> State:

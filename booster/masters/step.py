@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import repeat
 from typing import Any
 
@@ -40,7 +40,6 @@ from booster.masters.master_params import MasterParams
 from booster.masters.masters import Masters
 from booster.masters.offload import HostMemory, Prefetch
 from booster.masters.plain import StateLayouts, laid_like, lots
-from booster.masters.state_quantizer import StateQuantizer
 from booster.model.optimizer_kinds import KNOWN
 from booster.tensors.flat import SMALLEST_BUCKET
 from booster.tensors.trees import HALF_DTYPES
@@ -155,8 +154,8 @@ class MasterStep:
 
         Raises RuntimeError where groups lack what has a master."""
         self.masters.register_params()
-        if self.masters.num_gone:
-            self.masters.refuse_gone()
+        if self.masters.num_removed:
+            self.masters.refuse_removed()
         plain = self.plain()
         if any(plain):
             self.check_plain(plain)
@@ -255,22 +254,19 @@ class MasterStep:
 
     def _step_bucket(self, bucket: Bucket, scratch: _Scratch, scalars: StepScalars) -> None:
         values, grads = scratch.of(bucket)
-        masters = bucket.load(values, grads)
+        masters, state = bucket.load(values, grads), self.masters.optimizer.state
+        named = functools.partial(scratch.state, bucket)
         try:
-            with nullcontext() if bucket.quantizer is None else self._opened(bucket.quantizer, bucket, scratch, grads):
+            in_float32 = (
+                nullcontext() if bucket.quantizer is None else bucket.quantizer.opened(bucket, state, named, grads)
+            )
+            with in_float32:
                 bucket.gather(self.masters.gradient_of, grads)
                 bucket.attach(masters, grads)
                 self._call([grads], scalars)
         finally:
             bucket.detach()
         bucket.save(masters, grads)
-
-    def _opened(
-        self, quantizer: StateQuantizer, bucket: Bucket, scratch: _Scratch, spare: torch.Tensor
-    ) -> AbstractContextManager[None]:
-        """Return a context in which the states of `bucket` are float32. Entering and leaving overwrite `spare`."""
-        state = self.masters.optimizer.state
-        return quantizer.opened(bucket, state, lambda name: scratch.state(bucket, name), spare)
 
     def _step_plain(self, params: list[torch.Tensor], scalars: StepScalars) -> None:
         start_late_momentum(self.masters.optimizer)

@@ -164,7 +164,7 @@ class MasterApplication(Application):
         if self.masters.buckets:
             return True
         held = [param for group in self.optimizer.param_groups for param in group["params"]]
-        if self.masters.of_half_alone and HALF_DTYPES.isdisjoint(map(_DTYPE, held)):
+        if self.masters.half_only and HALF_DTYPES.isdisjoint(map(_DTYPE, held)):
             return False  # as under `fully_shard`; without a Python call for each
         return any(self.masters.is_stepped(param) and self.masters.may_have(param) for param in held)
 

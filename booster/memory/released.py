@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from booster.plugin.ddp.gradient_reducer import MOST_IN_FLIGHT
+from booster.shards.zero_buckets import bucketed
 from booster.tensors.trees import HALF_DTYPES
 
 Sizes = tuple[tuple[torch.dtype, int], ...]
@@ -131,7 +132,7 @@ class Bucketed(Arrivals):
     ) -> None:
         self._params = [param for param in params if param.requires_grad and param.numel()]
         self._world_size, self._parts, self._slices = world_size, parts, slices
-        self._divided = _buckets(self._params, bucket_bytes)
+        self._divided = bucketed(self._params, bucket_bytes)
         self._handles: list[Any] = []
 
     @property
@@ -197,16 +198,3 @@ class Bucketed(Arrivals):
             own.clear()
             while found:
                 self._take(found.pop(0))
-
-
-def _buckets(params: Sequence[torch.Tensor], bucket_bytes: float) -> list[list[torch.Tensor]]:
-    """Return `params`, the last of the model first, in buckets of one dtype that are full when the next would not fit."""
-    done: list[list[torch.Tensor]] = []
-    growing: dict[torch.dtype, list[torch.Tensor]] = {}
-    for param in reversed(params):
-        own = growing.setdefault(param.dtype, [])
-        if own and sum(each.nbytes for each in own) + param.nbytes > bucket_bytes:
-            done.append(own)
-            own = growing[param.dtype] = []
-        own.append(param)
-    return done + [own for own in growing.values() if own]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ SENDABLE = frozenset(
     | {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 )
 """Dtypes that every backend sends as they are; others travel as bytes, see `broadcast`."""
+# torch 2.13 renamed the collective and warns about the old name.
+all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SMALL, TOGETHER = 2**16, 2**20  # bytes; tensors up to the first travel together, up to the second: memory beside them
 
 

@@ -20,10 +20,7 @@ from booster.common.torch_internals.tensor_internals import storage_key, version
 from booster.model.dtensors import local_shard
 from booster.number_formats import E4M3, Scaled, Scaling, decode_tensorwise, encode_tensorwise
 from booster.number_formats.scaling import scale_of, share_of
-from booster.ranks.messages import reduced
-
-# torch 2.13 renamed the collective and warns about the old name.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from booster.ranks.messages import all_gather_flat, reduced
 
 
 class WeightScales:
@@ -98,7 +95,7 @@ class FP8Gather:
         message, sizes = pack(input_tensor.split(lengths), dtypes, largest)
         ranks = dist.get_world_size(group)
         received = message.new_empty(ranks * len(message))
-        _all_gather(received, message, group=group)
+        all_gather_flat(received, message, group=group)
         places = output_tensor.view(ranks, -1).split(lengths, dim=1)
         came = unpack(received.view(ranks, -1), sizes, places, dtypes, largest)
         for record, each, dtype in zip(self._records, came, dtypes, strict=True):

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from booster.ranks.messages import all_gather_flat
 from booster.shards.pending_all_gathers import PendingAllGathers
 from booster.tensors.flat import ALIGNMENT, aligned, flat, is_dense, shaped_like, starts
-
-# torch 2.13 renamed the collective and warns about the old name.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # What every step asks of every parameter, without a Python call for each.
 _POINTER, _STRIDE, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.stride, attrgetter("dtype")
@@ -240,7 +238,7 @@ class FlatParameters:
         """Give every rank the slices of all others, asynchronously; returns what to wait for."""
         data: Any = self.data
         if self.even:
-            return [_all_gather(data, self.slice_of(data, dist.get_rank(group)), group=group, async_op=True)]
+            return [all_gather_flat(data, self.slice_of(data, dist.get_rank(group)), group=group, async_op=True)]
         ranks = [rank for rank in range(len(self.bounds) - 1) if self.bounds[rank] < self.bounds[rank + 1]]
         return [dist.broadcast(self.slice_of(data, r), group=group, group_src=r, async_op=True) for r in ranks]
 

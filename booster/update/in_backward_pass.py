@@ -169,7 +169,7 @@ class InBackwardPass:
 
     def _divide_by(self) -> Any:
         """Return what the gradients of this pass are divided by."""
-        return self.gradients.divisor
+        return self.gradients.grad_scale
 
     def _make_gradual(self) -> GradualStep:
         return self.decision.application.gradual(self.gradients)

@@ -13,7 +13,7 @@ from booster.masters.rounding import pieces_like
 class Cut(Nearest):
     """As torch steps it; for bfloat16."""
 
-    def write(self, working, residual, values, spare):
+    def write(self, working, residual, values, scratch):
         bits = values.view(torch.int32).bitwise_right_shift_(16)
         torch._foreach_copy_([w.view(torch.int16) for w in working], pieces_like(bits, working))
 

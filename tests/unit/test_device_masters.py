@@ -248,15 +248,15 @@ def test_what_is_read_of_a_format_is_written_back_as_it_was(name, dtype, gpu):
     masters = masters[:size]
     residual = form.allocate(size, dtype, masters.device)
     working = [torch.zeros(size, dtype=dtype)]
-    spare = torch.zeros(size)
+    scratch = torch.zeros(size)
     with_gpu = as_on_a_gpu() if gpu else torch.no_grad()
     with with_gpu:
-        form.write(working, residual, (residual if name == "separate" else masters).copy_(masters), spare)
+        form.write(working, residual, (residual if name == "separate" else masters).copy_(masters), scratch)
         kept = working[0].clone(), None if residual is None else residual.clone()
         if isinstance(form, Split24BFloat16 | Split24Float16):
             form._rng.next()
         values = residual if name == "separate" else torch.zeros(size)
-        form.read(working, residual, values, spare)
-        form.write(working, residual, values, spare)
+        form.read(working, residual, values, scratch)
+        form.write(working, residual, values, scratch)
     assert torch.equal(working[0].view(torch.int16), kept[0].view(torch.int16))
     assert residual is None or torch.equal(residual, kept[1])

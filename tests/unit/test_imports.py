@@ -352,9 +352,12 @@ def test_whoever_hands_memory_to_a_backend_made_it():
         str(path.relative_to(ROOT))
         for path in FILES
         for node in nodes_of(path)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "dist"
-        and (node.attr in _COLLECTIVE or node.attr.endswith(("_into_tensor", "_tensor")))
+        if (isinstance(node, ast.Name) and node.id == "all_gather_flat")
+        or (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "dist"
+            and (node.attr in _COLLECTIVE or node.attr.endswith(("_into_tensor", "_tensor")))
+        )
     }
     assert found == set(SENDS_ITS_OWN)

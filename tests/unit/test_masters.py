@@ -81,7 +81,7 @@ class Run:
             assert self.optimizer.step()
 
     def values(self):
-        return [self.masters.joined(param) for param in self.params]
+        return [self.masters.master_of(param) for param in self.params]
 
 
 def equal(a, b):
@@ -361,7 +361,7 @@ def test_a_new_group_gets_masters_of_its_own():
     run.params.append(extra)
     run.train(1)
     assert len(run.inner.param_groups) == 2
-    assert not torch.equal(run.masters.joined(extra), torch.ones(50))
+    assert not torch.equal(run.masters.master_of(extra), torch.ones(50))
     assert run.optimizer.state[extra]["step"] == 1
     assert run.optimizer.state[run.params[0]]["step"] == 2
 

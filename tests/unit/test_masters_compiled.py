@@ -116,8 +116,8 @@ class Run:
             assert self.optimizer.step().applied == (step != poison)
 
     def values(self):
-        kept = set(self.masters.params())  # float32 parameters without dimensions lie in no bucket
-        return [self.masters.joined(param) if param in kept else param.detach().clone() for param in self.params]
+        kept = set(self.masters.layouts)  # float32 parameters without dimensions lie in no bucket
+        return [self.masters.master_of(param) if param in kept else param.detach().clone() for param in self.params]
 
 
 @pytest.mark.parametrize(
@@ -396,9 +396,9 @@ def test_arithmetic_without_side_effects_is_that_in_place_also_after_somebody_wr
     values *= torch.where(torch.rand(2**18, generator=generator) < 0.5, -1.0, 1.0)
     values[:2] = torch.tensor([0.0, -0.0])
     eager = IN_PLACE.get(form, form)()
-    weights, spare = torch.zeros(len(values), dtype=dtype), torch.empty(len(values))
+    weights, scratch = torch.zeros(len(values), dtype=dtype), torch.empty(len(values))
     kept = eager.allocate(len(values), dtype, torch.device("cpu"))
-    eager.write([weights], kept, values.clone(), spare)
+    eager.write([weights], kept, values.clone(), scratch)
     rounded, residual = split(form(), values, dtype, LANES)
     assert torch.equal(rounded.to(dtype).view(torch.int16), weights.view(torch.int16))
     residual = [row.to(torch.uint8 if form in IN_PLACE else kept.dtype) for row in residual]
@@ -409,7 +409,7 @@ def test_arithmetic_without_side_effects_is_that_in_place_also_after_somebody_wr
     weights[::7] = 0.0
     weights[::11] = -0.0
     read = kept if form is Separate else torch.empty(len(values))
-    eager.read([weights], kept, read, spare)
+    eager.read([weights], kept, read, scratch)
     joined = join(form(), weights, residual)
     assert torch.equal(joined.view(torch.int32), read.view(torch.int32))
     assert torch.equal(rounded_to(joined, dtype), weights)

@@ -23,7 +23,7 @@ from booster.common.arguments import is_whole
 from booster.common.text import listed
 from booster.common.untrusted_files import JsonForm, check_form
 from booster.interface.model import ModelWrapper, choice_of, histories_of, pins_of
-from booster.masters.master_state import LoadedWeights
+from booster.masters.loaded_weights import LoadedWeights
 from booster.model.dtensors import local_shard
 from booster.model.modules import bare, names_of, parents
 from booster.tensors.trees import HALF_DTYPES

@@ -265,7 +265,7 @@ class ApexMasterGradients(ApexGradients):
         self._compares = False  # whether the sums are as they were put into `.grad`
         self._is_noted = False  # whether `_left` tells of the gradients that there are
         self._left_scale = 1.0
-        masters.take_gradients_from(self._sum_of)  # a method, which follows this object into a deep copy
+        masters.gradient_of = self._sum_of  # a method, which follows this object into a deep copy
         super().__init__(context, norms)
 
     def check_complete(self) -> None:

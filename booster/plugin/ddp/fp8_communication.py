@@ -12,9 +12,7 @@ import torch.distributed as dist
 
 from booster.common import arguments
 from booster.number_formats import BLOCK, decode_blocks, encode_blocks
-
-# torch 2.13 renamed the collective and warns about the old name.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from booster.ranks.messages import all_gather_flat
 
 
 @dataclass(frozen=True)
@@ -184,7 +182,7 @@ class _BucketSum:
             start = dist.get_rank(self._group) * self._share
             self._lost[start : start + self._share] += mean - decode_blocks(own)
         self._gathered = self._sum.sent  # its memory is free again
-        self._work: Any = _all_gather(self._gathered, own, group=self._group, async_op=True)
+        self._work: Any = all_gather_flat(self._gathered, own, group=self._group, async_op=True)
 
     def finish(self) -> None:
         self._work.wait()

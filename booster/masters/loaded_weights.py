@@ -1,0 +1,104 @@
+"""Float32 weights that `load_state_dict` of a model brought for half-precision parameters, until their masters take them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from booster.masters.rounding import rounded
+from booster.model.dtensors import is_dtensor
+from booster.model.modules import names_of
+from booster.shards import Shards
+
+if TYPE_CHECKING:
+    from booster.masters.masters import Masters, Weights
+
+FULL_DTYPES = (torch.float32, torch.float64)
+
+
+class LoadedWeights:
+    """What `load_state_dict` of one model brought in float32 for half parameters, until their masters take it over.
+
+    A hook of the model's load, which rounds them to half as a step does. Torch's cast rounds ties otherwise, and the ranks of
+    ZeRO, each of which has a part of the masters, would come to disagree. values: by parameter name; given: whose last load
+    was in float32. Float32 weights that half precision holds exactly, all of them, are half weights that somebody widened,
+    and have nothing for a master.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, torch.Tensor] = {}
+        self.given: set[str] = set()
+        self._wanted: set[str] = set()
+
+    @classmethod
+    def of(cls, model: nn.Module, names: Iterable[str]) -> LoadedWeights:
+        """That of `model`, which from now on watches for the parameters `names`, too."""
+        found = cls.in_hooks_of(model)
+        if found is None:
+            found = cls()
+            model.register_load_state_dict_pre_hook(found)
+        found._wanted |= set(names)
+        return found
+
+    @classmethod
+    def watched(cls, model: nn.Module) -> set[str]:
+        """All names of the parameters of `model` whose masters take over what is loaded."""
+        found = cls.in_hooks_of(model)
+        return set() if found is None else {name for names in found._names(model).values() for name in names}
+
+    @classmethod
+    def in_hooks_of(cls, model: nn.Module) -> LoadedWeights | None:
+        """Return that of `model`; None where nothing watches its loads."""
+        hooks = (getattr(hook, "hook", None) for hook in model._load_state_dict_pre_hooks.values())
+        return next((hook for hook in hooks if isinstance(hook, cls)), None)
+
+    def _names(self, model: nn.Module) -> dict[str, list[str]]:
+        """All names in `model` of each parameter that is watched for, by the one that is known of it."""
+        return {name: names for names in names_of(model).values() for name in names if name in self._wanted}
+
+    def take(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """The values for `names`, which are forgotten."""
+        return {name: self.values.pop(name) for name in names if name in self.values}
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        params = dict(module.named_parameters(remove_duplicate=False))
+        brought: dict[str, torch.Tensor] = {}
+        for name, names in self._names(module).items():
+            param, given = (
+                params[name],
+                [key for key in names if isinstance(state_dict.get(prefix + key), torch.Tensor)],
+            )
+            if not given:
+                continue
+            self.values.pop(name, None)
+            self.given.discard(name)
+            for key in given:  # in the order in which torch copies them: the last one counts
+                value = state_dict[prefix + key]
+                if value.dtype in FULL_DTYPES and value.shape == param.shape:
+                    brought[name] = value.detach()
+                    if not is_dtensor(value):
+                        # This is the load's own dict, not the user's.
+                        state_dict[prefix + key] = rounded(brought[name], param.dtype)
+        self.given |= brought.keys()
+        if not all(holds(value, params[name].dtype) for name, value in brought.items()):
+            self.values |= brought
+
+
+def holds(value: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether every element of `value`, or of this rank's part of it, is a number of `dtype`."""
+    local: Any = value.to_local() if is_dtensor(value) else value  # type: ignore[attr-defined]
+    return torch.equal(local, local.to(dtype).to(local.dtype))
+
+
+def take_loaded(
+    loaded: LoadedWeights, watched: list[str], names: Mapping[Any, str], shards: Shards, masters: Masters
+) -> Weights:
+    """Take what was loaded for `watched`, by parameter of `masters`, which hold this."""
+    if not loaded.values:
+        return {}
+    params = {names[param]: param for param in masters.layouts if param in names}
+    values = shards.local_weights(loaded.take(watched), names)
+    return {params[name]: value for name, value in values.items() if name in params}
