@@ -1,4 +1,4 @@
-"""The formulas of docs/scaling.md: known values, limits, and tables. tests/distributed/test_scaling_bytes.py holds them to real jobs."""
+"""The formulas of docs/scaling.md: known values and tables. test_scaling_bytes.py compares them with real jobs."""
 
 import dataclasses
 import sys
