@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from booster.tensors.flat import has_same_layout, is_dense, pack, split_by_device
+from booster.tensors.flat import is_dense, pack, split_by_device
 from booster.tensors.trees import HALF_DTYPES
+from booster.update.application import laid_like
 
 _contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 
@@ -52,10 +53,3 @@ class StateLayouts:
             if param in self._strides or not param.is_contiguous():
                 self._strides[param] = param.stride()
         self._state = state
-
-
-def laid_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, of the shape of `param`, or a copy in the memory order of `param` if it lies otherwise."""
-    if tensor.is_sparse or has_same_layout(tensor, param):
-        return tensor
-    return torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)

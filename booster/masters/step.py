@@ -39,11 +39,18 @@ from booster.masters.bucket import Bucket
 from booster.masters.master_params import MasterParams
 from booster.masters.masters import Masters
 from booster.masters.offload import HostMemory, Prefetch
-from booster.masters.plain import StateLayouts, laid_like, lots
+from booster.masters.plain import StateLayouts, lots
 from booster.model.optimizer_kinds import KNOWN
 from booster.tensors.flat import SMALLEST_BUCKET
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.application import NO_SCALARS, FusedKernel, StepScalars, honours_grad_scale, start_late_momentum
+from booster.update.application import (
+    NO_SCALARS,
+    FusedKernel,
+    StepScalars,
+    honours_grad_scale,
+    laid_like,
+    start_late_momentum,
+)
 from booster.update.gradual import Restricted, bare_step, hooks_once
 from booster.update.parameters import KEPT_FLOAT32, SPARSE
 
