@@ -1,9 +1,9 @@
 """Master weights: float32 numbers behind half-precision parameters, on which the user's own optimizer is stepped.
 
-The idea: the optimizer is stepped as it is, and never sees a half-precision parameter. For the length of a step its groups hold
-*handles*: float32 parameters without memory of their own, which are given the masters of some elements for data and their
-gradients, cast to float32, for gradient. Masters are read from the weight and what is kept besides, stepped, rounded and written
-back, a bucket at a time, so that float32 scratch is that of one bucket and not of the model.
+The idea: the optimizer is stepped as it is, and never sees a half-precision parameter. For the length of a step its groups
+hold *handles*: float32 parameters without memory, which are given the masters of some elements for data and their gradients,
+cast to float32, for gradient. Masters are made of the weights and what is kept besides, stepped, rounded and written back,
+a bucket at a time, so that float32 scratch is that of one bucket and not of the model.
 
 An example: bfloat16 weights, "split" masters, Adam under ZeRO on two ranks; one element of the shard of rank 0, lr 1e-3.
 

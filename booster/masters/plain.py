@@ -9,7 +9,7 @@ import torch
 
 from booster.tensors.flat import is_dense, pack, split_by_device
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.application import laid_like
+from booster.update.application import lay_states
 
 _contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 
@@ -46,10 +46,7 @@ class StateLayouts:
             return
         for param in params:
             if state is not self._state or self._strides.get(param) != param.stride():
-                own = state.get(param, {})
-                for key, value in own.items():
-                    if isinstance(value, torch.Tensor) and value.shape == param.shape:
-                        own[key] = laid_like(value, param)
+                lay_states(param, state.get(param, {}))
             if param in self._strides or not param.is_contiguous():
                 self._strides[param] = param.stride()
         self._state = state

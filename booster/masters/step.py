@@ -41,7 +41,7 @@ from booster.masters.masters import Masters
 from booster.masters.offload import HostMemory, Prefetch
 from booster.masters.plain import StateLayouts, lots
 from booster.model.optimizer_kinds import KNOWN
-from booster.tensors.flat import SMALLEST_BUCKET
+from booster.tensors.flat import SMALLEST_BUCKET, has_same_layout
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.application import (
     NO_SCALARS,
@@ -283,7 +283,10 @@ class MasterStep:
             sparse = any(grad.is_sparse for grad in grads)
             copies = [grad * inverse(scalars.number) if sparse else grad.clone() for grad in grads]
             scalars = NO_SCALARS if sparse else scalars
-        copies = [laid_like(grad, param) for grad, param in zip(copies, params, strict=True)]
+        copies = [
+            grad if grad.is_sparse or has_same_layout(grad, param) else laid_like(grad, param)
+            for grad, param in zip(copies, params, strict=True)
+        ]
         try:
             for param, grad in zip(params, copies, strict=True):
                 param.grad = grad

@@ -35,7 +35,7 @@ An example: a weight of 6 elements, 2 ranks, Adam; what each rank has (slices ar
 
 Files, in reading order:
 
-    base.py                 `Shards`: every operation, for parameters that are whole; and states by parameter, made when asked for
+    base.py                 `Shards`: every operation, for parameters that are whole; a view of states by parameter
     replicated.py           DDP: whole parameters; which gradients `DistributedDataParallel` has averaged, and which it has not
     zero_buckets.py         ZeRO: `FlatParameters`, and the buckets of a module: who owns what
     zero.py                 ZeRO: slices of flat buckets as shards
