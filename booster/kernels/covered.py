@@ -129,7 +129,7 @@ class CoveredMasters(Covered):
         prefetches = self._whole.prefetches(self._buckets)
         for bucket in sorted(self._buckets, key=_GROUP):
             if bucket.host is not None and bucket in table.buckets:
-                with prefetches[bucket.host].here(bucket):
+                with prefetches[bucket.host].on_device(bucket):
                     own, names = state[bucket.handles[0]], self.steps.rule.states(groups[bucket.group])
                     table.move(bucket, noise.get(bucket, bucket.residual), [own[name] for name in names])
                     yield bucket

@@ -28,7 +28,7 @@ Words of this room:
     format            which residual bits, and how they and weights become masters and back
     encoding          how a state is quantized between steps: "bf16", "signed" or "unsigned" with 8 bits and scales
     rng               where stochastic rounding has its random bits from: the step, a name and the place of an element
-    foreign write     by other code to a weight between steps. Such a weight is its own master: `take_foreign`
+    foreign write     by other code to a weight between steps. Such a weight is its own master: `accept_foreign_writes`
 
 Files, in reading order:
 

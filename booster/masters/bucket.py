@@ -125,18 +125,18 @@ class Bucket:
 
     # ------------------------------------------------------------------ masters
 
-    def load(self, values: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    def read_masters(self, values: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         """Return the masters as float32, in `values` or in the bucket's own storage. Overwrites `scratch`.
 
         Weights that somebody else wrote are taken over."""
-        residual = self.residual if self.host is None else self.host.near(self)
+        residual = self.residual if self.host is None else self.host.residual_on_device(self)
         masters: torch.Tensor = values if self.format.needs_values or residual is not self.residual else residual  # type: ignore[assignment]
         self.format.read(self.working(), residual, masters, scratch)
         return masters
 
-    def save(self, values: torch.Tensor, scratch: torch.Tensor) -> None:
+    def write_masters(self, values: torch.Tensor, scratch: torch.Tensor) -> None:
         """Take `values` as the masters, and write the working weights. Overwrites both, except a float32 master."""
-        residual = self.residual if self.host is None else self.host.near(self)
+        residual = self.residual if self.host is None else self.host.residual_on_device(self)
         self.format.write(self.working(), residual, values, scratch)
         if residual is not self.residual:
             self.residual.copy_(residual)  # type: ignore[union-attr, arg-type]
@@ -144,16 +144,18 @@ class Bucket:
     def scratch(self) -> torch.Tensor:
         return torch.zeros(self.size, dtype=torch.float32, device=self.device)
 
-    def copied(self) -> torch.Tensor:
+    def copy_masters(self) -> torch.Tensor:
         """Return a float32 copy of the masters. Weights that somebody else wrote stand for theirs, and nothing is written: they
         may be an average that is put in for a validation, and be put back."""
         values, scratch = self.scratch(), self.scratch()
-        self.format.read(self.working(), self.residual if self.host is None else self.host.near(self), values, scratch)
+        self.format.read(
+            self.working(), self.residual if self.host is None else self.host.residual_on_device(self), values, scratch
+        )
         return values
 
-    def joined(self) -> torch.Tensor:
-        """Return the masters as float32, for reading: themselves where that is how they are kept, else as `copied`."""
-        values, residual = self.copied(), self.residual
+    def masters(self) -> torch.Tensor:
+        """Return the masters as float32, for reading: themselves where that is how they are kept, else as `copy_masters`."""
+        values, residual = self.copy_masters(), self.residual
         if self.format.needs_values or self.host is not None or residual is None:
             return values
         return residual if torch.equal(values.view(torch.int32), residual.view(torch.int32)) else values

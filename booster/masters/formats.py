@@ -87,15 +87,15 @@ from booster.masters.rounding import (
     RoundingBits,
     RoundingRNG,
     Views,
+    accept_foreign_writes,
+    accept_foreign_zeros,
+    canonical_nan_,
     high_half,
     in_chunks,
     pieces_like,
-    plain_nan_,
     round_and_keep,
     round_into,
     round_nearest,
-    take_foreign,
-    take_zeros,
     to_step,
     to_ulp,
     whole_steps,
@@ -139,7 +139,7 @@ class Separate(Format):
     def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         if residual is not values:
             values.copy_(residual)  # type: ignore[arg-type]
-        take_foreign(working, values, scratch)
+        accept_foreign_writes(working, values, scratch)
 
     def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         if residual is not values:
@@ -171,11 +171,11 @@ class SplitBFloat16(Format):
         torch._foreach_copy_(pieces_like(values, working), list(working))  # a weight's bits, and 16 zeros
         # On a CPU torch would widen the remainders into a tensor of their own.
         values.view(torch.int32).add_(scratch.view(torch.int32).copy_(residual) if values.is_cpu else residual)
-        take_zeros(working, values, scratch)
+        accept_foreign_zeros(working, values, scratch)
 
     def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
-        plain_nan_(values)
+        canonical_nan_(values)
         bits = values.view(torch.int32)
         residual.copy_(bits)  # the low 16 bits
         high_half(bits, working, out=bits)
@@ -196,7 +196,7 @@ class SplitFloat16(Format):
         torch._foreach_copy_(pieces_like(values, working), list(working))
         for chunk, left in in_chunks(values, residual):
             chunk.add_(to_step(scratch[: len(chunk)].copy_(chunk)).mul_(left))
-        take_foreign(working, values, scratch)
+        accept_foreign_writes(working, values, scratch)
 
     def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
@@ -248,7 +248,7 @@ class Stochastic(Nearest):
     def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         generator = self.generator(values.device)
         if working[0].dtype == torch.bfloat16:
-            plain_nan_(values)
+            canonical_nan_(values)
             bits, noise = values.view(torch.int32), scratch.view(torch.int32)
             bits.add_(noise.random_(0, 2**16, generator=generator)).bitwise_right_shift_(16)
             torch._foreach_copy_([w.view(torch.int16) for w in working], pieces_like(bits, working))
@@ -278,7 +278,7 @@ class Kahan(Format):
         torch._foreach_copy_(pieces_like(values, working), list(working))
         for chunk, left in in_chunks(values, residual):
             chunk.add_(left)
-        take_foreign(working, values, scratch)
+        accept_foreign_writes(working, values, scratch)
 
     def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
@@ -320,11 +320,11 @@ class Split24BFloat16(Split24):
         assert residual is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))  # a weight's bits, and 16 zeros
         values.view(torch.int32).add_(scratch.view(torch.int32).copy_(residual), alpha=2**8)
-        take_zeros(working, values, scratch)
+        accept_foreign_zeros(working, values, scratch)
 
     def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
-        plain_nan_(values)
+        canonical_nan_(values)
         # Pairs are shifted together, which is faster: what one takes over from the other lies above the bits that are read.
         bits, pairs = values.view(torch.int32), values.view(torch.int64)
         bits.view(-1, 64).add_(self.random_bits(values.device).upper)
@@ -344,7 +344,7 @@ class Split24Float16(Split24):
         wide = torch.empty(min(_CHUNK, len(values)), dtype=torch.float32, device=values.device)
         for chunk, left, step in zip(*(t.split(_CHUNK) for t in (values, residual, scratch)), strict=True):
             chunk.add_(to_ulp(step.copy_(chunk), STEP).mul_(wide[: len(chunk)].copy_(left)))
-        take_foreign(working, values, scratch)
+        accept_foreign_writes(working, values, scratch)
 
     def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None

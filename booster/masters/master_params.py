@@ -30,7 +30,7 @@ class MasterParams:
             )
         masters.sync()
         self._masters, self._state, self._scale = masters, masters.optimizer.state, grad_scale
-        self._copies = {bucket: bucket.copied() for bucket in masters.buckets}
+        self._copies = {bucket: bucket.copy_masters() for bucket in masters.buckets}
         self._flat = [bucket for bucket in masters.buckets if not bucket.whole]
         self._lists: list[list[Any]] = [group["params"] for group in masters.optimizer.param_groups]
         self._params = [list(params) for params in self._lists]
@@ -61,12 +61,16 @@ class MasterParams:
             if bucket.whole:
                 bucket.detach()
                 continue
-            for piece, copied in zip(bucket.pieces, bucket.pieces_of(values), strict=True):
-                copied.copy_(flat_like(self._tensors[piece.param].detach(), piece.param)[piece.start : piece.stop])
+            for piece, copy_masters in zip(bucket.pieces, bucket.pieces_of(values), strict=True):
+                copy_masters.copy_(
+                    flat_like(self._tensors[piece.param].detach(), piece.param)[piece.start : piece.stop]
+                )
 
     def changed(self) -> bool:
         """Return whether weights were written, or what stands behind them."""
-        self._changed = [bucket for bucket, values in self._copies.items() if not _same_bits(values, bucket.copied())]
+        self._changed = [
+            bucket for bucket, values in self._copies.items() if not _same_bits(values, bucket.copy_masters())
+        ]
         plain = self._scale is not None and not all(map(torch.equal, self._plain, self._before))
         return plain or bool(self._changed)
 
@@ -86,7 +90,7 @@ class MasterParams:
             for bucket in self._flat:
                 self._state.update(state_of_bucket(bucket, self._written))
             for bucket in self._changed:
-                bucket.save(self._copies[bucket], bucket.scratch())
+                bucket.write_masters(self._copies[bucket], bucket.scratch())
         else:  # parameters of one bucket have come to different states
             values: dict[torch.Tensor, torch.Tensor] = {}
             for bucket, own in self._copies.items():

@@ -132,7 +132,7 @@ class MasterState(OptimizerState):
         for bucket in self.masters.buckets:
             if bucket.residual is None:
                 continue
-            for piece, values in zip(bucket.pieces, bucket.pieces_of(bucket.joined()), strict=True):
+            for piece, values in zip(bucket.pieces, bucket.pieces_of(bucket.masters()), strict=True):
                 whole = weights.setdefault(piece.param, torch.empty_like(piece.param, dtype=torch.float32))
                 flat(local_shard(whole))[piece.start : piece.stop] = values
         state: dict[str, Any] = {"weights": {self.masters.name_of(p): whole.detach() for p, whole in weights.items()}}
@@ -178,7 +178,7 @@ class MasterState(OptimizerState):
         while self.masters.buckets:
             bucket = self.masters.buckets.pop(0)
             if bucket.dtype in HALF_DTYPES:
-                for piece, master in zip(bucket.pieces, bucket.pieces_of(bucket.joined()), strict=True):
+                for piece, master in zip(bucket.pieces, bucket.pieces_of(bucket.masters()), strict=True):
                     if piece.param not in values:
                         values[piece.param] = torch.empty_like(piece.param, dtype=torch.float32).detach()
                     flat(local_shard(values[piece.param]))[piece.start : piece.stop] = master

@@ -209,14 +209,14 @@ class Masters:
         for bucket in self.buckets:
             if bucket.residual is None or values.keys().isdisjoint(bucket.params):
                 continue
-            masters = bucket.load(bucket.scratch(), bucket.scratch())
+            masters = bucket.read_masters(bucket.scratch(), bucket.scratch())
             for piece, working, master in zip(bucket.pieces, bucket.working(), bucket.pieces_of(masters), strict=True):
                 if piece.param in values:
                     value = flat_like(local_shard(values[piece.param]), local_shard(piece.param))
                     value = value[piece.start : piece.stop].to(master)
                     torch.where(working == rounded(value, working.dtype), value, master, out=master)
             with of_same_version([local_shard(param) for param in bucket.params]):  # a forward pass may have used them
-                bucket.save(masters, bucket.scratch())
+                bucket.write_masters(masters, bucket.scratch())
 
     def _follow_layouts(self) -> None:
         """Lay masters and states anew in the memory order of their parameters."""
@@ -282,11 +282,11 @@ class Masters:
                 for piece in bucket.pieces
             ]
             torch._foreach_copy_(bucket.pieces_of(values), found)
-            values.masked_fill_(values.isnan(), math.nan)  # see `rounding.plain_nan_`
+            values.masked_fill_(values.isnan(), math.nan)  # see `rounding.canonical_nan_`
             # A master made of its weight rounds to it. With released gradients that is between forward and backward.
             own = not any(piece.param in sources for piece in bucket.pieces)
             with of_same_version([local_shard(p) for p in bucket.params]) if own else nullcontext():
-                bucket.save(values, bucket.scratch())
+                bucket.write_masters(values, bucket.scratch())
             if bucket.host is not None:
                 bucket.host.keep_states(bucket, self.optimizer.state)
             for param in bucket.params:
@@ -330,7 +330,7 @@ class Masters:
         pieces: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = {}
         for bucket in self.buckets:
             if any(piece.param in params for piece in bucket.pieces):
-                for piece, master in zip(bucket.pieces, bucket.pieces_of(bucket.joined()), strict=True):
+                for piece, master in zip(bucket.pieces, bucket.pieces_of(bucket.masters()), strict=True):
                     pieces.setdefault(piece.param, []).append((piece.start, master))
         values = {}
         for param in params:

@@ -60,7 +60,7 @@ class Transfers(Protocol):
     out: Queue
     computing: Queue
 
-    def room(self, like: torch.Tensor) -> torch.Tensor:
+    def allocate_on_host(self, like: torch.Tensor) -> torch.Tensor:
         """Return memory of the host of the shape and dtype of `like`, from where copies run beside kernels."""
 
 
@@ -95,7 +95,7 @@ class CudaTransfers:
         self.out: Queue = CudaQueue(torch.cuda.Stream(device), device)
         self.computing: Queue = CudaQueue(None, device)
 
-    def room(self, like: torch.Tensor) -> torch.Tensor:
+    def allocate_on_host(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
@@ -150,9 +150,9 @@ class HostMemory:
                 own[name] = _remade(value, [self._moved(tensor) for tensor in tensors_of(value)])
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.transfers.room(tensor).copy_(tensor)
+        return self.transfers.allocate_on_host(tensor).copy_(tensor)
 
-    def near(self, bucket: OffloadedBucket) -> torch.Tensor | None:
+    def residual_on_device(self, bucket: OffloadedBucket) -> torch.Tensor | None:
         """Return the remainder of `bucket` on its device: what is there while it is stepped, else a copy."""
         if bucket.residual is None or id(bucket) in self._lent:
             return bucket.residual
@@ -160,7 +160,7 @@ class HostMemory:
         return bucket.residual.to(self._device, copy=True)
 
     @contextmanager
-    def lent(self, bucket: OffloadedBucket, residual: torch.Tensor | None) -> Iterator[None]:
+    def swapped_residual(self, bucket: OffloadedBucket, residual: torch.Tensor | None) -> Iterator[None]:
         """For its length, let `residual` be what `bucket` keeps."""
         home, bucket.residual = bucket.residual, residual
         self._lent.add(id(bucket))
@@ -195,7 +195,7 @@ class Prefetch:
         self._fetch(0)
 
     @contextmanager
-    def here(self, bucket: OffloadedBucket) -> Iterator[None]:
+    def on_device(self, bucket: OffloadedBucket) -> Iterator[None]:
         """For its length, have what `bucket` keeps, and its states, on the device; afterwards they are on their way back.
 
         Where it is left by an exception, they are what they were.
@@ -203,13 +203,13 @@ class Prefetch:
         index = self._place[id(bucket)]
         if index + 1 < len(self._buckets):
             self._fetch(index + 1)
-        near, residual, arrived = self._fetched.pop(index)
+        residual_on_device, residual, arrived = self._fetched.pop(index)
         self._transfers.computing.wait(arrived)
         own = self._state.get(bucket.handles[0], {})
-        homes = {name: own[name] for name in near}
-        own.update(near)
+        homes = {name: own[name] for name in residual_on_device}
+        own.update(residual_on_device)
         try:
-            with self._host.lent(bucket, residual):
+            with self._host.swapped_residual(bucket, residual):
                 yield
         except BaseException:
             own.update(homes)
@@ -229,20 +229,20 @@ class Prefetch:
 
     def _fetch(self, index: int) -> None:
         bucket, into = self._buckets[index], self._transfers.into
-        room, free = self._rooms[index % 2], self._free[index % 2]
+        allocate_on_host, free = self._rooms[index % 2], self._free[index % 2]
         if free is not None:
             into.wait(free)
-        near: dict[str | None, Any] = {}
+        residual_on_device: dict[str | None, Any] = {}
         begin = 0
         for name, value in self._goods(bucket).items():
             copies = []
             for tensor in tensors_of(value):
-                copies.append(room[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+                copies.append(allocate_on_host[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
                 into.copy(copies[-1], tensor)
                 begin += _room_of(tensor)
-            near[name] = _remade(value, copies)
-        residual = near.pop(None, None)
-        self._fetched[index] = near, residual, into.mark()  # type: ignore[assignment]
+            residual_on_device[name] = _remade(value, copies)
+        residual = residual_on_device.pop(None, None)
+        self._fetched[index] = residual_on_device, residual, into.mark()  # type: ignore[assignment]
 
     def _save(self, index: int, bucket: OffloadedBucket, homes: dict[str, Any], residual: torch.Tensor | None) -> None:
         out = self._transfers.out
@@ -255,7 +255,7 @@ class Prefetch:
                 continue
             home = homes.get(name)
             if home is None or not _alike(home, value):
-                home = _remade(value, [self._transfers.room(tensor) for tensor in tensors_of(value)])
+                home = _remade(value, [self._transfers.allocate_on_host(tensor) for tensor in tensors_of(value)])
             for target, source in zip(tensors_of(home), tensors_of(value), strict=True):
                 out.copy(target, source)
             own[name] = home

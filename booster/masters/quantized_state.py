@@ -53,7 +53,7 @@ from typing import Literal
 
 import torch
 
-from booster.masters.rounding import RoundingBits, plain_nan_
+from booster.masters.rounding import RoundingBits, canonical_nan_
 
 Encoding = Literal["bf16", "signed", "unsigned"]
 
@@ -120,7 +120,7 @@ class QuantizedState:
     def quantize(self, values: torch.Tensor, random_bits: RoundingBits, scratch: torch.Tensor | None = None) -> None:
         """Keep float32 `values`, which are overwritten. scratch: as of `dequantize`."""
         if self.scales is None:
-            plain_nan_(values)  # any other could round to infinity, or to zero
+            canonical_nan_(values)  # any other could round to infinity, or to zero
             bits = values.view(torch.int32)
             bits.view(-1, 64).add_(random_bits.lanes)
             self.codes.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
@@ -152,6 +152,6 @@ def narrow_scales(found: torch.Tensor, random_bits: torch.Tensor) -> torch.Tenso
 
     chances: those of `scale_random_bits`, in a shape like that of `found`.
     """
-    if not found.is_cpu:  # see `rounding.plain_nan_`
+    if not found.is_cpu:  # see `rounding.canonical_nan_`
         found = torch.where(found != found, math.nan, found)
     return (found.view(torch.int32) + random_bits).bitwise_right_shift_(15)

@@ -31,7 +31,7 @@ _BELOW_HALF_ULP = _HALF_ULP - 2.0**-11  # the largest float32 number below
 def round_nearest(working: Views, values: torch.Tensor, scratch: torch.Tensor) -> None:
     """Write `values` to the weights; bfloat16 ties go away from zero, see the module docstring. Overwrites `scratch`."""
     if working[0].dtype == torch.bfloat16:
-        plain_nan_(values)
+        canonical_nan_(values)
         high_half(values.view(torch.int32), working, out=scratch.view(torch.int32))
     else:
         torch._foreach_copy_(list(working), pieces_like(values, working))
@@ -40,7 +40,7 @@ def round_nearest(working: Views, values: torch.Tensor, scratch: torch.Tensor) -
 def round_and_keep(working: Views, values: torch.Tensor, scratch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Do as `round_nearest`, and return what was written, flat as `values`, and float32 scratch for chunks of `in_chunks`;
     each is one half of `scratch`."""
-    plain_nan_(values)
+    canonical_nan_(values)
     size = len(values)
     weights, some = scratch.view(working[0].dtype)[-size:], scratch[: len(scratch) - (size + 1) // 2]
     for chunk, weight in in_chunks(values, weights):
@@ -82,7 +82,7 @@ def high_bits(values: torch.Tensor) -> torch.Tensor:
     return torch.add(values.view(torch.int32), 0x8000).bitwise_right_shift_(16)
 
 
-def plain_nan_(values: torch.Tensor) -> None:
+def canonical_nan_(values: torch.Tensor) -> None:
     """Turn every NaN into the plain one where others come up: CUDA's, 0x7fffffff, would round up to minus zero.
 
     On the CPU arithmetic makes none whose upper bits are all ones, nor are any let in from outside.
@@ -126,7 +126,7 @@ def pieces_like(values: torch.Tensor, working: Views) -> list[torch.Tensor]:
     return found
 
 
-def take_zeros(working: Views, values: torch.Tensor, scratch: torch.Tensor) -> None:
+def accept_foreign_zeros(working: Views, values: torch.Tensor, scratch: torch.Tensor) -> None:
     """Of joined bfloat16 masters: take over zeros that somebody else wrote. Overwrites `scratch`.
 
     With the remainder of another weight they can read as a NaN. On the CPU the sum tells whether there may be any; elsewhere
@@ -137,7 +137,7 @@ def take_zeros(working: Views, values: torch.Tensor, scratch: torch.Tensor) -> N
         torch.where(values.isnan().logical_and_(scratch == 0), scratch, values, out=values)
 
 
-def take_foreign(working: Views, values: torch.Tensor, scratch: torch.Tensor) -> None:
+def accept_foreign_writes(working: Views, values: torch.Tensor, scratch: torch.Tensor) -> None:
     """Put weights in the place of masters that do not round to them. Overwrites `scratch`.
 
     On the CPU an answer costs nothing to wait for, and a call as much as some thousand elements: where pieces are large they

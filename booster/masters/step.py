@@ -36,10 +36,10 @@ from torch.optim import Optimizer
 
 from booster.common.torch_internals.optimizer_internals import note_step, step_hooks, unhooked
 from booster.masters.bucket import Bucket
+from booster.masters.float32_params import StateLayouts, step_batches
 from booster.masters.master_params import MasterParams
 from booster.masters.masters import Masters
 from booster.masters.offload import HostMemory, Prefetch
-from booster.masters.plain import StateLayouts, lots
 from booster.model.optimizer_kinds import KNOWN
 from booster.tensors.flat import SMALLEST_BUCKET, has_same_layout
 from booster.tensors.trees import HALF_DTYPES
@@ -227,7 +227,7 @@ class MasterStep:
         self._bare = unhooked(type(self.masters.optimizer).step)
         for index, (group, only) in enumerate(zip(groups, restricted, strict=True)):
             with only:
-                for params, may_fuse in lots(plain[index], max(self.masters.size, 1)) if plain[index] else ():
+                for params, may_fuse in step_batches(plain[index], max(self.masters.size, 1)) if plain[index] else ():
                     only.to(params)
                     with _unfused(group, group.get("fused") and not may_fuse):
                         self._step_plain(params, scalars)
@@ -235,7 +235,7 @@ class MasterStep:
                     if bucket.group != index:
                         continue
                     only.to(bucket.handles)
-                    with nullcontext() if bucket.host is None else prefetches[bucket.host].here(bucket):
+                    with nullcontext() if bucket.host is None else prefetches[bucket.host].on_device(bucket):
                         self._step_bucket(bucket, scratch, scalars)
         self.masters.rng.drawn.clear()
 
@@ -261,7 +261,7 @@ class MasterStep:
 
     def _step_bucket(self, bucket: Bucket, scratch: _Scratch, scalars: StepScalars) -> None:
         values, grads = scratch.of(bucket)
-        masters, state = bucket.load(values, grads), self.masters.optimizer.state
+        masters, state = bucket.read_masters(values, grads), self.masters.optimizer.state
         named = functools.partial(scratch.state, bucket)
         try:
             in_float32 = (
@@ -273,7 +273,7 @@ class MasterStep:
                 self._call([grads], scalars)
         finally:
             bucket.detach()
-        bucket.save(masters, grads)
+        bucket.write_masters(masters, grads)
 
     def _step_plain(self, params: list[torch.Tensor], scalars: StepScalars) -> None:
         start_late_momentum(self.masters.optimizer)
@@ -311,7 +311,7 @@ class MasterStep:
     def _step_whole(self, grad_scale: Any, closure: Callable[[], Any] | None) -> Any:
         optimizer, buckets = self.masters.optimizer, self.masters.buckets
         swap = _Swapped(optimizer, {p.param: h for b in buckets for p, h in zip(b.pieces, b.handles, strict=True)})
-        values = [bucket.load(bucket.scratch(), bucket.scratch()) for bucket in buckets]
+        values = [bucket.read_masters(bucket.scratch(), bucket.scratch()) for bucket in buckets]
         for bucket, value in zip(buckets, values, strict=True):
             bucket.attach(value, None)
         plain = {p: p.grad for g in optimizer.param_groups for p in g["params"] if p.dtype not in HALF_DTYPES}
@@ -319,7 +319,7 @@ class MasterStep:
         def evaluate() -> Any:
             swap.out()
             for bucket, value in zip(buckets, values, strict=True):
-                bucket.save(value, bucket.scratch())
+                bucket.write_masters(value, bucket.scratch())
             with torch.enable_grad():
                 loss = closure()  # type: ignore[misc]
             self._give_gradients(buckets, plain, grad_scale())
@@ -337,7 +337,7 @@ class MasterStep:
             swap.out()
             for bucket, value in zip(buckets, values, strict=True):
                 bucket.detach()
-                bucket.save(value, bucket.scratch())
+                bucket.write_masters(value, bucket.scratch())
             for param, grad in plain.items():
                 param.grad = grad
 

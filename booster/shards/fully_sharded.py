@@ -67,7 +67,7 @@ class FullyShardedShards(DTensorShards):
         if self._looks:
             self._compare_whole()
         for module in self._alive():
-            self._unsharded.take_over(module)
+            self._unsharded.write_back_all(module)
         if not self._unreduced:
             return
         for module in self._alive():
@@ -163,7 +163,7 @@ class UnshardedParams:
         # By parameter of torch's record: what it was given to train with.
         self._trains: weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, bool]]] = weakref.WeakKeyDictionary()
 
-    def note(self, module: nn.Module) -> None:
+    def snapshot(self, module: nn.Module) -> None:
         """Remember what `module`, which went through `fully_shard`, has gathered after a forward pass."""
         noted: list[tuple[Any, int]] = []
         trains: list[tuple[Any, bool]] = []
@@ -176,7 +176,7 @@ class UnshardedParams:
                             trains.append((param, whole.requires_grad))
         self._noted[module], self._trains[module] = noted, trains
 
-    def take_over(self, module: nn.Module) -> None:
+    def write_back_all(self, module: nn.Module) -> None:
         """Write to the shards of `module` what was written since to its gathered parameters, wherever the bits differ, and
         freeze and unfreeze them as those were.
 

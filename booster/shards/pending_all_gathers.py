@@ -25,7 +25,7 @@ class PendingAllGathers:
         self._works: dict[int, list[Any]] = {}  # by memory
         self._in_forward = False
 
-    def expect(self, data: torch.Tensor, works: list[Any]) -> None:
+    def add(self, data: torch.Tensor, works: list[Any]) -> None:
         """Note that `works` write to the memory of `data`."""
         self._works.setdefault(storage_key(data), []).extend(works)
 
@@ -104,7 +104,7 @@ class AllGatherHook:
     def __reduce__(self) -> Any:
         return AllGatherHook, ()
 
-    def listen(self, module: nn.Module) -> list[Any]:
+    def register(self, module: nn.Module) -> list[Any]:
         """Be called before the forward of `module`, and before its state dict is made or loaded; returns what has `remove`."""
         return [
             module.register_forward_pre_hook(self),

@@ -130,10 +130,10 @@ class GradSyncTracker:
 
     def check_order(self) -> None:
         """Raise RuntimeError if a parameter that trains lies in another memory order than when the module was placed."""
-        for name in self.relaid():
+        for name in self.with_new_layout():
             raise RuntimeError(RELAID.format(name=name))
 
-    def relaid(self) -> dict[str, torch.Tensor]:
+    def with_new_layout(self) -> dict[str, torch.Tensor]:
         """Return, by name, what trains and lies in another memory order than when the module was placed."""
         return {
             name: param
@@ -141,7 +141,7 @@ class GradSyncTracker:
             if param.requires_grad and param.stride() != strides
         }
 
-    def forget(self) -> None:
+    def on_zero_grad(self) -> None:
         """Take note that some gradients were zeroed."""
         if self._unsynchronised and all(param.grad is None or not param.grad.any() for param in self._params):
             self._unsynchronised = False
@@ -178,7 +178,7 @@ class GradSyncTracker:
         self._stamps = None
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def preserved(self) -> Iterator[None]:
         """Return a context whose passes are forgotten."""
         before = self._unsynchronised, self._alone
         try:
@@ -245,13 +245,13 @@ class ReplicatedShards(Shards):
 
     def clear_gradients(self, set_to_none: bool) -> None:
         for tracker in self.sync_trackers.values():
-            tracker.forget()
+            tracker.on_zero_grad()
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
         with ExitStack() as stack:
             for tracker in self.sync_trackers.values():
-                stack.enter_context(tracker.kept())
+                stack.enter_context(tracker.preserved())
             yield
 
 

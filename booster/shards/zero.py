@@ -115,7 +115,7 @@ class ZeroShards(Shards):
         if not self._reduced:
             for tracker in self.sync_trackers.values():
                 # Laid down, it would have its order again, and its gradient, averaged in the other, would go unnoticed.
-                if any(param.grad is not None for param in tracker.relaid().values()):
+                if any(param.grad is not None for param in tracker.with_new_layout().values()):
                     tracker.check_order()
         self._lay_down()
         lists: list[list[Any]] = [group["params"] for group in self.optimizer.param_groups]
@@ -125,7 +125,7 @@ class ZeroShards(Shards):
             groups = self._known(self._held)
             buckets = self._buckets()
             self._versions = {bucket: list(map(version, bucket.params)) for bucket in buckets}
-            kept = {bucket: bucket.grad_shards(self._rank) for bucket in buckets} if self._reduced else {}
+            preserved = {bucket: bucket.grad_shards(self._rank) for bucket in buckets} if self._reduced else {}
             brought = set(map(id, self.optimizer.state))
             for params, group in zip(lists, groups, strict=True):
                 params[:] = group.shards
@@ -134,7 +134,7 @@ class ZeroShards(Shards):
                     if shard.requires_grad != param.requires_grad:
                         shard.requires_grad_(param.requires_grad)
                     if self._reduced:
-                        grad = kept[slot.bucket].get(slot.position)
+                        grad = preserved[slot.bucket].get(slot.position)
                         grad = shaped_like(grad, param) if shaped and grad is not None else grad
                     else:
                         grad = self._gradient(param, shard, slot)
@@ -198,7 +198,7 @@ class ZeroShards(Shards):
             start, stop = bucket.overlap(index, self._rank)
             if start == stop:
                 shard = torch.empty(0, dtype=param.dtype, device=param.device)
-            elif bucket.even and param.dim():
+            elif bucket.by_elements and param.dim():
                 shard = nn.Parameter(flat_slice(param, start, stop))
             else:
                 shard = nn.Parameter(param.detach())
@@ -245,7 +245,7 @@ class ZeroShards(Shards):
         if not shard.numel():
             return value.new_empty(0)
         start, stop = slot.bucket.overlap(slot.position, self._rank)
-        return flat_like(value.detach(), param)[start:stop] if slot.bucket.even and param.dim() else value
+        return flat_like(value.detach(), param)[start:stop] if slot.bucket.by_elements and param.dim() else value
 
     def all_gather_params(self) -> None:
         changed: list[torch.Tensor] = []
@@ -255,7 +255,7 @@ class ZeroShards(Shards):
             for bucket in reversed(layout.buckets):  # the last one is what forward wants first
                 before = self._versions.get(bucket)
                 if not owned.isdisjoint(map(id, bucket.params)):
-                    layout.pending_all_gathers.expect(bucket.data, bucket.gather(layout.group))  # type: ignore[arg-type]
+                    layout.pending_all_gathers.add(bucket.data, bucket.gather(layout.group))  # type: ignore[arg-type]
                 for place, param in enumerate(bucket.params) if before is not None else ():
                     used = place in bucket.reduced if self._reduced else param.grad is not None
                     if (used or id(param) in lent) and id(param) in owned and version(param) == before[place]:  # type: ignore[index]
@@ -284,15 +284,15 @@ class ZeroShards(Shards):
             if param.grad is None or shard is param:
                 continue
             own = self._gradient(param, shard)
-            kept = None if own is None else own.clone()
+            preserved = None if own is None else own.clone()
             param.grad.div_(divisor)
-            if own is not None and kept is not None:
-                own.copy_(kept)
+            if own is not None and preserved is not None:
+                own.copy_(preserved)
 
     def clear_gradients(self, set_to_none: bool) -> None:
         self._divisor = 1.0
         for tracker in self.sync_trackers.values():
-            tracker.forget()
+            tracker.on_zero_grad()
         if not self._reduced:
             return
         owned = [param for group in self.optimizer.param_groups for param in group["params"]]
@@ -319,7 +319,7 @@ class ZeroShards(Shards):
         try:
             with ExitStack() as stack:
                 for tracker in self.sync_trackers.values():
-                    stack.enter_context(tracker.kept())
+                    stack.enter_context(tracker.preserved())
                 yield
         finally:
             for bucket, gradient, reduced in held:

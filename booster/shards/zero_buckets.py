@@ -28,13 +28,13 @@ class FlatParameters:
     """
 
     def __init__(self, params: Sequence[torch.Tensor], world_size: int, owners: Sequence[int] | None = None) -> None:
-        self.even = owners is None
+        self.by_elements = owners is None
         ranks = [0] * len(params) if owners is None else list(owners)
         order = sorted(range(len(params)), key=ranks.__getitem__)
         self.params = [params[index] for index in order]
         sizes = [aligned(param.numel()) for param in self.params]
         self.offsets = starts(sizes)
-        if self.even:
+        if self.by_elements:
             share = -(-sum(sizes) // (ALIGNMENT * world_size)) * ALIGNMENT
             self.bounds = [rank * share for rank in range(world_size + 1)]
         else:
@@ -109,7 +109,7 @@ class FlatParameters:
         shape = self._shapes[index]
         return shaped_like(values, self._orders[index]) if shape is None else values.view(shape)
 
-    def cleared(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    def zero_gaps(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Zero the elements of a flat `tensor` of this size that stand for no parameter; returns `view` of every index."""
         pieces = tensor.split_with_sizes(self._pieces)
         if not self._places_of_gaps:
@@ -237,7 +237,7 @@ class FlatParameters:
     def gather(self, group: dist.ProcessGroup) -> list[Any]:
         """Give every rank the slices of all others, asynchronously; returns what to wait for."""
         data: Any = self.data
-        if self.even:
+        if self.by_elements:
             return [all_gather_flat(data, self.slice_of(data, dist.get_rank(group)), group=group, async_op=True)]
         ranks = [rank for rank in range(len(self.bounds) - 1) if self.bounds[rank] < self.bounds[rank + 1]]
         return [dist.broadcast(self.slice_of(data, r), group=group, group_src=r, async_op=True) for r in ranks]
@@ -272,7 +272,7 @@ class ModuleBuckets:
         How those were divided that were divided before, stays. Raises RuntimeError if such are divided by elements and
         asked for whole.
         """
-        if whole and any(param in self._places and self._places[param][0].even for param in params):
+        if whole and any(param in self._places and self._places[param][0].by_elements for param in params):
             raise RuntimeError(
                 "an optimizer that needs whole tensors came after the parameters of this model were divided by "
                 "elements; boost the model together with that optimizer first"

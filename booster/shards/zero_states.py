@@ -30,14 +30,14 @@ class BucketSlot(NamedTuple):
 
     def has_same_layout(self, other: BucketSlot, world_size: int) -> bool:
         """Return whether each of so many ranks has the same elements of the parameter by `other`, in tensors of one shape."""
-        return self.bucket.even == other.bucket.even and all(
+        return self.bucket.by_elements == other.bucket.by_elements and all(
             self.bucket.overlap(self.position, rank) == other.bucket.overlap(other.position, rank)
             for rank in range(world_size)
         )
 
     def has_shape_of_part(self, value: torch.Tensor, rank: int) -> bool:
         start, stop = self.bucket.overlap(self.position, rank)
-        return self.bucket.even and value.dim() == 1 and value.numel() == stop - start
+        return self.bucket.by_elements and value.dim() == 1 and value.numel() == stop - start
 
 
 def gather_states(

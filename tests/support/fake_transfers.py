@@ -75,7 +75,7 @@ class FakeTransfers:
         self.rooms = {}
         FakeTransfers.made.append(self)
 
-    def room(self, like):
+    def allocate_on_host(self, like):
         made = torch.full(like.shape, 77, dtype=like.dtype)
         self.rooms[made.data_ptr()] = made
         return made

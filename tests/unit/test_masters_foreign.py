@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from booster import Booster
-from booster.masters.rounding import take_foreign
+from booster.masters.rounding import accept_foreign_writes
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision, FP16NaiveMixedPrecision
 
 PRECISIONS = {
@@ -235,7 +235,7 @@ def test_foreign_weights_are_found_alike_in_large_pieces_and_in_small_ones(dtype
     expected = torch.where(believed, masters, weights.float()).view(torch.int32)
     for working in ([weights], list(weights.split(64))):
         values = masters.clone()
-        take_foreign(working, values, torch.empty_like(values))
+        accept_foreign_writes(working, values, torch.empty_like(values))
         assert torch.equal(values.view(torch.int32), expected)
 
 

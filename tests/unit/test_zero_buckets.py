@@ -52,7 +52,7 @@ def test_dropping_all_gradients_frees_their_memory_and_writes_nothing():
 def test_gaps_between_parameters_are_cleared_and_nothing_else():
     bucket = FlatParameters([torch.zeros(5), torch.zeros(64), torch.zeros(3)], world_size=3)
     values = torch.ones(bucket.size)
-    places = bucket.cleared(values)
+    places = bucket.zero_gaps(values)
     assert [place.sum().item() for place in places] == [5.0, 64.0, 3.0]
     assert all(place.data_ptr() == bucket.view(values, index).data_ptr() for index, place in enumerate(places))
     assert values.sum().item() == 72.0

@@ -241,7 +241,7 @@ def _stored(update: Update, wanted: Mapping[torch.Tensor, Any]) -> dict[torch.Te
         for bucket in masters.buckets:
             if wanted.keys().isdisjoint(bucket.params):
                 continue
-            for piece, values in zip(bucket.pieces, bucket.pieces_of(bucket.joined()), strict=True):
+            for piece, values in zip(bucket.pieces, bucket.pieces_of(bucket.masters()), strict=True):
                 stride = _stride(piece.param.numel())
                 own = values[-piece.start % stride :: stride].clone()
                 pieces.setdefault(piece.param, []).append((piece.start, own))

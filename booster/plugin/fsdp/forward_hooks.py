@@ -184,7 +184,7 @@ class FreeGathered:
 
     def __init__(self, model: FSDPModule, unsharded: UnshardedParams | None) -> None:
         (self._state,) = fsdp_states([model])
-        self._record = None if unsharded is None else torch.compiler.disable(unsharded.note)
+        self._record = None if unsharded is None else torch.compiler.disable(unsharded.snapshot)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if is_in_forward(self._state):  # it raised: the hook of fully_shard did not run

@@ -150,11 +150,11 @@ def shard_module(
 
         def write_back(module: nn.Module, *_: Any, unsharded: UnshardedParams = unsharded) -> None:
             with outside_inference():  # in inference mode the shard of a weight cannot be read
-                unsharded.take_over(module)
+                unsharded.write_back_all(module)
 
-        take_over = torch.compiler.disable(write_back)
-        model.register_forward_pre_hook(take_over, prepend=True)  # before fully_shard's own, which gathers
-        model.register_state_dict_pre_hook(take_over)
+        write_back_all = torch.compiler.disable(write_back)
+        model.register_forward_pre_hook(write_back_all, prepend=True)  # before fully_shard's own, which gathers
+        model.register_state_dict_pre_hook(write_back_all)
     shown = show_computed_dtypes(model, groups, policy.param)
     model.register_forward_hook(FreeGathered(cast(FSDPModule, model), unsharded), always_call=True)
     return shown

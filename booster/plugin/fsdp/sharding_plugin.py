@@ -110,7 +110,7 @@ class ShardingPlugin(Plugin):
     def _change_dtypes(self, placed: nn.Module, after: DtypePolicy) -> nn.Module:
         """Give the shards of `placed` the dtypes of `after`, as `place_again` does."""
         model = bare(placed)
-        self._unsharded.take_over(model)
+        self._unsharded.write_back_all(model)
         blocks = block_names(model, self._wrap_policy)
         self._placed[model] = change_dtypes(
             placed, after, self._placed[model], blocks=blocks, reduce_dtype=self._reduce_dtype

@@ -135,7 +135,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             reducer = BucketReducer(layout, fp8=self._fp8 is not None, finds_unused=finds_unused)
             placed.lay_out(layout, reducer if self._keeps_slices else None)
         if self._overlaps:
-            self._waiting[placed] = AllGatherHook(layout.pending_all_gathers).listen(bare(placed))
+            self._waiting[placed] = AllGatherHook(layout.pending_all_gathers).register(bare(placed))
         self._layouts[placed] = layout
         if placed not in self._sync_trackers:
             self._sync_trackers[placed] = GradSyncTracker(placed)

@@ -46,7 +46,7 @@ class SliceReducer(GradientReducer):
         values = torch.empty(bucket.size, dtype=self._dtype or bucket.dtype, device=bucket.device)
         # Divided before the sum, as DistributedDataParallel does: the sum of halves could overflow.
         ratio = 1.0 / world_size
-        for position, (param, place) in enumerate(zip(params, bucket.cleared(values), strict=True)):
+        for position, (param, place) in enumerate(zip(params, bucket.zero_gaps(values), strict=True)):
             if not self._put(bucket, position, param, place, ratio):
                 place.zero_()
         own = bucket.slice_of(values, self._layout.rank)
@@ -55,7 +55,7 @@ class SliceReducer(GradientReducer):
             length = len(own)  # not `own` itself, of which all that is sent would live on
             exchanged = (FP8Sum if self._fp8 else ExchangedSum)(values, sizes, group)
             return lambda: exchanged.wait()[:length].to(bucket.dtype)
-        if bucket.even:
+        if bucket.by_elements:
             own = torch.empty(bucket.size // world_size, dtype=values.dtype, device=values.device)
             works = [_reduce_scatter(own, values, group=group, async_op=True)]
         else:
@@ -66,7 +66,7 @@ class SliceReducer(GradientReducer):
             for work in works:
                 work.wait()
             works.clear()
-            return own.to(bucket.dtype, copy=not bucket.even)  # a copy: `own` is a view of the whole bucket
+            return own.to(bucket.dtype, copy=not bucket.by_elements)  # a copy: `own` is a view of the whole bucket
 
         return wait
 

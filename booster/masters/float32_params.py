@@ -14,7 +14,7 @@ from booster.update.application import lay_states
 _contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 
 
-def lots(params: Iterable[torch.Tensor], size: int) -> list[tuple[list[torch.Tensor], bool]]:
+def step_batches(params: Iterable[torch.Tensor], size: int) -> list[tuple[list[torch.Tensor], bool]]:
     """Divide those of `params` that have a gradient into lots of at most `size` elements, to be stepped one by one.
 
     Also says of each lot whether a fused kernel may step it: it walks raw memory, and overwrites what lies in the gaps of a
