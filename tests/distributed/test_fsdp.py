@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -95,13 +96,8 @@ def data(step, rank=0, world_size=1):
     return tokens.chunk(world_size)[rank], ((3 * tokens + 1) % VOCABULARY).chunk(world_size)[rank]
 
 
-def whole(tensor):
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float().clone()
-
-
 def flat(model):
-    return torch.cat([whole(param).flatten() for param in model.parameters()])
+    return torch.cat([whole(param).float().flatten() for param in model.parameters()])
 
 
 def adamw(params):
@@ -141,22 +137,6 @@ def train(rank, world_size, precision, clip=None, options=None, model_options=No
 
 
 # ---- equal to one process ----
-
-
-@pytest.mark.parametrize("precision", list(PRECISIONS))
-def test_training_equals_one_process_on_the_whole_batch(ranks2, precision):
-    losses, norms, _, scale = train(0, 1, precision, 0.5)
-    assert losses[-1] < losses[0] - 0.3
-    assert (norms > 0.5).any(), "nothing was clipped"
-    results = ranks2(train, precision, 0.5)
-    for other_losses, other_norms, other_params, other_scale in results:
-        assert (other_losses - losses).abs().max() <= tolerance(precision)
-        assert other_norms.tolist() == pytest.approx(norms.tolist(), rel=20 * tolerance(precision))
-        assert other_scale == scale
-        assert torch.equal(other_params, results[0][2])
-        # AdamW turns rounding into steps where a gradient is zero but for rounding, so parameters are compared below.
-    if precision == "fp16":
-        assert scale > SCALE
 
 
 def sgd(params):
@@ -542,51 +522,6 @@ def test_a_hook_on_a_part_is_called_where_torch_calls_it_and_refused_where_it_ne
 
 
 # ---- overflow ----
-
-
-FUSED = {
-    "AdamW": functools.partial(torch.optim.AdamW, lr=3e-3),
-    "Adam": functools.partial(torch.optim.Adam, lr=3e-3),
-    "SGD": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-    "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.02),
-}
-
-
-def mine(model):
-    """What this rank holds."""
-    local = [param.to_local() if isinstance(param, DTensor) else param for param in model.parameters()]
-    return torch.cat([param.detach().float().flatten() for param in local])
-
-
-def overflow(rank, world_size, precision, name, bad_steps):
-    booster, model, optimizer = boost(world_size, precision, make=FUSED[name], skip_nonfinite=True)
-    trace = []
-    for step in range(6):
-        x, y = data(step, rank, world_size)
-        booster.backward(loss_of(model(x), y), optimizer)
-        if step in bad_steps and rank == world_size - 1:
-            grad = model.blocks[1].up.weight.grad
-            (grad.to_local() if isinstance(grad, DTensor) else grad)[0, 0] = float("inf")
-        before = mine(model)
-        result = optimizer.step()
-        optimizer.zero_grad()
-        trace.append((result.applied, optimizer.loss_scale, not torch.equal(mine(model), before)))
-    return trace, flat(model)
-
-
-@pytest.mark.crossed
-@pytest.mark.parametrize("name", list(FUSED))
-@pytest.mark.parametrize("precision", ["fp16", "fp16_naive", "bf16_naive"])
-def test_an_inf_in_one_ranks_shard_makes_all_skip_from_the_first_step_on(ranks2, precision, name):
-    trace, params = overflow(0, 1, precision, name, (0, 3))
-    (first, first_params), (second, second_params) = ranks2(overflow, precision, name, (0, 3))
-    assert first == second == trace
-    assert [applied for applied, *_ in first] == [False, True, True, False, True, True]
-    assert [moved for *_, moved in first] == [False, True, True, False, True, True]
-    assert [scale for _, scale, _ in first][-1] == (1.0 if precision == "bf16_naive" else SCALE / 4)
-    assert torch.equal(first_params, second_params)
-    assert first_params.isfinite().all()
-    assert (first_params - params).abs().mean() <= 5e-3
 
 
 # ---- synchronisation ----

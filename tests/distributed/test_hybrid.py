@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from matrix import BATCH, DIM, LENGTH, TP_PLAN, VOCABULARY, Transformer, loss_of
+from runs import whole
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -38,13 +39,8 @@ def batch(step, booster):
     return tokens[:, :-1], (tokens[:, :-1] * 3 + 1) % VOCABULARY
 
 
-def whole(tensor):
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).float().clone()
-
-
 def weights(model):
-    return {name: whole(param) for name, param in model.named_parameters()}
+    return {name: whole(param).float() for name, param in model.named_parameters()}
 
 
 def steps(booster, model, optimizer, criterion, first, last):
@@ -152,7 +148,7 @@ def loaded_whole(rank, world_size, state):
     booster, model, made, criterion = built(rank, world_size)
     made.load_state_dict(state)
     states = made.state_dict()["state"]
-    return [whole(entry["exp_avg"]) for entry in states.values()]
+    return [whole(entry["exp_avg"]).float() for entry in states.values()]
 
 
 def test_the_state_of_one_process_loads_into_shards(run_on_ranks):

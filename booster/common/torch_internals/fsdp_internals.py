@@ -168,7 +168,7 @@ def _outside_modes(hook: Callable[..., Any], watch: Any) -> Callable[..., Any]:
         with without_function_modes(), outside_inference():
             # As `versions_of_wholes`, but that every forward pass of every group comes here.
             if watch is not None and (watch.always or list(map(_VERSION_OF_WHOLE, watch.params)) != watch.versions):
-                watch.look()
+                watch.compare()
             return hook(*args, **kwargs)
 
     return torch.compiler.disable(run)  # as the hook itself is

@@ -206,7 +206,7 @@ class ReducedModule(BucketedModule, PlacedModule):
         # The engine calls these hooks first, before any gradient: a rank that reaches no parameter must take part, too.
         for output in tensors(outputs):
             if output.requires_grad:
-                output.register_hook(self.reducer.begin)
+                output.register_hook(self.reducer.start_pass)
         return outputs
 
     @contextmanager

@@ -58,7 +58,7 @@ class _Sent(NamedTuple):
 
 @dataclass(eq=False)
 class _Subscription:
-    """Someone who uses gradients within backward, as soon as they are complete; see `GradientReducer.register_grad_hooks`."""
+    """A use of gradients within backward, as soon as they are complete; see `GradientReducer.register_grad_hooks`."""
 
     reducer: GradientReducer
     params: frozenset[torch.Tensor]
@@ -83,7 +83,7 @@ class GradientReducer(ABC):
     Attributes:
         synchronises: whether backward passes average.
         left: passes that did not average have left gradients.
-        subscriptions: who uses gradients within backward.
+        subscriptions: uses of gradients within backward.
         agrees_at_once: ranks agree with each bucket which parameters were reached, also without `subscriptions`.
         keeps_apart: gradients of a pass are in `.grad`, where they can be stashed.
     """
@@ -102,18 +102,15 @@ class GradientReducer(ABC):
         self._params: list[Sequence[torch.Tensor]] = []  # of each bucket
         self._members: list[list[int]] = []  # the same by their place in `_all`
         self._handles: list[Any] = []
-        self._listen()
+        self._register_hooks()
 
-    def _listen(self) -> None:
-        """Register hooks on the parameters."""
-        this = weakref.ref(
-            self
-        )  # a hook of a parameter keeps what it refers to, and the garbage collector does not see that
+    def _register_hooks(self) -> None:
+        # A weak reference: hooks keep what they refer to as long as the parameter lives, unseen by the garbage collector.
+        this = weakref.ref(self)
         for index, param in enumerate(self._all):
             self._handles.append(param.register_post_accumulate_grad_hook(partial(_on_gradient, this, index)))
 
-    def leave(self) -> None:
-        """Remove the hooks on the parameters."""
+    def remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
 
@@ -137,7 +134,7 @@ class GradientReducer(ABC):
         self.subscriptions.append(subscription)
         return subscription
 
-    def begin(self, *_: Any) -> None:
+    def start_pass(self, *_: Any) -> None:
         """Start the averaging of the backward pass that the engine is in, unless it has started."""
         if self._task is None and self.synchronises:
             self._task = graph_task()
@@ -215,7 +212,7 @@ class GradientReducer(ABC):
         self._sent: deque[_Sent] = deque()
         self._waiting: list[tuple[int, torch.Tensor]] = []  # until ranks agreed which were reached
 
-    def _note(self, index: int, place: int) -> None:
+    def _mark_complete(self, index: int, place: int) -> None:
         if not self._came[place]:
             self._came[place] = True
             self._missing[index] -= 1
@@ -225,7 +222,7 @@ class GradientReducer(ABC):
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._send(self._next)
 
-    def _take(self, index: int, place: int, param: torch.Tensor) -> None:
+    def _use_gradient(self, index: int, place: int, param: torch.Tensor) -> None:
         if self.has_gradient_here(param):
             self._reached[place] = True
             self.fill(index, param)
@@ -238,7 +235,7 @@ class GradientReducer(ABC):
         if self._missing[index]:
             for place, param in zip(members, params, strict=True):
                 if not self._came[place]:  # not reached, but earlier passes may have left a gradient
-                    self._take(index, place, param)
+                    self._use_gradient(index, place, param)
         wait, reached = self.send(index, params), None
         if self.agrees_at_once or self.subscriptions:
             here = bytearray(self._reached[place] for place in members)
@@ -254,9 +251,9 @@ class GradientReducer(ABC):
             if reached is None:
                 self._waiting.append((index, reduced))
             else:
-                self._arrive(index, reduced, reached())
+                self._store(index, reduced, reached())
 
-    def _arrive(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
+    def _store(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
         if not any(reached):  # on no rank: such parameters keep .grad None, as in one process
             return
         if not self.subscriptions:
@@ -289,7 +286,7 @@ class GradientReducer(ABC):
         if agreed is not None:
             anywhere = agreed()
             for index, reduced in self._waiting:
-                self._arrive(index, reduced, [anywhere[place] for place in self._members[index]])
+                self._store(index, reduced, [anywhere[place] for place in self._members[index]])
         self._waiting.clear()
         self.left = False
         self._task = None
@@ -305,7 +302,7 @@ def _on_gradient(this: weakref.ref[GradientReducer], place: int, param: torch.Te
     # In a mode that a precision keeps on in backward every look at a tensor would be a call of it.
     with without_function_modes():
         if reducer._task is None:
-            reducer.begin()
+            reducer.start_pass()
         index = reducer._bucket[place]
         if index < reducer._next:
             raise RuntimeError(
@@ -313,7 +310,7 @@ def _on_gradient(this: weakref.ref[GradientReducer], place: int, param: torch.Te
                 "averaged, as reentrant activation checkpointing of a shared module does; use "
                 "checkpoint(..., use_reentrant=False), or stage=1"
             )
-        reducer._take(index, place, param)
-        reducer._note(index, place)
+        reducer._use_gradient(index, place, param)
+        reducer._mark_complete(index, place)
         if not reducer._missing[index]:
             reducer._send_full()

@@ -168,7 +168,7 @@ class TorchDDPPlugin(Plugin):
             placed = self._wrapper(module, device_ids=index, process_group=self.group, **self._ddp_options)
         if _BUFFERS not in self._ddp_options and not all(map(is_sendable, module.buffers())):
             placed.register_forward_pre_hook(_send_buffers)
-        self._hook(placed, device)
+        self._register_comm_hook(placed, device)
         self._sync_trackers[placed] = GradSyncTracker(placed)
         return placed
 
@@ -181,7 +181,7 @@ class TorchDDPPlugin(Plugin):
         carried = self.carried(placed)  # error feedback survives a change of precision
         reducer = self._reducers.pop(placed, None)
         if reducer is not None:
-            reducer.leave()
+            reducer.remove_hooks()
         if isinstance(placed, DistributedDataParallel):
             leave_gradients_alone(placed)  # its hooks would go on averaging the parameters
         for known in (self._sync_trackers, self._averages):
@@ -218,7 +218,7 @@ class TorchDDPPlugin(Plugin):
         """The ranks with equal weights; None under a hook of the user, after which gradients may differ, as in local SGD."""
         return self._ranks if self._comm_hook is None else None
 
-    def _hook(self, placed: DistributedDataParallel, device: torch.device) -> None:
+    def _register_comm_hook(self, placed: DistributedDataParallel, device: torch.device) -> None:
         """Register the hook by which gradients of `placed` are averaged, if torch's own way is not used."""
         if self._comm_hook is not None:
             state, hook = self._comm_hook

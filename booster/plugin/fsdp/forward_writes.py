@@ -25,7 +25,7 @@ from booster.common.torch_internals.tensor_internals import storage_key
 from booster.model.dtensors import is_dtensor, local_shard
 from booster.shards.fully_sharded import compared, write_back
 
-_LOOKS = 4  # first passes of training in which all bits are compared, as writes through `.data` leave no other trace
+_COMPARED = 4  # first passes of training in which all bits are compared, as writes through `.data` leave no other trace
 _SUM = 2**62 - 1
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _FOUND, _LATE, _LOW, _DROPPED = 1, 2, 3, 4
@@ -46,7 +46,7 @@ _APART = (
 
 
 class WatchedGroup:
-    """Gathered parameters of `modules` that are freed together; `torch_internals` calls `look` before torch frees them."""
+    """Gathered parameters of `modules` that are freed together; `torch_internals` calls `compare` before torch frees them."""
 
     def __init__(self, owner: ForwardWrites, modules: Sequence[nn.Module]) -> None:
         self._owner: ForwardWrites = weakref.proxy(owner)  # the owner holds this
@@ -65,9 +65,9 @@ class WatchedGroup:
         for hook in self._hooks:
             hook.remove()
 
-    def look(self) -> None:
+    def compare(self) -> None:
         """A module of theirs has computed, and what it gathered is about to be freed."""
-        self._owner.look(self)
+        self._owner.compare(self)
 
 
 class ForwardWrites:
@@ -83,51 +83,51 @@ class ForwardWrites:
         self._model = weakref.ref(model)
         self._ranks = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
         self._device = device
-        self._watches: list[WatchedGroup] = []
-        self._left, self._late = _LOOKS, False
+        self._groups: list[WatchedGroup] = []
+        self._passes_left, self._late = _COMPARED, False
         self._known: set[Any] = set()
         self._untraced: set[Any] = set()  # those that were written to through `.data`, without a version
         self._places: dict[Any, list[tuple[Any, int]]] = {}
         # In this pass: one of the numbers above or 0, and the sum of all bits.
         self._seen: dict[Any, tuple[int, int]] = {}
 
-    def watch(self, modules: Sequence[nn.Module]) -> WatchedGroup:
+    def add_group(self, modules: Sequence[nn.Module]) -> WatchedGroup:
         """Watch `modules`, to which `fully_shard` was just applied together; the last call is for the model itself."""
-        self._watches.append(WatchedGroup(self, modules))
-        self._places.update((param, _places(param)) for param in self._watches[-1].params)
-        return self._watches[-1]
+        self._groups.append(WatchedGroup(self, modules))
+        self._places.update((param, _places(param)) for param in self._groups[-1].params)
+        return self._groups[-1]
 
     def gathered_first(self, params: Sequence[Any]) -> None:
         for param in params:
             self._places[param] += _places(param)[1:]
 
-    def pass_ends(self, number: int) -> None:
+    def before_end(self, number: int) -> None:
         """Before the model's own group is compared: if due, compare all bits until the next pass of training ends."""
-        if number > _LOOKS:
-            self._left = max(self._left, 2)
-            for watch in self._watches:
-                watch.always = True
+        if number > _COMPARED:
+            self._passes_left = max(self._passes_left, 2)
+            for group in self._groups:
+                group.always = True
 
     @torch.no_grad()
-    def look(self, watch: WatchedGroup) -> None:
-        versions, last = versions_of_wholes(watch.params), self._watches[-1]
-        if not watch.versions:
-            watch.versions = versions
-        for param, now, before in zip(watch.params, versions, watch.versions, strict=True):
-            if self._left or now != before or param in self._untraced:
+    def compare(self, group: WatchedGroup) -> None:
+        versions, last = versions_of_wholes(group.params), self._groups[-1]
+        if not group.versions:
+            group.versions = versions
+        for param, now, before in zip(group.params, versions, group.versions, strict=True):
+            if self._passes_left or now != before or param in self._untraced:
                 gather_here_again(param)
-                shard, piece, same = compared(param, gather_of(watch.groups[param]))
-                if self._left or param not in self._known:
+                shard, piece, same = compared(param, gather_of(group.groups[param]))
+                if self._passes_left or param not in self._known:
                     last.always = True
-                    if self._note(param, now != before, shard.dtype != piece.dtype, bool(same.all())):
+                    if self._record(param, now != before, shard.dtype != piece.dtype, bool(same.all())):
                         continue
                 write_back(shard, piece, same)
-        watch.versions = versions_of_wholes(watch.params)
-        watch.always = self._left > 0 or not self._untraced.isdisjoint(watch.params)
-        if watch is last:
+        group.versions = versions_of_wholes(group.params)
+        group.always = self._passes_left > 0 or not self._untraced.isdisjoint(group.params)
+        if group is last:
             self._end()
 
-    def _note(self, param: Any, traced: bool, rounded: bool, same: bool) -> bool:
+    def _record(self, param: Any, traced: bool, rounded: bool, same: bool) -> bool:
         what = 0
         if not same:
             what = _FOUND
@@ -149,7 +149,7 @@ class ForwardWrites:
         """The pass ends: exchange what this rank found, in a collective, if anything was compared."""
         if not self._seen:
             return
-        params = [param for watch in self._watches for param in watch.params]
+        params = [param for group in self._groups for param in group.params]
         found, bits = zip(*(self._seen.get(param, (0, 0)) for param in params), strict=True)
         # The maximum of a sum and of its negative: ranks agree if both are one number.
         sums = torch.tensor([*found, *bits, *(-each for each in bits)], dtype=torch.int64, device=self._device)
@@ -157,11 +157,11 @@ class ForwardWrites:
             dist.all_reduce(sums, dist.ReduceOp.MAX, group=ranks)
         anywhere = sums.view(3, -1).tolist()
         self._seen.clear()
-        if self._left and self._model().training:  # type: ignore[union-attr]
-            self._left -= 1
-            self._late = not self._left
-        for watch in self._watches:
-            watch.always = self._left > 0 or not self._untraced.isdisjoint(watch.params)
+        if self._passes_left and self._model().training:  # type: ignore[union-attr]
+            self._passes_left -= 1
+            self._late = not self._passes_left
+        for group in self._groups:
+            group.always = self._passes_left > 0 or not self._untraced.isdisjoint(group.params)
         for what, reason in _REFUSED.items():
             if names := [name_of(param) for param, each in zip(params, anywhere[0], strict=True) if each == what]:
                 raise RuntimeError(reason.format(names=listed(names, 5)))
@@ -178,12 +178,12 @@ class RefuseReplaced:
         self._places = {
             name: [(param, storage_key(param))] for name, param in model.named_parameters() if is_dtensor(param)
         }
-        self._left = _LOOKS
+        self._passes_left = _COMPARED
         self._hook = model.register_forward_hook(torch.compiler.disable(self))
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._left -= module.training
-        if not self._left:
+        self._passes_left -= module.training
+        if not self._passes_left:
             self._hook.remove()
         names = []
         for name, before in self._places.items():

@@ -20,7 +20,7 @@ def follow_policy(model: nn.Module, policy: DtypePolicy) -> None:
     for hook in model._load_state_dict_pre_hooks.values():
         inner = getattr(hook, "hook", hook)
         if isinstance(inner, ShardLoaded):
-            inner.follow(policy)
+            inner.set_policy(policy)
 
 
 class ShardLoaded:
@@ -32,9 +32,9 @@ class ShardLoaded:
     """
 
     def __init__(self, policy: DtypePolicy) -> None:
-        self.follow(policy)
+        self.set_policy(policy)
 
-    def follow(self, policy: DtypePolicy) -> None:
+    def set_policy(self, policy: DtypePolicy) -> None:
         self._half = policy.param if policy.param in HALF_DTYPES and policy.store is None else None
         self._pinned = policy.keep_fp32
 

@@ -129,10 +129,10 @@ def shard_module(
             shard_placement_fn=shard_placement,
         )
         unused.after_sharding(group.modules, counted)
-        watch = written.watch(group.modules)
+        watched = written.add_group(group.modules)
         let_go(group.modules)
         for child in group.modules:
-            run_hooks_outside_modes(child, watch)
+            run_hooks_outside_modes(child, watched)
             if weakly and not group.pinned and child is not model:
                 # fully_shard hands on inputs as new tensors, which are not weak any more.
                 child.register_forward_pre_hook(cast_weak_inputs(policy.param), with_kwargs=True, prepend=True)  # type: ignore[arg-type]

@@ -24,7 +24,9 @@ from booster.common.torch_internals.fsdp_internals import (
 from booster.plugin.fsdp.forward_writes import ForwardWrites
 from booster.tensors.trees import tensors
 
-_LOOKS = 4  # forward passes in which ranks compare the order in which they gather, and a GPU is asked what they reduce
+_COMPARED = (
+    4  # forward passes in which ranks compare the order in which they gather, and a GPU is asked what they reduce
+)
 
 
 class _Group:
@@ -62,22 +64,22 @@ class _Group:
 
     def before_gather(self, module: nn.Module, args: Any) -> None:
         if self.own is not None and graph_task() == -1:  # what is computed again within backward is gathered
-            self._owner.look(self)
+            self._owner.compare_gathers(self)
 
     def before_backward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Before torch's own hook, which has the outputs gather in backward."""
         if self.own is not None and torch.is_grad_enabled() and graph_task() == -1:
             left = [None]  # torch gathers for the first of the outputs
 
-            def look(grad: torch.Tensor) -> None:
+            def compare(grad: torch.Tensor) -> None:
                 if left:
                     left.clear()
-                    self._owner.look(self)
+                    self._owner.compare_gathers(self)
 
             with without_function_modes():
                 for tensor in tensors(output):
                     if tensor.grad_fn is not None:
-                        tensor.register_hook(look)
+                        tensor.register_hook(compare)
 
 
 class UnusedParameters:
@@ -99,8 +101,8 @@ class UnusedParameters:
         self._groups: list[weakref.ref[_Group]] = []  # hooks of their modules hold them, and they hold this
         self._num_params = 0
         self._under_way = False
-        self._looks = _LOOKS if self._ranks else 0
-        self._looking: list[Any] = []  # hooks
+        self._passes_left = _COMPARED if self._ranks else 0
+        self._compare_hooks: list[Any] = []  # hooks
 
     def before_sharding(self, modules: Sequence[nn.Module]) -> _Group:
         """Register what runs before the output hooks of `fully_shard`, which will be applied to `modules` together.
@@ -110,9 +112,9 @@ class UnusedParameters:
         names = [repr(self._names[module]) if self._names[module] else "the model" for module in modules]
         group = _Group(self, len(self._groups), listed(names, 3))
         for module in modules:
-            if self._looks:
+            if self._passes_left:
                 hook = torch.compiler.disable(group.before_backward)
-                self._looking.append(module.register_forward_hook(hook))
+                self._compare_hooks.append(module.register_forward_hook(hook))
             if module is self._model():
                 module.register_forward_hook(torch.compiler.disable(self._after_forward))
         return group
@@ -127,20 +129,20 @@ class UnusedParameters:
             if own:
                 hook = torch.compiler.disable(group.before_forward)
                 module.register_forward_pre_hook(hook, with_kwargs=True)
-                if self._looks:
+                if self._passes_left:
                     hook = torch.compiler.disable(group.before_gather)
-                    self._looking.append(module.register_forward_pre_hook(hook, prepend=True))
+                    self._compare_hooks.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._under_way = False  # if a backward pass raised
         self._passes += 1
         if self._passes & (self._passes - 1) == 0:  # a power of two
-            self._written.pass_ends(self._passes)
-        if self._looks:
-            self.look(None)
-            self._looks -= 1
-            if not self._looks:
-                for hook in self._looking:
+            self._written.before_end(self._passes)
+        if self._passes_left:
+            self.compare_gathers(None)
+            self._passes_left -= 1
+            if not self._passes_left:
+                for hook in self._compare_hooks:
                     hook.remove()
         if torch.is_grad_enabled():
             with without_function_modes():
@@ -168,7 +170,7 @@ class UnusedParameters:
     def _alive(self) -> list[_Group]:
         return [group for reference in self._groups if (group := reference()) is not None]
 
-    def look(self, group: _Group | None) -> None:
+    def compare_gathers(self, group: _Group | None) -> None:
         """Compare among ranks which group is gathered next; None: the forward pass ends."""
         count = len(self._groups)
         here = bytearray(count) + bytearray([1]) * count
@@ -210,7 +212,7 @@ class UnusedParameters:
             flags = torch.frombuffer(here, dtype=torch.uint8).to(self._device)
             for ranks in self._ranks:
                 dist.all_reduce(flags, dist.ReduceOp.MAX, group=ranks)
-            if lacking or self._looks or self._device.type == "cpu":
+            if lacking or self._passes_left or self._device.type == "cpu":
                 anywhere = flags.tolist()
                 if sum(anywhere[: 2 * count]) > count:
                     self._refuse(anywhere)

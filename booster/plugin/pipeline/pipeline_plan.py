@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from booster.model.modules import bare
 from booster.plugin.pipeline.meta_model import MetaModel, Prepare, replace_parameter
 from booster.plugin.pipeline.schedule_runner import check_style, stage_ranks
-from booster.plugin.pipeline.split import find_split, holders, owners, qualified
+from booster.plugin.pipeline.split import Split, find_split, holders, owners, qualified
 from booster.plugin.pipeline.stage import Stage, StageForward
 
 
@@ -29,24 +29,14 @@ class PipelinePlan:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        pp_size: int,
-        style: str,
-        num_model_chunks: int,
-        split_points: Sequence[str] | None,
-        device: torch.device | None,
-        prepare: Prepare | None,
+        self, model: nn.Module, split: Split, meta_model: MetaModel, *, style: str, pp_size: int, ranks: tuple[int, ...]
     ) -> None:
         self.model = model
-        self.style = style
-        self.pp_size = pp_size
-        self.ranks = stage_ranks(style, pp_size, num_model_chunks)
-        self.split = find_split(model, len(self.ranks), split_points)
-        self.owners = owners(model, self.split)
-        self.holders = holders(model, self.split)
-        self.meta_model = MetaModel(model, self.split, device=device, prepare=prepare)
+        self.split = split
+        self.meta_model = meta_model
+        self.style, self.pp_size, self.ranks = style, pp_size, ranks
+        self.owners = owners(model, split)
+        self.holders = holders(model, split)
         self.stages: list[Stage] = []
         self.rank = -1
 
@@ -151,15 +141,10 @@ def plan_pipeline(
             f"the {type(bare(model)).__name__} is compiled as a whole, and a graph cannot be cut into pipeline stages; compile "
             "its blocks instead: for block in model.blocks: block.compile()"
         )
-    return PipelinePlan(
-        model,
-        pp_size=pp_size,
-        style=style,
-        num_model_chunks=check_style(style, pp_size, num_model_chunks),
-        split_points=split_points,
-        device=device,
-        prepare=prepare,
-    )
+    ranks = stage_ranks(style, pp_size, check_style(style, pp_size, num_model_chunks))
+    split = find_split(model, len(ranks), split_points)
+    meta_model = MetaModel(model, split, device=device, prepare=prepare)
+    return PipelinePlan(model, split, meta_model, style=style, pp_size=pp_size, ranks=ranks)
 
 
 def _call_by_pipeline(*args: Any, **kwargs: Any) -> Any:

@@ -97,12 +97,8 @@ class ScheduleRunner:
     ) -> None:
         self._backward = backward
         self._numbers = torch.arange(num_micro_batches, dtype=torch.int64)
-        num_stages = len(io.boundaries) + 1
         self._has_first = stages[0].index == 0
-        chunks = []
-        for stage in stages:
-            inputs, outputs = (_declared(io, number, boundary) for number in (stage.index - 1, stage.index))
-            chunks.append(_ScheduledStage(stage, num_stages, device, inputs, outputs, group, loss_of))
+        chunks = [_ScheduledStage(stage, io, device, boundary, group, loss_of) for stage in stages]
         options = {"n_microbatches": num_micro_batches, "loss_fn": lambda output, target: output, "scale_grads": False}
         self._new = list(chunks)  # that never ran
         self._schedule = STYLES[style](chunks if style in ("interleaved", "zbv") else chunks[0], **options)
@@ -128,17 +124,17 @@ class _ScheduledStage(PipelineStage):
     def __init__(
         self,
         stage: Stage,
-        num_stages: int,
+        io: StageIO,
         device: torch.device,
-        inputs: tuple[torch.Tensor, ...],
-        outputs: tuple[torch.Tensor, ...],
+        boundary: Callable[[Shape], Shape] | None,
         group: dist.ProcessGroup | None,
         loss_of: Callable[[Any, Any], torch.Tensor],
     ) -> None:
+        inputs, outputs = (_declared(io, number, boundary) for number in (stage.index - 1, stage.index))
         super().__init__(
             stage.module,
             stage.index,
-            num_stages,
+            len(io.boundaries) + 1,
             device,
             input_args=inputs,
             output_args=outputs,

@@ -18,7 +18,14 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import StridedShard
 from booster.plugin.tensor_parallel import boundary
-from booster.plugin.tensor_parallel.local_style import LocalStyle, SharedInputGrad, local_with_gradient, own_dtensors
+from booster.plugin.tensor_parallel.local_style import (
+    Args,
+    Kwargs,
+    LocalStyle,
+    SharedInputGrad,
+    local_with_gradient,
+    own_dtensors,
+)
 from booster.ranks.messages import communication_device
 from booster.tensors.trees import HALF_DTYPES
 
@@ -84,9 +91,7 @@ class Colwise(LocalStyle):
         if is_conv1d(module):
             module.nf //= tp_size  # by which it shapes its output
 
-    def enter(
-        self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(self, module: nn.Module, mesh: DeviceMesh, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         x, *rest = args
         if self.sequence_dim is not None:
             x = boundary.gather(x, mesh, self.sequence_dim, sum_gradients=True)
@@ -158,9 +163,7 @@ class Rowwise(LocalStyle):
                 "or leave the module out of tp_plan"
             )
 
-    def enter(
-        self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(self, module: nn.Module, mesh: DeviceMesh, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         x, *rest = args
         return (boundary.split(x, mesh, -1) if self.split_input else x, *rest), kwargs
 

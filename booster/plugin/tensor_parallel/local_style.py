@@ -15,6 +15,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from booster.plugin.tensor_parallel import boundary
 from booster.tensors.weak import ForwardProxy
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 
 class LocalStyle(ParallelStyle):
     """How one module is sharded over the ranks of a tensor-parallel group.
@@ -34,9 +37,7 @@ class LocalStyle(ParallelStyle):
     def localise(self, module: nn.Module, tp_size: int) -> None:
         """Change other attributes of `module` to those of one shard of `tp_size`, such as its number of heads."""
 
-    def enter(
-        self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(self, module: nn.Module, mesh: DeviceMesh, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Return what the forward of `module` is called with, on this rank of `mesh`, in place of `args` and `kwargs`."""
         return args, kwargs
 

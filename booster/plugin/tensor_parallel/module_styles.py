@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import StridedShard
 from booster.plugin.tensor_parallel import boundary
-from booster.plugin.tensor_parallel.local_style import LocalStyle, ShardForward, swapped
+from booster.plugin.tensor_parallel.local_style import Args, Kwargs, LocalStyle, ShardForward, swapped
 from booster.tensors.weak import ForwardProxy
 
 
@@ -141,9 +141,7 @@ class Region(LocalStyle):
         for attribute, value in (self.assign or {}).items():
             setattr(module, attribute, value)
 
-    def enter(
-        self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(self, module: nn.Module, mesh: DeviceMesh, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if self.by_heads or self.shared:
             args, kwargs = self._bind(module, mesh, args, kwargs)
         if self.into is None:
@@ -161,9 +159,7 @@ class Region(LocalStyle):
             return (self._move_out(output[0], mesh), *output[1:])
         return self._move_out(output, mesh)
 
-    def _bind(
-        self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _bind(self, module: nn.Module, mesh: DeviceMesh, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         # By the class's forward: that of the instance is ours.
         given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
         for name in self.by_heads:
@@ -254,9 +250,7 @@ class Experts(LocalStyle):
                     "choose another tp_size, or leave the experts out of tp_plan"
                 )
 
-    def enter(
-        self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(self, module: nn.Module, mesh: DeviceMesh, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         def copy(value: Any) -> Any:
             differentiable = isinstance(value, torch.Tensor) and value.is_floating_point()
             return boundary.copy(value, mesh) if differentiable else value

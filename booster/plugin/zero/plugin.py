@@ -133,7 +133,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             options = self._ddp_options
             finds_unused = options["find_unused_parameters"] or options["static_graph"]
             reducer = BucketReducer(layout, fp8=self._fp8 is not None, finds_unused=finds_unused)
-            placed.lay_out(layout, reducer if self._keeps_slices else None)
+            placed.set_layout(layout, reducer if self._keeps_slices else None)
         if self._overlaps:
             self._waiting[placed] = AllGatherHook(layout.pending_all_gathers).register(bare(placed))
         self._layouts[placed] = layout
@@ -189,9 +189,9 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             ranks=self._alike,
         )
 
-    def _hook(self, placed: DistributedDataParallel, device: torch.device) -> None:
+    def _register_comm_hook(self, placed: DistributedDataParallel, device: torch.device) -> None:
         if not self._keeps_slices:  # otherwise `place` gives it slices to fill
-            super()._hook(placed, device)
+            super()._register_comm_hook(placed, device)
 
 
 def check_gathers(policy: DtypePolicy) -> None:

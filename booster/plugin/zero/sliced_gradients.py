@@ -109,7 +109,7 @@ class BucketReducer(SliceReducer):
         self._finds_unused = finds_unused
         self._views: dict[torch.Tensor, torch.Tensor] = {}  # of what came and was not sent yet, flat
 
-    def take(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def send_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Send what `bucket` fills of the layout's buckets; returns at once, and leaves the bucket as it is."""
         buffer = bucket.buffer()
         if buffer.is_sparse:
@@ -123,8 +123,8 @@ class BucketReducer(SliceReducer):
                 place = self._index.get(param)
                 if place is not None:
                     self._views[param] = values
-                    self._take(self._bucket[place], place, param)
-                    self._note(self._bucket[place], place)
+                    self._use_gradient(self._bucket[place], place, param)
+                    self._mark_complete(self._bucket[place], place)
             self._send_full()
         if bucket.is_last():  # buckets of the layout that are not full yet are sent when backward ends
             when_backward_ends(self._wait_for_gradients)
@@ -137,7 +137,7 @@ class BucketReducer(SliceReducer):
         super().abandon()
         self._views.clear()
 
-    def _listen(self) -> None:
+    def _register_hooks(self) -> None:
         pass  # the communication hook says when gradients are there
 
     def has_gradient_here(self, param: torch.Tensor) -> bool:
@@ -167,18 +167,18 @@ class BucketReducer(SliceReducer):
 
 
 class ZeroDDP(BucketedModule, DistributedDataParallel):
-    """`DistributedDataParallel` that waits for weights on their way, and may keep slices of gradients, see `lay_out`.
+    """`DistributedDataParallel` that waits for weights on their way, and may keep slices of gradients, see `set_layout`.
 
     A copy, by `copy` or pickle, is as `DistributedDataParallel` leaves it: gradients whole on every rank.
     """
 
     slices: BucketReducer | None = None
 
-    def lay_out(self, layout: ModuleBuckets, reducer: BucketReducer | None) -> None:
+    def set_layout(self, layout: ModuleBuckets, reducer: BucketReducer | None) -> None:
         """Set the buckets of the trainable parameters. reducer: takes their gradients; None leaves them in `.grad`."""
         self.layout, self.slices = layout, reducer
         if reducer is not None:
-            self.register_comm_hook(None, lambda _, bucket: reducer.take(bucket))
+            self.register_comm_hook(None, lambda _, bucket: reducer.send_bucket(bucket))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.layout is None or graph_task() != -1:  # recomputed inside a backward
