@@ -1,9 +1,9 @@
-"""Where `torch.distributed.checkpoint` writes and reads tensors: safetensors files under a manifest.
+"""Where `torch.distributed.checkpoint` (DCP) writes and reads tensors: safetensors files under a manifest.
 
-Its planners decide which rank writes which part of which tensor, and which parts a rank must read for the layout that it
-has. The storages that it ships do not serve here: the native one describes itself by a pickle; the one for safetensors
-holds a second copy of all that a rank writes, takes one part of a tensor for each file, and reads back no scalars. Neither
-knows hashes, nor syncs the folder.
+Its planners decide which rank writes which shard of which tensor, and which parts of the files a rank must read for the layout
+that it has. Its storages do not serve: the native one describes itself by a pickle; the one for safetensors holds a second copy
+of all that a rank writes, takes one shard of a tensor for each file, and reads back no scalars. Neither knows hashes, nor syncs
+the folder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch.futures import Future
 from booster.checkpoint.folder import sync_folder
 from booster.checkpoint.manifest import SAFETENSORS_DTYPES, CheckpointError, Chunk, File, Manifest, Tensor, dtype_of
 from booster.checkpoint.tensor_file import Entry, entries_of, entry_of, read_box, read_verified, write_tensors
-from booster.checkpoint.tensor_layout import HeldTensor
+from booster.checkpoint.tensor_layout import HeldTensor, can_be_read_into
 from booster.common.untrusted_files import open_regular
 from booster.shards.flat_shard import FlatShard
 
@@ -80,8 +80,11 @@ class ManifestWriter(StorageWriter):
     """Write each rank's tensors to one safetensors file in `staging`, synced; on the coordinator, collect the manifest.
 
     Tensors are hashed and written block by block, from where they are: a rank holds no copy of what it writes.
-    After `torch.distributed.checkpoint.save`, `manifest` is set on the coordinator alone, and not written yet.
-    `other_files`, what this rank has written into `staging` by itself, are collected too.
+
+    Attributes:
+        staging: the folder.
+        manifest: what was written, after `dcp.save`, on the coordinator alone; not written yet.
+        other_files: what this rank has written into `staging` by itself, which is collected too.
     """
 
     def __init__(
@@ -117,15 +120,19 @@ class ManifestWriter(StorageWriter):
         return [dataclasses.replace(plan, storage_data=tensor_file(rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part of every tensor that the plan gave it."""
+        """Write this rank's shard of every tensor that the plan gave it."""
         files = dict(self.other_files)
-        entries = {_key(item): item for item in plan.items}
+        entries: dict[str, WriteItem] = {}
+        forms: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for item in plan.items:
+            data: Any = item.tensor_data
+            is_whole = not any(data.chunk.offsets) and data.chunk.sizes == data.size
+            key = item.index.fqn if is_whole else f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
+            entries[key], forms[key] = item, (data.properties.dtype, tuple(data.chunk.sizes))
         if entries:
-            files[plan.storage_data] = write_tensors(
-                self.staging / plan.storage_data,
-                {key: (_dtype(item), tuple(item.tensor_data.chunk.sizes)) for key, item in entries.items()},  # type: ignore[union-attr]
-                lambda key: planner.resolve_data(entries[key]),  # type: ignore[arg-type, return-value]
-            )
+            path = self.staging / plan.storage_data
+            resolve: Any = planner.resolve_data
+            files[plan.storage_data] = write_tensors(path, forms, lambda key: resolve(entries[key]))
         sync_folder(self.staging)
         results = [WriteResult(item.index, 0, _Entry(plan.storage_data, key, files)) for key, item in entries.items()]
         # A rank without tensors still tells which files it wrote.
@@ -161,8 +168,10 @@ class ManifestReader(StorageReader):
     """Read the parts of tensors that a plan asks for from the files of `folder`, as `manifest` describes them.
 
     Every file is compared with its hash by one of the `world_size` ranks, in the same pass in which that rank reads its own
-    part of it. `damage` has what `rank` found wrong; as long as another may have found something, what was read counts for
-    nothing. files: those that are compared; all where that is None.
+    part of it. files: those that are compared; None for all.
+
+    Attributes:
+        damage: what `rank` found wrong. What was read counts for nothing until it is known that no rank has any.
     """
 
     def __init__(
@@ -225,19 +234,13 @@ class ManifestReader(StorageReader):
     def _read_verified(
         self, name: str, items: list[tuple[Chunk, ReadItem]], planner: LoadPlanner
     ) -> list[tuple[Chunk, ReadItem]]:
-        """Compare a file with its hash, reading what is wanted whole into its place; return what is still to be read."""
+        """Compare a file with its hash, reading what is requested whole into its place; return what is still to be read."""
         direct: dict[str, tuple[ReadItem, torch.Tensor]] = {}
         rest = []
         for chunk, item in items:
             target = planner.resolve_tensor(item).detach()
-            in_place = (
-                tuple(target.shape) == chunk.sizes
-                and str(target.dtype) == f"torch.{self.manifest.tensors[item.storage_index.fqn].dtype}"
-                and target.device.type == "cpu"
-                and target.is_contiguous()
-                and chunk.key not in direct
-            )
-            if in_place:
+            dtype = dtype_of(self.manifest.tensors[item.storage_index.fqn])
+            if chunk.key not in direct and can_be_read_into(target, chunk.sizes, dtype):
                 direct[chunk.key] = item, target
             else:
                 rest.append((chunk, item))
@@ -314,13 +317,3 @@ class _Entry:
 def tensor_file(rank: int) -> str:
     """Return the name of the file that `rank` writes tensors to."""
     return f"tensors-{rank:05d}.safetensors"
-
-
-def _key(item: WriteItem) -> str:
-    chunk = item.tensor_data.chunk  # type: ignore[union-attr]
-    at_origin = not any(chunk.offsets) and chunk.sizes == item.tensor_data.size  # type: ignore[union-attr]
-    return item.index.fqn if at_origin else f"{item.index.fqn}@{','.join(map(str, chunk.offsets))}"
-
-
-def _dtype(item: WriteItem) -> torch.dtype:
-    return item.tensor_data.properties.dtype  # type: ignore[union-attr]

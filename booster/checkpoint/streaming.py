@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, cast
 
 import torch
 from torch import nn
@@ -24,14 +24,17 @@ from booster.model.modules import TensorPlace, places_of
 
 _logger = logging.getLogger(__name__)
 
-_WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_HIGH_PRECISION = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How weights are to be stored. linear: those of linear layers that are to be frozen, None for none. wide: all other
-    floating parameters, None for the dtype that the model has. compute: what frozen layers multiply in, None for that of
-    autocast or their input.
+    """How weights are to be stored.
+
+    Attributes:
+        linear: those of linear layers that are to be frozen; None for none.
+        wide: all other floating parameters; None for the dtype that the model has.
+        compute: what frozen layers multiply in; None for that of autocast or their input.
     """
 
     linear: Form | torch.dtype | None
@@ -41,14 +44,33 @@ class Storage:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """One tensor of the model, all its places, where its values come from, and in what it is stored."""
+    """One tensor of the model.
+
+    Attributes:
+        tensor: as the model has it now.
+        places: all of it in the model.
+        entry: where its values come from.
+        stored: in what it is stored.
+        frozen: it becomes the weight of a frozen layer.
+        packed: its entry has the bits of the form already.
+    """
 
     tensor: torch.Tensor
     places: list[TensorPlace]
     entry: Entry
     stored: Form | torch.dtype
     frozen: bool
-    packed: bool = False  # in the file already
+    packed: bool = False
+
+    @property
+    def packs(self) -> bool:
+        """Whether its values are packed as they are read."""
+        return isinstance(self.stored, Form) and not self.packed
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it gets memory next to what the model has; all else is read into what is there, or replaces that."""
+        return self.frozen or self.tensor.is_meta
 
 
 def stream(
@@ -88,16 +110,24 @@ def stream(
     with ExitStack() as stack:
         opened = {file: stack.enter_context(open_regular(file)) for file in files}
         for step in steps:
-            _refuse_what_has_no_code(opened[step.entry.file], step)
+            _refuse_nonfinite(opened[step.entry.file], step)
         steps.sort(key=lambda step: (str(step.entry.file), step.entry.start))
         # All memory first: between weights that stay, what is only needed for a while would leave holes.
-        new = {step: _memory_for(step, device) for step in steps if _is_new(step)}
+        new = {step: _memory_for(step, device) for step in steps if step.is_new}
         for step, memory in new.items():
             _read(opened[step.entry.file], step, memory)
         try:
             for step in steps:
-                if step not in new:
-                    _read_in_place(opened[step.entry.file], step)
+                if step in new:
+                    continue
+                target = step.tensor.detach()
+                if target.dtype != step.stored:
+                    target = torch.empty_like(target, dtype=cast(Any, step.stored))
+                _read(opened[step.entry.file], step, target)
+                if target.dtype == step.tensor.dtype:
+                    mark_written([step.tensor])
+                else:
+                    step.tensor.data = target
         except (CheckpointError, OSError) as error:
             raise half_read(error) from error
     for step in steps:
@@ -126,7 +156,7 @@ def _plan(
         saved = [place for place in places if place.own not in place.holder._non_persistent_buffers_set]
         names = [place.name for place in saved if place.name in entries]
         used |= set(names)
-        first = places[0]
+        first, is_param = places[0], id(tensor) in params
         if not saved:
             if tensor.is_meta:
                 problems.append(
@@ -134,23 +164,26 @@ def _plan(
                     f"{type(first.holder).__name__} that holds it on the CPU, and put it in its place first"
                 )
             continue
-        frozen = id(tensor) in params and storage.linear is not None and _can_freeze(places, kept)
-        if frozen and not names and f"{first.name}_{storage.linear}" in entries:
-            entry = entries[f"{first.name}_{storage.linear}"]
-            fault = _fault_of_packed(tensor, entry, storage.linear)
-            problems += [f"{entry.name} {fault}"] if fault else []
-            used.add(entry.name)
-            steps.append(_Step(tensor, places, entry, storage.linear, frozen, packed=True))  # type: ignore[arg-type]
+        frozen = is_param and storage.linear is not None and _can_freeze(places, kept)
+        quantized_name = f"{first.name}_{storage.linear}"
+        if frozen and not names and quantized_name in entries:
+            form: Any = storage.linear
+            entry, used = entries[quantized_name], used | {quantized_name}
+            wants = (tensor.shape[0], form.row_bytes(tensor.shape[1])) if isinstance(form, Form) else ()
+            if entry.dtype != torch.uint8 or entry.shape != wants:
+                problems.append(
+                    f"{entry.name} is {entry.dtype} of shape {entry.shape} in the file, and a weight of this layer in {form} "
+                    f"is uint8 of {wants}"
+                )
+            steps.append(_Step(tensor, places, entry, form, frozen, packed=True))
             continue
         if not names:
             problems.append(f"{' and '.join(place.name for place in saved)}: not in the file")
             continue
         entry = entries[names[0]]
-        if frozen and storage.linear is not None:
-            stored: Form | torch.dtype = storage.linear
-        else:
-            stored = storage.wide if id(tensor) in params and storage.wide and _is_wide(tensor.dtype) else tensor.dtype
-        is_param = id(tensor) in params
+        stored: Any = storage.linear if frozen else tensor.dtype
+        if not frozen and is_param and storage.wide and tensor.dtype in _HIGH_PRECISION:
+            stored = storage.wide
         fault = _fault(
             tensor,
             entry,
@@ -181,9 +214,9 @@ def _can_freeze(places: list[TensorPlace], kept: KeptModules) -> bool:
 
 
 def _fault(tensor: torch.Tensor, entry: Entry, stored: Form | torch.dtype, *, any_float: bool, widens: bool) -> str:
-    """What of `entry` does not fit `tensor`, in words; empty where it does.
+    """Return what of `entry` does not fit `tensor`, in words; empty where it does.
 
-    any_float: it was said how to store floating numbers. widens: it keeps the model's dtype, where that loses nothing.
+    any_float: the user said how to store floating numbers. widens: it keeps the model's dtype, where that loses nothing.
     """
     if entry.shape != tuple(tensor.shape):
         return f"has shape {entry.shape} in the file and {tuple(tensor.shape)} in the model"
@@ -191,7 +224,7 @@ def _fault(tensor: torch.Tensor, entry: Entry, stored: Form | torch.dtype, *, an
         return ""
     has, wants = (str(dtype).removeprefix("torch.") for dtype in (entry.dtype, tensor.dtype))
     differ = f"is {has} in the file and {wants} in the model"
-    if not (_is_wide(entry.dtype) and _is_wide(tensor.dtype)):
+    if not (entry.dtype in _HIGH_PRECISION and tensor.dtype in _HIGH_PRECISION):
         return differ
     if any_float or (widens and torch.promote_types(entry.dtype, tensor.dtype) == tensor.dtype):
         return ""
@@ -200,39 +233,38 @@ def _fault(tensor: torch.Tensor, entry: Entry, stored: Form | torch.dtype, *, an
     )
 
 
-def _fault_of_packed(tensor: torch.Tensor, entry: Entry, form: Form | torch.dtype | None) -> str:
-    wants = (tensor.shape[0], form.row_bytes(tensor.shape[1])) if isinstance(form, Form) else ()
-    if entry.dtype == torch.uint8 and entry.shape == wants:
-        return ""
-    return (
-        f"is {entry.dtype} of shape {entry.shape} in the file, and a weight of this layer in {form} is uint8 of {wants}"
-    )
-
-
-def _is_new(step: _Step) -> bool:
-    """Whether a tensor gets memory beside what the model has; all else is read into what is there, or in its place."""
-    return step.frozen or step.tensor.is_meta
+@torch.no_grad()
+def _refuse_nonfinite(opened: IO[bytes], step: _Step) -> None:
+    """Raise CheckpointError where `step` packs weights that are not finite, which the form would refuse midway."""
+    for piece in pieces(opened, step.entry) if step.packs else ():
+        if not bool(piece.float().isfinite().all()):  # a form packs what float32 makes of it
+            raise CheckpointError(
+                f"{step.entry.name}: {step.stored} has no code for inf or NaN, and there is one among these weights; leave "
+                "its layer wide with keep="
+            )
 
 
 def _memory_for(step: _Step, device: torch.device) -> torch.Tensor:
     """Return memory without values that one new tensor is to be read into."""
-    old = step.tensor
+    old, stored = step.tensor, cast(Any, step.stored)
     there = device if old.is_meta else old.device
     if step.frozen:
-        return FrozenLinear.memory(step.places[0].holder, step.stored, there)  # type: ignore[arg-type]
-    return torch.empty_strided(old.shape, old.stride(), dtype=step.stored, device=there)  # type: ignore[arg-type]
+        return FrozenLinear.memory(cast(nn.Linear, step.places[0].holder), stored, there)
+    return torch.empty_strided(old.shape, old.stride(), dtype=stored, device=there)
 
 
-def _read_in_place(opened: IO[bytes], step: _Step) -> None:
-    """Read one tensor into its memory, or give it new memory of another dtype, which replaces that."""
-    tensor = step.tensor.detach()
-    if tensor.dtype == step.stored:
-        _read(opened, step, tensor)
-        mark_written([step.tensor])
+@torch.no_grad()
+def _read(opened: IO[bytes], step: _Step, target: torch.Tensor) -> None:
+    if step.packs:
+        form, columns, row = cast(Form, step.stored), step.entry.shape[1], 0
+        for piece in pieces(opened, step.entry, columns):
+            matrix = piece.view(-1, columns)
+            target[row : row + len(matrix)] = form.pack(matrix.to(target.device))
+            row += len(matrix)
+    elif target.is_contiguous():
+        read_entry(opened, step.entry, target)
     else:
-        memory = torch.empty_like(tensor, dtype=step.stored)  # type: ignore[arg-type]
-        _read(opened, step, memory)
-        step.tensor.data = memory
+        target.copy_(read_entry(opened, step.entry))
 
 
 @torch.no_grad()
@@ -240,9 +272,9 @@ def _install(model: nn.Module, step: _Step, storage: Storage, memory: torch.Tens
     """Give one tensor what was read of it, in all its places; returns the model. memory: None where it has it already."""
     holders = [place.name.rpartition(".")[0] for place in step.places]
     if step.frozen:
-        # By its name, as below: what was installed before may stand in the place of another module.
-        linear = model.get_submodule(holders[0])
-        layer = FrozenLinear.of(linear, step.stored, compute_dtype=storage.compute, weight=memory)  # type: ignore[arg-type]
+        # By its name, as below: what was installed before may have taken the place of another module.
+        linear: Any = model.get_submodule(holders[0])
+        layer = FrozenLinear.of(linear, cast(Any, step.stored), compute_dtype=storage.compute, weight=memory)
         note_origin(layer, layer.stored_name, step.entry.dtype)
         for name in holders:
             if name:
@@ -255,38 +287,10 @@ def _install(model: nn.Module, step: _Step, storage: Storage, memory: torch.Tens
         target = nn.Parameter(memory, target.requires_grad) if isinstance(target, nn.Parameter) else memory
     for place, name in zip(step.places, holders, strict=True):
         holder = model.get_submodule(name)
-        table = holder._parameters if place.own in holder._parameters else holder._buffers
-        table[place.own] = target  # type: ignore[assignment]
+        table: dict[str, Any] = holder._parameters if place.own in holder._parameters else holder._buffers
+        table[place.own] = target
         note_origin(holder, place.own, step.entry.dtype)
     return model
-
-
-@torch.no_grad()
-def _refuse_what_has_no_code(opened: IO[bytes], step: _Step) -> None:
-    """Raise CheckpointError where `step` packs weights that are not finite, which the form would refuse midway."""
-    if not isinstance(step.stored, Form) or step.packed:
-        return
-    for piece in pieces(opened, step.entry):
-        if not bool(piece.float().isfinite().all()):  # a form packs what float32 makes of it
-            raise CheckpointError(
-                f"{step.entry.name}: {step.stored} has no code for inf or NaN, and there is one among these weights; leave "
-                "its layer wide with keep="
-            )
-
-
-@torch.no_grad()
-def _read(opened: IO[bytes], step: _Step, target: torch.Tensor) -> None:
-    if isinstance(step.stored, Form) and not step.packed:
-        columns, row = step.entry.shape[1], 0
-        for piece in pieces(opened, step.entry, columns):
-            matrix = piece.view(-1, columns)
-            target[row : row + len(matrix)] = step.stored.pack(matrix.to(target.device))
-            row += len(matrix)
-        return
-    if target.is_contiguous():
-        read_entry(opened, step.entry, target)
-    else:
-        target.copy_(read_entry(opened, step.entry))
 
 
 def _same(a: Entry, b: Entry) -> bool:
@@ -295,7 +299,3 @@ def _same(a: Entry, b: Entry) -> bool:
     with open_regular(a.file) as one, open_regular(b.file) as other:
         pairs = zip(pieces(one, a), pieces(other, b), strict=True)
         return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)
-
-
-def _is_wide(dtype: torch.dtype) -> bool:
-    return dtype in _WIDE

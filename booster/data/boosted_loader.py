@@ -1,7 +1,4 @@
-"""The boosted loader: batches on the device, epochs announced to its samplers, and a position that can be kept.
-
-Batches: containers of tensors, moved to a device.
-"""
+"""The boosted loader: batches on the device, the epoch set in its samplers, and a position that checkpoints keep."""
 
 from __future__ import annotations
 
@@ -42,11 +39,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class YieldedRows:
-    """What is known of the rows that a loader has yielded, which is the same on every rank.
+    """What is known of the rows that a loader has yielded, the same on every rank.
 
-    num_replicas: ranks to which the sampler deals in turn. num_padded: repeated samples at the end of what all ranks
-    together have yielded (0 before the last batch). rows: the row counts of the last batch and of the epoch so far on
-    each rank; empty where the batch size is not known.
+    Attributes:
+        num_replicas: ranks to which the sampler deals in turn.
+        num_padded: repeated samples at the end of what all ranks together have yielded; 0 before the last batch.
+        rows: the row counts of the last batch and of the epoch so far on each rank; empty where the batch size is not known.
     """
 
     num_replicas: int
@@ -133,25 +131,24 @@ class DataLoaderWrapper:
         """
         if self._position is not None and self._position["epoch"] == self._epoch:
             return dict(self._position)
-        newest = self._newest
-        inside = newest is not None and newest.epoch + 1 == self._epoch
-        if newest is not None and (newest.over if is_stateful(self._loader) else newest.at_end):
-            inside = False  # what a loader says of itself is of the epoch that it began, until its iterator has ended
+        inside = self._newest
+        if inside is not None and inside.epoch + 1 != self._epoch:
+            inside = None
+        # What a loader says of itself is of the epoch that it began, until its iterator has ended.
+        if inside is not None and (inside.over if is_stateful(self._loader) else inside.at_end):
+            inside = None
         state: dict[str, Any] = {"epoch": self._epoch, "batches": 0, "samples": 0}
-        if inside and newest is not None:
-            state |= {"epoch": newest.epoch, "batches": newest.num_batches, "samples": newest.num_samples}
-            if (
-                newest.num_batches
-                and (order := order_source(self._loader)) is not None
-                and not is_stateful(self._loader)
-            ):
+        if inside is not None:
+            state |= {"epoch": inside.epoch, "batches": inside.num_batches, "samples": inside.num_samples}
+            order = None if is_stateful(self._loader) else order_source(self._loader)
+            if inside.num_batches and order is not None:
                 state[ORDER] = order
         if is_stateful(self._loader):
             state[OWN_STATE] = self._loader.state_dict()  # type: ignore[attr-defined]
-        elif reason := self._no_way_back(newest if inside else None):
+        elif reason := self._no_way_back(inside):
             raise RuntimeError(f"the position of this {type(self._loader).__name__} cannot be kept: {reason}")
         if not skips(self._loader):
-            state |= self._draws(newest if inside else None)
+            state |= self._draws(inside)
         return state
 
     def _draws(self, inside: Progress | None) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""One pass over a loader, from the beginning of an epoch or from a position in it.
+"""One pass over a loader, from the beginning of an epoch or from a position in it; and what a position says.
 
-Where in its epoch a loader is: what its state dict says, and which loaders can go on from there.
+`position_of` checks a state dict of a boosted loader against the loader that goes on from it. `EpochIterator` begins there: a
+loader that can skip is told how many samples were seen; any other makes its pass again, from the random states of its
+beginning.
 """
 
 from __future__ import annotations
@@ -65,17 +67,17 @@ def _check_order(saved: Any, loader: Any) -> None:
     here = order_source(loader)
     if here is None or dict(saved) == here:
         return
-    raise ValueError(
-        f"the order of this epoch was {_order_in_words(saved)}, and this {type(loader).__name__} has one "
-        f"{_order_in_words(here)}, so that samples would be seen twice and others never; go on with the same data, seed and "
-        "shuffle, or leave the dataloader out, which begins an epoch anew"
+    before, now = (
+        f"drawn of {each.get('samples')} samples" + (f" by seed={each['seed']}" if "seed" in each else "")
+        if each
+        else "that of the dataset"
+        for each in (saved, here)
     )
-
-
-def _order_in_words(drawn: Mapping[str, Any]) -> str:
-    if not drawn:
-        return "that of the dataset"
-    return f"drawn of {drawn.get('samples')} samples" + (f" by seed={drawn['seed']}" if "seed" in drawn else "")
+    raise ValueError(
+        f"the order of this epoch was {before}, and this {type(loader).__name__} has one {now}, so that samples would be seen "
+        "twice and others never; go on with the same data, seed and shuffle, or leave the dataloader out, which begins an "
+        "epoch anew"
+    )
 
 
 def _check_draws(draws: Any, loader: Any) -> None:
@@ -110,11 +112,16 @@ def skips(loader: Any) -> bool:
 class Progress:
     """How far a pass over a loader is. It outlives the iterator, and does not keep it or its workers.
 
-    epoch: of the pass. draws: what it drew from; None for loaders that leave out what was seen without reading it. counts:
-    those of samplers when it began, see `SamplerCounters`.
-    count: batches yielded by this iterator; at_end: whether the last was the loader's last; over: whether the iterator said
-    so. start, before: samples over all ranks, and batches of this rank, that were yielded of the epoch before this iterator
-    began. stride: samples that all ranks read in a step, 0 where that is not known.
+    Attributes:
+        epoch: of the pass.
+        draws: what it drew from; None for loaders that can skip.
+        counts: those of samplers when it began, see `SamplerCounters`.
+        count: batches yielded by this iterator.
+        at_end: whether the last was the loader's last.
+        over: whether the iterator said so.
+        start: samples of the epoch, over all ranks, that were yielded before this iterator began.
+        before: batches of this rank that were.
+        stride: samples that all ranks read in a step; 0 where that is not known.
     """
 
     epoch: int

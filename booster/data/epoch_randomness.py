@@ -1,4 +1,10 @@
-"""What a loader draws its order from: the generators that it holds, the global ones, and when each was drawn from."""
+"""What a loader draws its order from: the generators that it holds, the global ones, and when each was drawn from.
+
+A loader that cannot skip resumes by making its pass again, from the random states of the pass's beginning, and dropping the
+batches that were seen. `EpochRandomness` keeps these states, and finds passes that cannot be made again: those in which
+others drew from a generator between two draws of the loader. `SamplerCounters` finds samplers whose plain attributes a new
+process lacks.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +34,9 @@ from booster.common.torch_internals.tensor_internals import has_workers
 from booster.data.samplers import is_stateful, samplers_of
 
 _MANY = 64  # of more entries in a container none is looked at: it holds samples
-_PARTS = ("sampler", "batch_sampler", "dataset", "loader")
+_LOADER_PARTS = ("sampler", "batch_sampler", "dataset", "loader")
 # They draw all that they take of a global generator before the first index.
-_KNOWN = (
+_DRAW_AT_FIRST = (
     BatchSampler,
     DistributedSampler,
     RandomSampler,
@@ -42,57 +48,114 @@ _KNOWN = (
 States = dict[str, Any]
 
 
+# ---- the generators of a loader, and their states ----
+
+
 def generators_of(loader: Any) -> dict[str, Any]:
     """Return the generators of `loader`, its samplers and datasets, whatever holds them, by the attributes that lead there.
 
-    Generators are those of torch, of python and of numpy; samplers with `state_dict` and `load_state_dict` count as one. Of a
-    loader with a state of its own there are none here.
+    Generators are those of torch, of python and of numpy; samplers with `state_dict` and `load_state_dict` count as one. A
+    loader with a state of its own has none here.
     """
-    if is_stateful(loader):
-        return {}
     found: dict[str, Any] = {}
-    for key, value in list(getattr(loader, "__dict__", {}).items()):
-        _look(value, key, key, found, {id(loader)})
+    seen: set[int] = set()
+    numpy = sys.modules.get("numpy")
+    kinds = (torch.Generator, random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
+
+    def look(value: Any, place: str, name: str) -> None:
+        if isinstance(value, kinds):
+            if value is not torch.default_generator and not isinstance(value, random.SystemRandom):
+                found[place] = value
+        elif isinstance(value, (Sampler, Dataset, DataLoader)) or name in _LOADER_PARTS:
+            if id(value) in seen:
+                return
+            seen.add(id(value))
+            if is_stateful(value) and (isinstance(value, Sampler) or name in ("sampler", "batch_sampler")):
+                found[place] = value
+            for key, inner in list(getattr(value, "__dict__", {}).items()):
+                look(inner, f"{place}.{key}", key)
+        elif isinstance(value, (list, tuple, dict)) and len(value) <= _MANY:
+            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+                look(inner, f"{place}.{key}", "")
+
+    for key, value in [] if is_stateful(loader) else list(getattr(loader, "__dict__", {}).items()):
+        seen.clear()  # a generator has a place below each attribute that leads there
+        seen.add(id(loader))
+        look(value, key, key)
     return found
 
 
-def _look(value: Any, place: str, name: str, found: dict[str, Any], seen: set[int]) -> None:
-    """Add to `found` the generators in `value`, the attribute `name` at `place`; seen: ids of what has been looked into."""
-    if _is_generator(value):
-        if value is not torch.default_generator:
-            found[place] = value
-    elif isinstance(value, (Sampler, Dataset, DataLoader)) or name in _PARTS:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if is_stateful(value) and (isinstance(value, Sampler) or name in ("sampler", "batch_sampler")):
-            found[place] = value
-        for key, inner in list(getattr(value, "__dict__", {}).items()):
-            _look(inner, f"{place}.{key}", key, found, seen)
-    elif isinstance(value, (list, tuple, dict)) and len(value) <= _MANY:
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            _look(inner, f"{place}.{key}", "", found, seen)
-
-
 def states_of(generators: Mapping[str, Any]) -> States:
-    """Return the state of each, of what `booster.checkpoint.layout` encodes."""
+    """Return the state of each, of what `booster.checkpoint.state_tree` encodes."""
     return {place: _state(generator) for place, generator in generators.items()}
 
 
 def set_states(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     """Give each generator that `states` names the state from there."""
     for place, state in states.items():
-        _set_state(generators[place], state)
+        generator = generators[place]
+        if hasattr(generator, "load_state_dict"):
+            generator.load_state_dict(copy.deepcopy(state))
+        elif isinstance(generator, torch.Generator):
+            generator.set_state(of_torch(state))
+        elif isinstance(generator, random.Random):
+            generator.setstate(of_python(state))
+        elif hasattr(generator, "set_state"):
+            generator.set_state(_arrays(state, generator.get_state(legacy=False)))
+        else:
+            generator.bit_generator.state = _arrays(state, generator.bit_generator.state)
+
+
+def _state(generator: Any) -> Any:
+    """Return the state of a generator, which differs after a draw. Modules may be given, `random` and `numpy.random`."""
+    if hasattr(generator, "load_state_dict"):
+        return copy.deepcopy(generator.state_dict())
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if hasattr(generator, "getstate"):
+        version, words, gauss = generator.getstate()
+        return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
+    if hasattr(generator, "get_state"):
+        return _tensors(generator.get_state(legacy=False))
+    return _tensors(generator.bit_generator.state)
+
+
+def _tensors(state: Any) -> Any:
+    """Return a state of numpy's with tensors for arrays."""
+    if isinstance(state, Mapping):
+        return {key: _tensors(value) for key, value in state.items()}
+    return torch.from_numpy(state.astype("int64")) if hasattr(state, "astype") and state.ndim else state
+
+
+def _arrays(state: Any, like: Any) -> Any:
+    """Return what `_tensors` was given; raises ValueError where words would be cut to the width of those of `like`."""
+    if isinstance(state, Mapping):
+        return {key: _arrays(value, like[key]) for key, value in state.items()}
+    if not isinstance(state, torch.Tensor):
+        return state
+    words = state.cpu().numpy()
+    cut = words.astype(like.dtype)
+    if (cut.astype(words.dtype) != words).any():
+        raise ValueError(f"words of a generator of numpy are not all {like.dtype}")
+    return cut
+
+
+def _differs(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return not torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return any(_differs(value, other[key]) for key, value in one.items())
+    return bool(one != other)
 
 
 @contextmanager
 def preserve_rng(generators: Mapping[str, Any]) -> Iterator[None]:
     """A context after which the global generators and `generators` are where they were."""
-    own, everybody = states_of(generators), random_state()
+    own, global_states = states_of(generators), random_state()
     try:
         yield
     finally:
-        set_random_state(everybody)
+        set_random_state(global_states)
         set_states(generators, own)
 
 
@@ -102,62 +165,74 @@ def try_states(loader: Any, saved: Mapping[str, Any]) -> None:
     with preserve_rng(generators):
         for states in (saved.get("begin"), saved.get("first")):
             if states is not None:
-                set_random_state(states["random"])
-                set_states(generators, states["generators"])
+                _restore(generators, states)
+
+
+def _restore(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    set_random_state(states["random"])
+    set_states(generators, states["generators"])
+
+
+# ---- one pass ----
 
 
 class EpochRandomness:
     """The random numbers of one pass over a loader: from which states it began, and whether they lead there again.
 
-    begin: `{"random", "generators"}`, the global states and those of the loader's own generators when the pass began; first:
-    the same when the first batch was asked for, None before. warm: the pass began with workers of the one before. mixed:
-    generators that the loader drew from after somebody else had done so during the pass, which no replay does in that order.
+    Attributes:
+        generators: of the loader, by place.
+        begin: `{"random", "generators"}`, the global states and those of `generators` when the pass began.
+        first: the same when the first batch was asked for; None before.
+        warm: the pass began with workers of the one before.
+        mixed: generators that the loader drew from after somebody else had done so during the pass, which no second pass
+            does in that order.
     """
 
     def __init__(self, loader: Any, saved: Mapping[str, Any] | None = None) -> None:
         self.generators = generators_of(loader)
         self._watched = {place: each for place, each in self.generators.items() if not hasattr(each, "load_state_dict")}
         if not order_is_known(loader):
-            self._watched |= _global_generators()
+            self._watched |= {"torch's global generator": torch.default_generator, "the module random": random}
+            if "numpy" in sys.modules:
+                self._watched["numpy.random"] = sys.modules["numpy"].random
         self.begin = self._now() if saved is None else saved["begin"]
         self.first = None if saved is None else saved["first"]
         self.warm = has_workers(loader) if saved is None else saved["warm"]
-        self._apart: set[str] = set() if saved is None else set(saved["apart"])
+        self._drawn_by_others: set[str] = set() if saved is None else set(saved["apart"])
         self.mixed: set[str] = set()
-        self._last = self._marks()
+        self._last = states_of(self._watched)
 
     @contextmanager
     def drawing(self, *, is_first: bool = False) -> Iterator[None]:
         """A context in which the loader draws. is_first: it asks for the first batch."""
         if is_first:
             self.first = self._now()
-        before = self._marks() if self._watched else {}
+        before = states_of(self._watched)
         if not is_first:
-            self._apart |= {place for place, mark in before.items() if not _same(mark, self._last[place])}
+            self._drawn_by_others |= {place for place in before if _differs(before[place], self._last[place])}
         try:
             yield
         finally:
-            if self._watched:
-                self._last = self._marks()
-                drawn = {place for place, mark in before.items() if not _same(mark, self._last[place])}
-                self.mixed |= drawn & self._apart
+            self._last = states_of(self._watched)
+            drawn = {place for place in before if _differs(before[place], self._last[place])}
+            self.mixed |= drawn & self._drawn_by_others
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """A context in which the pass is made anew, from where it began; afterwards the run's own numbers go on."""
-        own, everybody = states_of(self.generators), random_state()
-        self._restore(self.begin)
+        """A context in which the pass is made again, from where it began; afterwards the run's own numbers go on."""
+        own, global_states = states_of(self.generators), random_state()
+        _restore(self.generators, self.begin)
         try:
             yield
         finally:
-            set_random_state(everybody)
-            set_states(self.generators, {place: own[place] for place in self._apart & own.keys()})
-            self._last = self._marks()
+            set_random_state(global_states)
+            set_states(self.generators, {place: own[place] for place in self._drawn_by_others & own.keys()})
+            self._last = states_of(self._watched)
 
     def restore_first(self) -> None:
         """While replaying: what follows is the first batch."""
         if self.first is not None:
-            self._restore(self.first)
+            _restore(self.generators, self.first)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a pass is made again from."""
@@ -165,32 +240,27 @@ class EpochRandomness:
             "begin": self.begin,
             "first": self.first,
             "warm": self.warm,
-            "apart": sorted(self._apart),
+            "apart": sorted(self._drawn_by_others),
             "now": states_of(self.generators),
         }
 
     def _now(self) -> dict[str, Any]:
         return {"random": random_state(), "generators": states_of(self.generators)}
 
-    def _restore(self, states: Mapping[str, Any]) -> None:
-        set_random_state(states["random"])
-        set_states(self.generators, states["generators"])
-
-    def _marks(self) -> dict[str, Any]:
-        return {place: _mark(each) for place, each in self._watched.items()}
-
 
 class SamplerCounters:
     """Plain numbers and words that samplers change by themselves as they are iterated, such as a count of their rounds.
 
-    A new process begins without them, and nobody tells them, as `set_epoch` does an epoch.
+    A new process begins without them: nothing sets them, as `set_epoch` sets the epoch.
     """
 
     def __init__(self, loader: Any) -> None:
         self._samplers = [
             each
             for each in samplers_of(loader)
-            if not hasattr(each, "set_epoch") and not hasattr(each, "load_state_dict") and type(each) not in _KNOWN
+            if not hasattr(each, "set_epoch")
+            and not hasattr(each, "load_state_dict")
+            and type(each) not in _DRAW_AT_FIRST
         ]
         self._at_first = self.now()
         self._moved: set[str] = set()
@@ -230,79 +300,4 @@ def order_is_known(loader: Any) -> bool:
         return False
     if isinstance(loader.dataset, IterableDataset):
         return loader.num_workers > 0  # workers draw from seeds of their own
-    return all(type(each) in _KNOWN or hasattr(each, "set_epoch") for each in samplers_of(loader))
-
-
-def _global_generators() -> dict[str, Any]:
-    found = {"torch's global generator": torch.default_generator, "the module random": random}
-    return found | ({"numpy.random": sys.modules["numpy"].random} if "numpy" in sys.modules else {})
-
-
-def _is_generator(value: Any) -> bool:
-    if isinstance(value, torch.Generator):
-        return True
-    if isinstance(value, random.Random):
-        return not isinstance(value, random.SystemRandom)
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
-
-
-def _mark(generator: Any) -> Any:
-    """What is another after a draw."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if hasattr(generator, "getstate"):
-        return generator.getstate()
-    if hasattr(generator, "get_state"):
-        return _plain(generator.get_state(legacy=False))
-    return _plain(generator.bit_generator.state)
-
-
-def _state(generator: Any) -> Any:
-    if hasattr(generator, "load_state_dict"):
-        return copy.deepcopy(generator.state_dict())
-    mark = _mark(generator)
-    if isinstance(generator, random.Random):
-        version, words, gauss = mark
-        return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
-    return mark
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if hasattr(generator, "load_state_dict"):
-        generator.load_state_dict(copy.deepcopy(state))
-    elif isinstance(generator, torch.Generator):
-        generator.set_state(of_torch(state))
-    elif isinstance(generator, random.Random):
-        generator.setstate(of_python(state))
-    elif hasattr(generator, "set_state"):
-        generator.set_state(_arrays(state, generator.get_state(legacy=False)))
-    else:
-        generator.bit_generator.state = _arrays(state, generator.bit_generator.state)
-
-
-def _plain(state: Any) -> Any:
-    """A state of numpy's, with tensors for arrays."""
-    if isinstance(state, Mapping):
-        return {key: _plain(value) for key, value in state.items()}
-    return torch.from_numpy(state.astype("int64")) if hasattr(state, "astype") and state.ndim else state
-
-
-def _arrays(state: Any, like: Any) -> Any:
-    if isinstance(state, Mapping):
-        return {key: _arrays(value, like[key]) for key, value in state.items()}
-    if not isinstance(state, torch.Tensor):
-        return state
-    words = state.cpu().numpy()
-    cut = words.astype(like.dtype)
-    if (cut.astype(words.dtype) != words).any():
-        raise ValueError(f"words of a generator of numpy are not all {like.dtype}")
-    return cut
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, Mapping):
-        return all(_same(value, other[key]) for key, value in one.items())
-    return bool(one == other)
+    return all(type(each) in _DRAW_AT_FIRST or hasattr(each, "set_epoch") for each in samplers_of(loader))
