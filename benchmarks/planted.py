@@ -42,7 +42,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from booster import Booster
-from booster.interface.model import pins_of
+from booster.interface.model import extras_of
 from booster.mixed_precision import Autopilot, NVFP4MixedPrecision, PrecisionSchedule
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import HighPrecision
@@ -227,7 +227,7 @@ def train(kind: str, flaw: str, precision: Any, seed: int, steps: int = STEPS) -
     model, optimizer, _, _, schedule = booster.boost(own, optimizer, None, None, schedule)
     plant, _ = FLAWS[flaw]
     generator, losses, shares = torch.Generator().manual_seed(seed), [], []
-    pilot: Any = pins_of(model)
+    pilot: Any = extras_of(model).pins
     names = [name for name, module in own.named_modules() if isinstance(module, LowPrecisionLinear)]
     with tempfile.TemporaryDirectory() as folder:
         with booster.record(folder, every=None):

@@ -1,8 +1,6 @@
-"""From a launcher's environment to a process group, a device and seeds.
+"""From a launcher's environment, or from a notebook, to a process group, a device and seeds.
 
 This module and `booster.cli` are the only places that read environment variables.
-
-Ranks started from a notebook, where there is no script that a launcher could start.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,13 +34,39 @@ TIMEOUT_VARIABLE = "BOOSTER_RUN_TIMEOUT"  # in seconds, set by `booster run --ti
 _logger = logging.getLogger(__name__)
 _RESOLVE_SECONDS = 30  # a cluster may learn the names of its machines a little later than they start
 
-_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_TORCH_STARTER = "`booster run` (or torchrun)"
-_TORCH_FIX = "start the script with `booster run --nproc_per_node N script.py`, or with plain `python` for one process"
-_SLURM_STARTER = "srun (SLURM)"
-_SLURM_FIX = "start the script with `srun python script.py` inside an allocation, or use launch_from_torch"
-_OPENMPI_STARTER = "mpirun (Open MPI)"
-_OPENMPI_FIX = "start the script with `mpirun -np N python script.py`, or use launch_from_torch"
+
+class _Launcher(NamedTuple):
+    """What starts ranks.
+
+    Attributes:
+        starter: its name, for messages.
+        fix: what to do where its variables are missing.
+        place: the variables of rank, world size and local rank.
+        address: further variables that must be there.
+    """
+
+    starter: str
+    fix: str
+    place: tuple[str, str, str]
+    address: tuple[str, ...] = ()
+
+
+_TORCH = _Launcher(
+    "`booster run` (or torchrun)",
+    "start the script with `booster run --nproc_per_node N script.py`, or with plain `python` for one process",
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("MASTER_ADDR", "MASTER_PORT"),
+)
+_SLURM = _Launcher(
+    "srun (SLURM)",
+    "start the script with `srun python script.py` inside an allocation, or use launch_from_torch",
+    ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID"),
+)
+_OPENMPI = _Launcher(
+    "mpirun (Open MPI)",
+    "start the script with `mpirun -np N python script.py`, or use launch_from_torch",
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
 
 
 def launch(
@@ -103,14 +127,11 @@ def launch_from_torch(
         options["timeout"] = float(seconds)
     _refuse_windows()
     _refuse_second_launch()
-    if not any(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+    if not any(name in os.environ for name in _TORCH.place):
         _refuse_lonely_task()
         start(0, 1, options["backend"], 0, options["seed"], store=dist.HashStore(), timeout=options["timeout"])
         return
-    _require(_TORCH_VARIABLES, _TORCH_STARTER, _TORCH_FIX)
-    rank, world_size, local_rank = (_whole_variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    _check_rank(rank, world_size, " (RANK, WORLD_SIZE)")
-    _check_whole("LOCAL_RANK", local_rank, 0, 2**31 - 1, "the index of this process on its machine")
+    rank, world_size, local_rank = _place_by(_TORCH)
     _check_whole("MASTER_PORT", _whole_variable("MASTER_PORT"), 1, 65535, "the port on which rank 0 listens")
     await_address("MASTER_ADDR", os.environ["MASTER_ADDR"])
     # env:// and not tcp://: under torchrun the agent already listens on this port and rank 0 must not bind it again.
@@ -131,10 +152,7 @@ def launch_from_slurm(
 
     Side effects and errors as for `launch`; RuntimeError names a missing variable.
     """
-    _require(("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID"), _SLURM_STARTER, _SLURM_FIX)
-    rank, world_size, local_rank = (_whole_variable(n) for n in ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID"))
-    _check_rank(rank, world_size, " (SLURM_PROCID, SLURM_NPROCS)")
-    _check_whole("SLURM_LOCALID", local_rank, 0, 2**31 - 1, "the index of this process on its machine")
+    rank, world_size, local_rank = _place_by(_SLURM)
     launch(rank, world_size, host, port, backend=backend, local_rank=local_rank, seed=seed, timeout=timeout)
 
 
@@ -152,11 +170,7 @@ def launch_from_openmpi(
     MPI itself carries no tensors unless backend="mpi" is available.
     Side effects and errors as for `launch`; RuntimeError names a missing variable.
     """
-    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
-    _require(names, _OPENMPI_STARTER, _OPENMPI_FIX)
-    rank, world_size, local_rank = (_whole_variable(name) for name in names)
-    _check_rank(rank, world_size, " (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)")
-    _check_whole(names[2], local_rank, 0, 2**31 - 1, "the index of this process on its machine")
+    rank, world_size, local_rank = _place_by(_OPENMPI)
     launch(rank, world_size, host, port, backend=backend, local_rank=local_rank, seed=seed, timeout=timeout)
 
 
@@ -361,10 +375,15 @@ def _check_whole(name: str, value: int, low: int, high: int, what: str) -> None:
         raise ValueError(f"{name}={value} is out of range; {what} must be from {low} to {high}")
 
 
-def _require(names: tuple[str, ...], starter: str, fix: str) -> None:
-    for name in names:
+def _place_by(launcher: _Launcher) -> tuple[int, int, int]:
+    """Return rank, world size and local rank, as `launcher` has put them into the environment."""
+    for name in (*launcher.place, *launcher.address):
         if name not in os.environ:
-            raise RuntimeError(f"environment variable {name} is not set; {starter} sets it: {fix}")
+            raise RuntimeError(f"environment variable {name} is not set; {launcher.starter} sets it: {launcher.fix}")
+    rank, world_size, local_rank = (_whole_variable(name) for name in launcher.place)
+    _check_rank(rank, world_size, f" ({launcher.place[0]}, {launcher.place[1]})")
+    _check_whole(launcher.place[2], local_rank, 0, 2**31 - 1, "the index of this process on its machine")
+    return rank, world_size, local_rank
 
 
 def _whole_variable(name: str) -> int:
@@ -395,19 +414,13 @@ def _refuse_second_launch() -> None:
 
 def _refuse_lonely_task() -> None:
     """Raise where srun or mpirun started several tasks: each would train alone, as its own world of one."""
-    for name, function in (
-        ("SLURM_STEP_NUM_TASKS", "launch_from_slurm"),
-        ("OMPI_COMM_WORLD_SIZE", "launch_from_openmpi"),
-    ):
+    functions = {"SLURM_STEP_NUM_TASKS": "launch_from_slurm", "OMPI_COMM_WORLD_SIZE": "launch_from_openmpi"}
+    for name, function in functions.items():
         if name in os.environ and _whole_variable(name) > 1:
-            _raise_lonely(name, function)
-
-
-def _raise_lonely(name: str, function: str) -> NoReturn:
-    raise RuntimeError(
-        f"{name}={os.environ[name]} says that this is one of several tasks, but RANK and WORLD_SIZE are not set; "
-        f"call booster.{function}(host, port) instead of launch_from_torch()"
-    )
+            raise RuntimeError(
+                f"{name}={os.environ[name]} says that this is one of several tasks, but RANK and WORLD_SIZE are not set; "
+                f"call booster.{function}(host, port) instead of launch_from_torch()"
+            )
 
 
 def launch_notebook(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from fractions import Fraction
 from numbers import Integral, Number, Real
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
@@ -137,6 +138,11 @@ def is_number(value: Any) -> TypeGuard[float]:
 def is_whole(value: Any) -> TypeGuard[int]:
     """Return whether `value` is a whole number, of Python or numpy, and no bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def as_fraction(share: float) -> Fraction:
+    """Return the simple fraction that `share` was meant to be: 0.55 is 11/20, and 0.55 of 100 is 55 and not a bit more."""
+    return Fraction(share).limit_denominator(10**9)
 
 
 def plain(value: Any) -> Any:

@@ -1,1 +1,36 @@
-"""The steps of the facade: what `Booster` checks, describes and hands on."""
+"""The facade: what the methods of `Booster` do, in the order in which a run meets them.
+
+The idea: `booster/booster.py` is one class whose methods check who they are for and call one function or object of this room.
+Nothing here knows which precision or plugin runs: both are asked through `MixedPrecision` and `Plugin`. An example:
+
+    b = Booster("cpu", "fp16")               PrecisionRun: a phase with this precision
+    b.boost(model, optimizer)                refusals.check_boost; precision.configure(...); BoostedObjects.add(...)
+    with b.accumulate(model, optimizer, 4):  an Accumulation, open in Accumulations
+        b.backward(loss, optimizer)          divided by 4; synchronised in the fourth pass alone
+    optimizer.step()                         not here: booster/interface/optimizer.py
+    b.switch("bf16")                         PrecisionRun.switch -> Switch.check on all ranks -> Switch.make
+
+Files in reading order:
+
+    refusals.py             what `Booster` and `boost` accept, checked before anything is changed
+    foreign_names.py        names of other libraries for arguments and methods, for errors that say what to write
+    older_config.py         `Booster.from_config`: dicts of the older interface
+    boosted_objects.py      `BoostedObjects`: what one Booster has boosted, as long as the user keeps it
+    before_boost.py         `BeforeBoost`: dtypes, forwards and buffers of a model as its user built it
+    precision_run.py        `PrecisionRun`: the precision now, and what changes it
+    precision_scheduler.py  `PrecisionScheduler`: which phase of a schedule is due, by counting steps around forward passes
+    switch.py               `Switch`: from one precision to another, as a checkpoint would carry it, but in memory
+    accumulation.py         groups of micro-batches, and passes that leave gradients unsynchronised
+    pipeline_pass.py        `execute_pipeline`, on one rank or on stages
+    collectives.py          `gather` and `reduce` of results
+    stored_weights.py       `booster.load_weights`: weights stored in few bits, before boost
+    adapters.py             `enable_lora`
+    synced_weights.py       `sync_weights`: weights for a sampler, as the forward reads them
+    description.py          `booster.describe`: what each module is stored in and computes in
+    batch_size.py, progress_bar.py, profiler.py
+                            tools around a loop that need no boosted object
+
+What may be touched: a method of `Booster` keeps its signature and docstring, which are public; what it calls here is free. A
+check belongs to `refusals.py`, raises before anything is changed, and names what was given, what is legal and the fix. Only
+`booster.py`, `booster/__init__.py` and the commands import this room.
+"""

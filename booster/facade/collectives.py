@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import Any, Literal
 
@@ -13,12 +12,11 @@ from torch.utils.data import IterableDataset
 from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import pytree
 from booster.data import DataLoaderWrapper, YieldedRows
-from booster.ranks.messages import communication_device, gather_integers
+from booster.ranks import agreement
+from booster.ranks.messages import communication_device
 
 Op = Literal["mean", "sum", "max", "min"]
 _OPS = ("mean", "sum", "max", "min")
-_MAX_DIMS = 12
-_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _Shape = tuple[int, ...]
 
 
@@ -44,7 +42,7 @@ def gather(
     problem: Exception | None = None
     try:
         share = _share_of(padding_from, _world_size(group))
-        tensors = [_rows(_as_tensor(leaf)) for leaf in leaves]
+        tensors = [torch.atleast_1d(_as_tensor(leaf)) for leaf in leaves]
         _check_rows(tensors, share)
     except (TypeError, ValueError, RuntimeError) as error:
         problem = error  # raised once the others know
@@ -147,42 +145,30 @@ def _agree(
 ) -> list[list[_Shape]]:
     """Return the shapes that each rank brings; raise on every rank if one has a `problem`, or if they do not fit.
 
-    first_dim: whether the first dimension must agree too. Without this exchange a rank that raises, or that brings
-    another number of bytes, would leave the others waiting.
+    first_dim: whether the first dimension must agree too.
     """
-    if group is None:
-        if problem is not None:
-            raise problem
-        return [[tuple(value.shape) for value in tensors]]
-    digest = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=7).digest(), "big")
-    heads = gather_integers([int(problem is not None), len(tensors), digest], group)
+    # Without this a rank that raises, or that brings another number of bytes, would leave the others waiting.
+    own = [[str(value.dtype), list(value.shape)] for value in tensors]
+    found = agreement.gather([problem is not None, call, own], group)
     if problem is not None:
         raise problem
-    failed = [rank for rank, head in enumerate(heads) if head[0]]
+    failed = [rank for rank, (failed, _, _) in enumerate(found) if failed]
     if failed:
         raise ValueError(f"ranks {failed} of the group could not take part in this collective; their errors say why")
-    if any(head != heads[0] for head in heads):
+    counts = [len(each) for _, _, each in found]
+    if any(other != call for _, other, _ in found) or len(set(counts)) > 1:
         raise ValueError(
             f"ranks called different collectives, or passed different containers; this rank's: {call}, with {len(tensors)} "
-            f"tensors (by rank: {[head[1] for head in heads]})"
+            f"tensors (by rank: {counts})"
         )
-    table: list[int] = []
-    for value in tensors:
-        table += [_DTYPES.index(value.dtype), value.dim(), *value.shape, *[0] * (_MAX_DIMS - value.dim())]
-    tables = gather_integers(table, group)
-    width = _MAX_DIMS + 2
-    shapes: list[list[_Shape]] = [[] for _ in tables]
-    for start in range(0, len(table), width):
-        rows = [row[start : start + width] for row in tables]
-        found = [tuple(row[2 : 2 + row[1]]) for row in rows]
-        fixed = [(row[0], row[1], shape if first_dim else shape[1:]) for row, shape in zip(rows, found, strict=True)]
+    for index in range(len(tensors)):
+        given = [each[index] for _, _, each in found]
+        fixed = [(dtype, len(shape), shape if first_dim else shape[1:]) for dtype, shape in given]
         if any(entry != fixed[0] for entry in fixed):
-            told = [f"{_DTYPES[row[0]]} {list(shape)}" for row, shape in zip(rows, found, strict=True)]
+            listed = ", ".join(f"{dtype} {shape}" for dtype, shape in given)
             legal = "shapes" if first_dim else "shapes after the first dimension"
-            raise ValueError(f"all ranks must pass equal dtypes and {legal}, got by rank: {', '.join(told)}")
-        for shapes_of_rank, shape in zip(shapes, found, strict=True):
-            shapes_of_rank.append(shape)
-    return shapes
+            raise ValueError(f"all ranks must pass equal dtypes and {legal}, got by rank: {listed}")
+    return [[tuple(shape) for _, shape in each] for _, _, each in found]
 
 
 def _all_gather(value: torch.Tensor, shapes: list[_Shape], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
@@ -220,15 +206,7 @@ def _as_tensor(leaf: Any) -> torch.Tensor:
         raise TypeError(
             f"tensor is not legal: gather and reduce take dense tensors, numbers and containers of them, got {what}"
         )
-    if leaf.dim() > _MAX_DIMS:
-        raise ValueError(
-            f"tensor is not legal: gather and reduce take at most {_MAX_DIMS} dimensions, got {leaf.dim()}"
-        )
     return leaf
-
-
-def _rows(value: torch.Tensor) -> torch.Tensor:
-    return value.reshape(1) if value.dim() == 0 else value
 
 
 def _share_of(loader: DataLoaderWrapper | None, world_size: int) -> YieldedRows | None:

@@ -12,7 +12,7 @@ from booster.facade.accumulation import Accumulations
 from booster.facade.boosted_objects import BoostedObjects
 from booster.facade.precision_scheduler import PrecisionScheduler
 from booster.facade.switch import BoostRecord, Switch, switch_all
-from booster.interface.model import ModelWrapper, keep_pins, pins_of
+from booster.interface.model import ModelWrapper, extras_of
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule, make
 from booster.mixed_precision.low_precision.autopilot import Measurement, PrecisionController
@@ -165,7 +165,7 @@ class PrecisionRun:
     def _go_over(self, phase: Phase, why: str) -> None:
         """Go over to `phase` in all that was boosted. why: for records."""
         records = self._boosted.boostings()
-        controllers = [pins_of(each.model) if isinstance(each.model, ModelWrapper) else None for each in records]
+        controllers = [extras_of(each.model).pins if isinstance(each.model, ModelWrapper) else None for each in records]
         switch_all(self._switch_to(phase.precision), records, self._plugin.group)
         self.phase = phase
         for record, controller in zip(records, controllers, strict=True):
@@ -176,7 +176,7 @@ class PrecisionRun:
     def _control(self, record: BoostRecord, controller: PrecisionController) -> None:
         """Have `controller` do in the model of `record` what the phase wants."""
         if record.model is not None:
-            keep_pins(record.model, controller)
+            extras_of(record.model).pins = controller
         precision, plan = self.phase
         if plan is None:
             controller.disable()

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from booster.booster import Booster
 from booster.common.text import listed
 from booster.integrations.region_hooks import RegionHooks
-from booster.interface.model import ModelWrapper, choice_of, histories_of, leave_raw_calls, pins_of
+from booster.interface.model import ModelWrapper, extras_of, leave_raw_calls
 from booster.interface.optimizer import OptimizerWrapper
 from booster.model.dtensors import is_dtensor, is_part
 from booster.model.modules import bare
@@ -150,7 +150,11 @@ class Trained:
     def _beside_weights(self) -> dict[str, Any]:
         """What a run has in its model and no weight holds, by name: such as what delayed scales follow from."""
         model = cast(ModelWrapper, self.model)
-        kept = {"scales": histories_of(model), "chosen": choice_of(model), "autopilot": pins_of(model)}
+        kept = {
+            "scales": extras_of(model).histories,
+            "chosen": extras_of(model).choice,
+            "autopilot": extras_of(model).pins,
+        }
         return {name: each for name, each in kept.items() if each is not None}
 
     def load_weights(self, checkpoint: str | os.PathLike[str]) -> None:

@@ -5,22 +5,21 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import re
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from booster.common import arguments
-from booster.common.frames import raised_in, where_raised
 from booster.common.misuse import RawCalls
-from booster.common.text import dtype_name, listed
 from booster.common.torch_internals.autograd_internals import graph_task
+from booster.interface.error_hints import hint
 from booster.interface.tape import Tape
 from booster.interface.transparent import TransparentModule
-from booster.model.dtensors import is_dtensor, is_part
+from booster.model.dtensors import is_part
 from booster.model.modules import bare, fast_path_off, wait_for_weights
 from booster.tensors.cast_regions import both, cast_floats, cast_inputs, region
 from booster.tensors.trees import HALF_DTYPES, tensors
@@ -99,14 +98,17 @@ class PrecisionModule(TransparentModule):
             with region(self._off_path if self._passed_over else self._precision.forward_context):
                 output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
         except RuntimeError as error:
-            hint = _hint_of_shards(error, "forward", bare(self.module)) or _hint_of_dtypes(error, self)
-            if hint is None:
+            advice = self._hint(error, "forward")
+            if advice is None:
                 raise
-            raise RuntimeError(hint) from error
+            raise RuntimeError(advice) from error
         returned = self._output_dtype
         if returned is None or (type(output) is torch.Tensor and output.dtype == returned):
             return output
         return self._cast(output, returned)
+
+    def _hint(self, error: Exception, name: str) -> str | None:
+        return hint(error, name, bare(self.module), precision=self._precision, input_dtype=self._input_dtype)
 
     def _off_path(self) -> AbstractContextManager[Any]:
         return both(fast_path_off(), self._precision.forward_context())
@@ -148,10 +150,10 @@ class PrecisionModule(TransparentModule):
                 with region(self._beside_forward()):
                     output = method(*self.cast_inputs(args), **self.cast_inputs(kwargs))
             except RuntimeError as error:
-                hint = _hint_of_shards(error, name, bare(self.module)) or _hint_of_dtypes(error, self)
-                if hint is None:
+                advice = self._hint(error, name)
+                if advice is None:
                     raise
-                raise RuntimeError(hint) from error
+                raise RuntimeError(advice) from error
             if isinstance(output, Generator):
                 return self._stream(output, name)
             return self._finish(output, name)
@@ -185,96 +187,36 @@ def _refuse_trace() -> None:
     )
 
 
-def _hint_of_shards(error: Exception, name: str, model: nn.Module) -> str | None:
-    """Return what to do where the method `name` of the user's `model` met shards of parameters; None for other errors."""
-    said = str(error)
-    if "invalid python storage" in said:
-        return (
-            f"model.{name}() read the memory of weights that are divided among ranks, of which each holds a part; write them "
-            "with b.save_model(model, folder, shard=True), which all ranks call and from_pretrained opens"
-        )
-    if "mixed torch.Tensor and DTensor" not in said:
-        return None
-    if name != "forward":
-        return (
-            f"model.{name}() computed with weights that are divided among ranks and were not gathered, since its forward does "
-            "not start at the model itself. Tell torch of it after boost, on all ranks, and call it on all: "
-            f"torch.distributed.fsdp.register_fsdp_forward_method(b.unwrap(model), {name!r})"
-        )
-    trace = raised_in(error)
-    values = {} if trace is None else trace.tb_frame.f_locals
-    own = {id(param): key for key, param in model.named_parameters() if is_part(param)}
-    parts = [
-        f"{key} (the parameter {own[id(value)]!r})" if id(value) in own else key
-        for key, value in values.items()
-        if is_dtensor(value)
-    ]
-    return (
-        f"forward computed with a DTensor, a part of a weight that is divided among ranks, at {where_raised(error)}: "
-        f"{'there, ' + listed(parts, 4) + (' is' if len(parts) == 1 else ' are') + ' such; ' if parts else ''}not gathered are "
-        f"{listed(list(own.values()), 3)}. Weights are whole only in the forward of the module that has them, and what is made "
-        "from a part (new_zeros, .data.new, a sum of weights) is a part. Make new tensors from an input, x.new_zeros(...); "
-        "compute with weights in the forward of their own module, or make one block of all that share them, by wrap_policy of "
-        "the plugin; averages of weights: docs/guides/averages.md"
-    )
+class Resumable(Protocol):
+    """What a checkpoint keeps of a model and gives back."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any: ...
 
 
-_MIXED_DTYPES = re.compile(r"same dtype|expected scalar type|should be the same|dtype.* mismatch", re.IGNORECASE)
-
-
-def _hint_of_dtypes(error: Exception, model: PrecisionModule) -> str | None:
-    """Return what to do where forward met a half and a float32 tensor that nobody casts; None for other errors."""
-    wanted, policy = model._input_dtype, getattr(model._precision, "policy", None)
-    compute = None if policy is None else policy.compute
-    if "multiple of 16 bytes" in str(error) and HALF_DTYPES & {wanted, compute}:
-        return (
-            f"{error}: at {where_raised(error)} torch's product of groups takes halves in rows of a multiple of 8 numbers; "
-            "give experts such sizes, or have them multiplied one by one: model.set_experts_implementation('eager')"
-        )
-    if not _MIXED_DTYPES.search(str(error)):
-        return None
-    if compute in HALF_DTYPES:
-        return (
-            f"{error}: at {where_raised(error)} a function got {dtype_name(compute)} and another dtype, and autocast has no "
-            "rule that casts them for it. Give it one dtype, by x.float() or x.to(y.dtype); on a CPU Booster's "
-            "half_products='float32' has rules for mv, addmv, dot, vdot, inner and cross, but for none in place"
-        )
-    if wanted is None or wanted not in HALF_DTYPES:
-        return None
-    half, kind = dtype_name(wanted), type(model._precision)
-    takes = "default_dtype" in inspect.signature(kind).parameters
-    or_by_default = f"; or pass default_dtype=True to {kind.__name__}, which makes such tensors {half}" if takes else ""
-    return (
-        f"{error}: weights are {half}, and forward gave one of them a tensor of another dtype, at {where_raised(error)}. A "
-        "tensor that forward makes itself, by torch.zeros or torch.arange(...).float(), is float32 by default: make it from "
-        f"an input, x.new_zeros(...), or with dtype=x.dtype{or_by_default}"
-    )
-
-
-class Pinned(Protocol):
-    """What a checkpoint needs of modules that were pinned to float32 during the run; see `mixed_precision.run_pins`."""
+class Pinned(Resumable, Protocol):
+    """Modules that were pinned to float32 during the run; see `mixed_precision.run_pins`."""
 
     @property
     def names(self) -> list[str]: ...
 
     def note(self, name: str, step: int) -> bool: ...
     def missing(self, state: Mapping[str, Any]) -> list[str]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class Histories(Protocol):
-    """What a checkpoint needs of scales that follow from earlier steps; see `low_precision.delayed.ScaleHistories`."""
+@dataclass
+class ModelExtras:
+    """What a precision has with a model besides weights; checkpoints keep each of them under its name.
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    Attributes:
+        pins: modules pinned during the run, or an autopilot's controller; None where the precision pins nothing.
+        histories: what scales of delayed scaling follow from; None where they follow from nothing that was.
+        choice: which layers were chosen by measuring; None where none were.
+    """
 
-
-class Choice(Protocol):
-    """What a checkpoint needs of layers that were chosen by measuring; see `low_precision.layer_trials.ChosenLayers`."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> int: ...
+    pins: Pinned | None = None
+    histories: Resumable | None = None
+    choice: Resumable | None = None
 
 
 class ModelWrapper(PrecisionModule):
@@ -285,9 +227,13 @@ class ModelWrapper(PrecisionModule):
     input_dtype: what floating inputs are cast to; None leaves them.
     """
 
-    _pins: Pinned | None = None
-    _histories: Histories | None = None
-    _choice: Choice | None = None
+    _extras: ModelExtras
+
+    def __init__(
+        self, module: nn.Module, precision: ForwardPrecision, *, input_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(module, precision, input_dtype=input_dtype)
+        self.__dict__["_extras"] = ModelExtras()
 
     def replace_with(self, other: ModelWrapper, hooks: Collection[int] = ()) -> set[int]:
         """Run what `other` runs, as it does, from now on: the same user's model, under another precision.
@@ -295,8 +241,9 @@ class ModelWrapper(PrecisionModule):
         hooks: keys of the forward pre-hooks that the precision so far registered; returns those of `other`, which take their
         place. Those of the user's stay.
         """
-        for name in ("_precision", "_input_dtype", "_output_dtype", "_pins", "_passed_over"):
+        for name in ("_precision", "_input_dtype", "_output_dtype", "_passed_over"):
             self.__dict__[name] = getattr(other, name)
+        self._extras.pins = other._extras.pins
         self.module = other.module
         for key in hooks:
             self._forward_pre_hooks.pop(key, None)
@@ -328,34 +275,9 @@ def leave_fast_path(model: ModelWrapper) -> None:
     model.__dict__["_passed_over"] = True
 
 
-def keep_pins(model: ModelWrapper, pins: Pinned) -> None:
-    """Have `pins_of(model)` be `pins`, which checkpoints keep."""
-    model.__dict__["_pins"] = pins  # plain assignment sets attributes on the user's model
-
-
-def pins_of(model: ModelWrapper) -> Pinned | None:
-    """Return what is pinned during the run in a boosted model; None where its precision pins nothing."""
-    return model._pins
-
-
-def keep_histories(model: ModelWrapper, histories: Histories) -> None:
-    """Have `histories_of(model)` be `histories`, which checkpoints keep."""
-    model.__dict__["_histories"] = histories
-
-
-def histories_of(model: ModelWrapper) -> Histories | None:
-    """Return what a boosted model's scales follow from; None where they follow from nothing that was."""
-    return model._histories
-
-
-def keep_choice(model: ModelWrapper, choice: Choice) -> None:
-    """Have `choice_of(model)` be `choice`, which checkpoints keep."""
-    model.__dict__["_choice"] = choice
-
-
-def choice_of(model: ModelWrapper) -> Choice | None:
-    """Return which layers of a boosted model were chosen by measuring; None where none were."""
-    return model._choice
+def extras_of(model: ModelWrapper) -> ModelExtras:
+    """Return what the precision has with a boosted model; no attribute of it, because attributes are the user's model's."""
+    return model._extras
 
 
 def precision_of(model: PrecisionModule) -> ForwardPrecision:

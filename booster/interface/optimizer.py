@@ -12,14 +12,13 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from booster.common import arguments
 from booster.common.misuse import OwnStep, is_called_by_torch_checkpoint
 from booster.common.torch_internals.optimizer_internals import remove_guards, told_found_inf
-from booster.interface.signature import takes
-from booster.ranks import agreement
+from booster.interface.closures import step_with_closure, takes, zero_mixed_gradients
+from booster.interface.optimizer_refusals import check_nothing_is_lost, refuse_grad_scaler
 from booster.update.backward import run_backward
 from booster.update.choice import choose_update
 from booster.update.context import UpdateContext
@@ -127,7 +126,7 @@ class OptimizerWrapper(Optimizer):
         if self._held is not None:
             raise RuntimeError(self._held)
         if "found_inf" in self.__dict__:
-            self._refuse_grad_scaler()
+            refuse_grad_scaler(self)
         if closure is not None:
             arguments.function("closure", closure, "a function that computes the loss", also="None")
         if gradients.mutation_check is not None:
@@ -159,7 +158,7 @@ class OptimizerWrapper(Optimizer):
                 if looked is not None:  # after the decision, which says who is waited for
                     looked.send()
             else:
-                result = self._step_with_closure(closure)
+                result = step_with_closure(update, closure, clip=float(self._clip_grad_norm))
                 self.forget_weights()
             # A user's autocast around the whole loop would go on with half copies of the weights as they were.
             torch.clear_autocast_cache()
@@ -184,7 +183,7 @@ class OptimizerWrapper(Optimizer):
             gradients.in_backward.refuse("zero_grad()")
         if not self._takes_set_to_none:
             self.optimizer.zero_grad()
-        elif set_to_none or not self._zeroed_one_by_one():
+        elif set_to_none or not zero_mixed_gradients(self.param_groups):
             self.optimizer.zero_grad(set_to_none=set_to_none)
         if gradients.shards.is_distributed:
             gradients.shards.clear_gradients(set_to_none)
@@ -326,7 +325,7 @@ class OptimizerWrapper(Optimizer):
     def state(self) -> Any:
         if is_called_by_torch_checkpoint():  # before it sets learning rates and gradients to zero
             with self._update.shards.local():
-                self._check_nothing_is_lost(self._update.optimizer_state.state_dict()[1])
+                check_nothing_is_lost(self._update.optimizer_state.state_dict()[1], self._update)
             return self._update.shards.state_of_ranks(self._update.optimizer_state.state)
         return self._update.optimizer_state.state
 
@@ -438,29 +437,23 @@ class OptimizerWrapper(Optimizer):
         Raises RuntimeError in `torch.distributed.checkpoint.state_dict`, which drops that key, if masters or a loss scale
         would be lost.
         """
-        self.settle()
-        self.wait_for_weights()
-        state, own = state_of(self._update)
+        state, own = self._states()
         if is_called_by_torch_checkpoint():
-            self._check_nothing_is_lost(own)
-        state[STATE_KEY] = {
-            **own,
-            "loss_scaler": self._update.gradients.scaler.state_dict(),
-            **self._history.state_dict(),
-        }
+            check_nothing_is_lost(own, self._update)
         return state
 
     def divided_state_dict(self) -> dict[str, Any]:
         """`state_dict` without a collective: where ranks divide tensors flat, each has its shard, a `FlatShard`."""
+        return self._states(divided=True)[0]
+
+    def _states(self, *, divided: bool = False) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        """Return the state dict, and what in it is of masters and their rounding."""
         self.settle()
         self.wait_for_weights()
-        state, own = state_of(self._update, divided=True)
-        state[STATE_KEY] = {
-            **own,
-            "loss_scaler": self._update.gradients.scaler.state_dict(),
-            **self._history.state_dict(),
-        }
-        return state
+        state, own = state_of(self._update, divided=divided)
+        scale = self._update.gradients.scaler.state_dict()
+        state[STATE_KEY] = {**own, "loss_scaler": scale, **self._history.state_dict()}
+        return state, own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, or a plain torch optimizer's or one without a loss scaler; then the scale stays.
@@ -482,16 +475,6 @@ class OptimizerWrapper(Optimizer):
 
     # ------------------------------------------------------------------ inside
 
-    def _zeroed_one_by_one(self) -> bool:
-        """Zero plain gradients beside DTensors, as tensor parallelism has them, which torch's way, all in one call, refuses;
-        return False, with nothing done, where all are of one kind."""
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if len(set(map(type, grads))) < 2:
-            return False
-        for grad in grads:
-            grad.detach_().zero_()
-        return True
-
     def _tell(self, result: StepResult) -> None:
         """Tell all who want to know of the step that was made or skipped."""
         update, listeners = self._update, self._update.gradients.listeners
@@ -511,58 +494,6 @@ class OptimizerWrapper(Optimizer):
         if gradients.mutation_check is not None:
             gradients.check_mutations()
         return gradients
-
-    def _refuse_grad_scaler(self) -> None:
-        for name in ("grad_scale", "found_inf"):  # torch leaves them where step() raises
-            self.__dict__.pop(name, None)
-        raise RuntimeError(
-            "a GradScaler stepped the boosted optimizer, which has the loss scale of its precision already, if that needs "
-            "one: the update would be scaled twice. Delete the GradScaler: write b.backward(loss, optimizer) for "
-            "scaler.scale(loss).backward(), optimizer.step() for scaler.step(optimizer), optimizer.clip_grad_by_norm(max_norm) "
-            "for scaler.unscale_(optimizer) and the clip, and nothing for scaler.update(); GradScaler(enabled=False) may stay"
-        )
-
-    def _check_nothing_is_lost(self, own: Mapping[str, Any]) -> None:
-        masters = own.get("masters", {})
-        lost = ["float32 masters"] if masters.get("weights") else []
-        lost += ["the random state of stochastic rounding"] if masters.get("rounding") else []
-        lost += ["the loss scale"] if self._update.gradients.scaler.enabled else []
-        if lost:
-            raise RuntimeError(
-                f"torch.distributed.checkpoint.state_dict would drop {' and '.join(lost)} of this optimizer. Save with "
-                "Booster.save, which keeps everything, and load with Booster.load, into any layout; or keep what "
-                f"optimizer.state_dict() returns, whose key {STATE_KEY!r} has them"
-            )
-
-    def _step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
-        gradients = self._update.gradients
-        refusal = gradients.closure_refusal
-        if refusal is not None:
-            raise RuntimeError(refusal)
-
-        def checked() -> Any:
-            loss = closure()
-            self._update.shards.check_gradients()
-            if self._clip_grad_norm:
-                gradients.clip_norm(float(self._clip_grad_norm), asked=False)
-            return _mean_of_ranks(loss, gradients.group)
-
-        return self._update.step_with_closure(checked)
-
-
-def _mean_of_ranks(loss: Any, group: dist.ProcessGroup | None) -> Any:
-    """The mean over the ranks of `group` of `loss`, a number or tensor of one element: by what optimizers read of it, as LBFGS
-    does, they go on, so that it is the same on all ranks; anything else as it is."""
-    number = isinstance(loss, torch.Tensor) and loss.numel() == 1 or isinstance(loss, (int, float))
-    if group is None or not number:
-        return loss
-    value = (
-        loss.detach().reshape(()).double()
-        if isinstance(loss, torch.Tensor)
-        else torch.tensor(loss, dtype=torch.float64)
-    )
-    mean = agreement.all_reduce(value, group, dist.ReduceOp.SUM) / dist.get_world_size(group)
-    return mean.to(loss.dtype).expand_as(loss) if isinstance(loss, torch.Tensor) else float(mean)
 
 
 def update_of(optimizer: OptimizerWrapper) -> Update:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from booster.common import arguments
-from booster.interface.model import ModelWrapper, keep_pins
+from booster.interface.model import ModelWrapper, extras_of
 from booster.loss_scaler import DynamicScale, LossScaler, check_scale
 from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.half_products.product_choice import HalfProducts
@@ -64,7 +64,7 @@ class AutocastMixedPrecision(HalfPrecision):
     def wrap_model(self, placed: nn.Module) -> ModelWrapper:
         boosted = super().wrap_model(placed)
         if self._pins_during_run:
-            keep_pins(boosted, RunPins(bare(placed), self.device.type))
+            extras_of(boosted).pins = RunPins(bare(placed), self.device.type)
         return boosted
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.common import arguments
-from booster.interface.model import CriterionWrapper, ModelWrapper, keep_choice, keep_histories, leave_fast_path
+from booster.interface.model import CriterionWrapper, ModelWrapper, extras_of, leave_fast_path
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.kernels.eligibility import ASKED, by_kernels
 from booster.masters.options import MasterOptions
@@ -102,11 +102,11 @@ def _connect_conversion(
         return
     layers = bare(boosted.module)
     if (choice := precision.conversion.layer_choice(layers)) is not None:
-        keep_choice(boosted, choice)
+        extras_of(boosted).choice = choice
     if not optimizers:
         return
     if (histories := precision.conversion.make_listener(layers, precision.device, placement.group)) is not None:
-        keep_histories(boosted, histories)
+        extras_of(boosted).histories = histories
         update_of(optimizers[0]).gradients.listen(histories)
     if not placement.stores_float32:  # shards are gathered, and freed
         precision.conversion.cache_weights(layers)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from booster.common import arguments
-from booster.common.shares import exact
+from booster.common.arguments import as_fraction
 from booster.common.text import listed
 from booster.common.torch_internals.tensor_internals import BatchNorm
 from booster.model.modules import matcher, parents, places_of, repeated_blocks
@@ -58,7 +58,8 @@ class Blocks:
                 f"{self} selects nothing of {type(model).__name__}, which has no blocks that repeat; name its modules instead"
             )
         first, last = (
-            math.ceil(exact(n) * len(names)) if n < 1 else min(int(n), len(names)) for n in (self.first, self.last)
+            math.ceil(as_fraction(n) * len(names)) if n < 1 else min(int(n), len(names))
+            for n in (self.first, self.last)
         )
         return [*names[:first], *names[len(names) - last :]]
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from booster.common import arguments
 from booster.common.text import dtype_name, listed
-from booster.interface.model import Choice
+from booster.interface.model import Resumable
 from booster.mixed_precision.keep_fp32 import (
     Float32Forward,
     KeepFP32,
@@ -323,7 +323,7 @@ class Conversion(Protocol):
     ) -> StepHistories | None:
         """Return a listener to the steps of the placed `model`, or None. May run collectives."""
 
-    def layer_choice(self, model: nn.Module) -> Choice | None:
+    def layer_choice(self, model: nn.Module) -> Resumable | None:
         """Return what checkpoints keep of the choice between layers of the placed `model`, or None."""
 
     def cache_weights(self, model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from booster.common import arguments
-from booster.common.shares import exact
+from booster.common.arguments import as_fraction
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.low_precision.autopilot import Autopilot
 
@@ -93,7 +93,7 @@ def _start(place: object, total_steps: int | None) -> int:
         return start
     if total_steps is None:
         raise ValueError(f"a phase begins at the share {value} of the run; pass total_steps")
-    start = math.ceil(exact(value) * total_steps)
+    start = math.ceil(as_fraction(value) * total_steps)
     if start == total_steps:
         raise ValueError(
             f"a phase begins at the share {value} of total_steps={total_steps}, which is none of its steps"

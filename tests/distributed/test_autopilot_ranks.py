@@ -7,7 +7,7 @@ from torch import nn
 
 from benchmarks import planted
 from booster import Booster
-from booster.interface.model import pins_of
+from booster.interface.model import extras_of
 from booster.mixed_precision import Autopilot, NVFP4MixedPrecision, PrecisionSchedule
 from booster.plugin import HybridParallelPlugin, SingleDevice, TorchDDPPlugin
 
@@ -23,7 +23,7 @@ def decided(rank, world_size):
         booster.backward(F.cross_entropy(model(x), y), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    pilot = pins_of(model)
+    pilot = extras_of(model).pins
     return pilot.state_dict(), pilot.noise, [param.detach().clone() for param in own.parameters()]
 
 
@@ -65,7 +65,7 @@ def flown(rank, world_size, stages, steps=3):
             booster.backward(criterion(model(batch[0]), batch[1]), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    pilot = pins_of(model)
+    pilot = extras_of(model).pins
     return pilot.state_dict(), pilot.share, pilot.looks
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster import Booster
-from booster.interface.model import histories_of
+from booster.interface.model import extras_of
 from booster.mixed_precision import DelayedScaling, FP8MixedPrecision
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.plugin import HybridParallelPlugin, TorchDDPPlugin, TorchFSDPPlugin
@@ -99,10 +99,10 @@ def agrees(rank, world_size, name):
     seen, found = look(run[1]), []
     for number in range(5):
         counts = step(run, number), step(plain, number)
-        found.append((torch.stack([*seen.values()]), histories_of(run[1])._scale.clone()))
+        found.append((torch.stack([*seen.values()]), extras_of(run[1]).histories._scale.clone()))
         for rows in seen.values():
             rows.zero_()
-    return counts[0] - counts[1], list(seen) == histories_of(run[1]).state_dict()["names"], found
+    return counts[0] - counts[1], list(seen) == extras_of(run[1]).histories.state_dict()["names"], found
 
 
 def resumes(rank, world_size, name, folder):
@@ -112,7 +112,7 @@ def resumes(rank, world_size, name, folder):
     run[0].save(folder, run[1], run[2])
     again = boosted(name)
     again[0].load(folder, again[1], again[2])
-    scales = [histories_of(each[1])._scale for each in (run, again)]
+    scales = [extras_of(each[1]).histories._scale for each in (run, again)]
     assert torch.equal(*scales)
     assert (scales[0] > 0).all()
     for number in range(4, 7):

@@ -45,7 +45,7 @@ class Run:
         return applied
 
     def told(self):
-        pins = self.model._pins.state_dict()
+        pins = self.model._extras.pins.state_dict()
         return pins, [param.detach().clone() for param in self.model.parameters()], len(self.booster.diagnoses)
 
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import planted
 from booster import Booster
-from booster.interface.model import pins_of
+from booster.interface.model import extras_of
 from booster.mixed_precision import Autopilot, MXFP8MixedPrecision, NVFP4MixedPrecision, PrecisionSchedule
 from booster.mixed_precision.low_precision.autopilot import LIMIT
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
@@ -49,7 +49,7 @@ class Flight:
         self.booster = Booster("cpu", precision or Autopilot(low(), **{"every": 4, **options}))
         optimizer = torch.optim.AdamW(self.own.parameters(), lr=3e-3)
         self.model, self.optimizer, *_ = self.booster.boost(self.own, optimizer)
-        self.pilot = pins_of(self.model)
+        self.pilot = extras_of(self.model).pins
 
     def backward(self, step):
         self.flaw(self.own, step)
@@ -229,7 +229,7 @@ def test_noise_is_that_of_the_product_beside_the_wide_one():
     wide = kept["x"] @ model[1].weight.detach().t()
     error = kept["y"] - wide
     error, wide = (each - each.mean(0) for each in (error, wide))
-    assert pins_of(model).noise["1", "forward"] == pytest.approx(float(error.norm() / wide.norm()), rel=1e-4)
+    assert extras_of(model).pins.noise["1", "forward"] == pytest.approx(float(error.norm() / wide.norm()), rel=1e-4)
 
 
 def late(model, step):
@@ -466,8 +466,8 @@ def test_a_boosted_model_that_is_compiled_is_flown_as_one_that_is_not():
     expected, _ = plain.steps(9)
     found, graphs = compiled.steps(9)
     assert found == expected
-    assert pins_of(compiled.model).state_dict() == pins_of(plain.model).state_dict()
-    assert pins_of(compiled.model).names == ["1"]
+    assert extras_of(compiled.model).pins.state_dict() == extras_of(plain.model).pins.state_dict()
+    assert extras_of(compiled.model).pins.names == ["1"]
     # Those of a step that is looked at, and those of one that is not, in which a layer has other products than the rest.
     assert graphs[2:] == [graphs[2]] * 7
     assert graphs[0] < graphs[2] <= 8
@@ -504,7 +504,7 @@ def test_a_copy_of_the_model_is_flown_by_nobody_and_can_be_pickled(tmp_path):
             layers = [layer for layer in each.modules() if isinstance(layer, LowPrecisionLinear)]
             assert layers
             assert not any(layer.watchers for layer in layers)
-            assert pins_of(each) is None
+            assert extras_of(each).pins is None
             assert torch.equal(each(x), flight.model(x))
     assert all(layer.watchers for layer in flight.model.modules() if isinstance(layer, LowPrecisionLinear))
 
@@ -514,7 +514,7 @@ def test_a_sample_is_the_share_that_was_written():
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(25)))
     booster = Booster("cpu", Autopilot(NVFP4MixedPrecision(emulate=True, keep=()), every=1, sample=0.28))
     model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert len({name for name, _ in pins_of(model)._looked_at}) == 7
+    assert len({name for name, _ in extras_of(model).pins._measured}) == 7
 
 
 # ---------------------------------------------------------------------- as a phase of a schedule
@@ -658,7 +658,7 @@ def test_a_model_that_is_boosted_in_a_later_phase_is_flown_from_then_on():
         flight.booster.backward(F.cross_entropy(model(x), y), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    assert pins_of(model).names == ["blocks.0.up", "blocks.1.up"]
+    assert extras_of(model).pins.names == ["blocks.0.up", "blocks.1.up"]
 
 
 def test_the_estimate_of_a_schedule_of_autopilots_is_of_the_fullest_phase():

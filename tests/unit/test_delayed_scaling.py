@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
-from booster.interface.model import histories_of
+from booster.interface.model import extras_of
 from booster.mixed_precision import Autopilot, DelayedScaling, FP8MixedPrecision
 from booster.mixed_precision.low_precision import linear
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
@@ -185,12 +185,12 @@ def test_a_run_resumes_to_the_bit(tmp_path):
     expected = train(through, range(6, 10))
     again = boosted(DelayedScaling(amax_history_len=4), net(None))
     again[0].load(tmp_path, again[1], again[2])
-    assert torch.equal(scales(again[1]), histories_of(again[1])._scale)
+    assert torch.equal(scales(again[1]), extras_of(again[1]).histories._scale)
     got = train(again, range(6, 10))
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     without = boosted(DelayedScaling(amax_history_len=4))
     without[0].load(tmp_path, without[1], without[2])
-    histories_of(without[1]).load_state_dict({})
+    extras_of(without[1]).histories.load_state_dict({})
     other = train(without, range(6, 10))
     assert any(not torch.equal(other[name], expected[name]) for name in expected), "the histories count"
 
@@ -199,10 +199,10 @@ def test_checkpoints_of_other_histories_and_of_none_load(tmp_path, caplog):
     long = boosted(DelayedScaling(amax_history_len=8))
     train(long, range(6))
     long[0].save(tmp_path / "long", long[1], long[2])
-    kept = histories_of(long[1]).state_dict()["history"]
+    kept = extras_of(long[1]).histories.state_dict()["history"]
     short = boosted(DelayedScaling(amax_history_len=2))
     short[0].load(tmp_path / "long", short[1], short[2])
-    assert torch.equal(histories_of(short[1]).state_dict()["history"], kept[:2])
+    assert torch.equal(extras_of(short[1]).histories.state_dict()["history"], kept[:2])
     plain = boosted(False)
     train(plain, range(2))
     plain[0].save(tmp_path / "plain", plain[1], plain[2])
@@ -228,12 +228,12 @@ def test_it_goes_under_an_autopilot_and_with_wide_products():
     model = net()
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
     train((booster, model, optimizer), range(4))
-    assert (histories_of(model)._scale > 0).all()
+    assert (extras_of(model).histories._scale > 0).all()
     wide = Booster("cpu", FP8MixedPrecision(delayed_scaling=True, emulate=True, weight_grad="bf16"))
     model = net()
     model, optimizer, *_ = wide.boost(model, torch.optim.AdamW(model.parameters()))
     train((wide, model, optimizer), range(2))
-    assert (histories_of(model)._scale > 0).all()
+    assert (extras_of(model).histories._scale > 0).all()
 
 
 def test_what_does_not_go_with_it_is_refused():
@@ -282,7 +282,7 @@ def test_a_graph_is_made_anew_once_scales_are_known_and_computes_what_eager_laye
         resumed = [how.delayed.known for layer in layers(again[1]).values() for how in (layer.recipe.output.left,)]
         assert resumed == [True] * 3
         again[0].load(tmp_path, again[1], again[2])
-        histories_of(again[1]).load_state_dict({})
+        extras_of(again[1]).histories.load_state_dict({})
         assert not layers(again[1])["1"].recipe.output.left.delayed.known, "what begins anew knows nothing"
 
 
@@ -294,6 +294,6 @@ def test_compiled_layers_note_what_eager_ones_do():
     for number in range(3):
         step(eager, number)
         step(compiled, number)
-        seen, noted = histories_of(eager[1])._scale, histories_of(compiled[1])._scale
+        seen, noted = extras_of(eager[1]).histories._scale, extras_of(compiled[1]).histories._scale
         assert (noted > 0).all()
         torch.testing.assert_close(noted, seen, rtol=0.05, atol=0)  # bfloat16 sums in another order

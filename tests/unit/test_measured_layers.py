@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.waits import as_on_a_gpu
 from booster import Booster
 from booster.integrations.trained import Trained
-from booster.interface.model import choice_of
+from booster.interface.model import extras_of
 from booster.mixed_precision import Autopilot, FP8MixedPrecision, Int8MixedPrecision, MXFP8MixedPrecision
 from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.low_precision import conversion as conversion_file
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_another_precision_leaves_the_choice_and_says_so_and_a_l
         booster.load(tmp_path, model, optimizer)
     assert "no choice of layers was saved" in caplog.text
     assert low(model) == ["1", "3"]
-    choice = choice_of(model)
+    choice = extras_of(model).choice
     with pytest.raises((ValueError, TypeError)):
         choice.load_state_dict({"low": [[0.5, 32]], "wide": []})
     assert low(model) == ["1", "3"]
@@ -219,7 +219,7 @@ def test_a_rehearsal_measures_nothing(caplog):
     booster = Booster("cpu", FP8MixedPrecision(convert="measured", tokens=8, emulate="auto"))
     model, *_ = booster.boost(net())
     assert low(model) == ["1", "2", "3"]
-    assert choice_of(model) is None
+    assert extras_of(model).choice is None
 
 
 # Features in and out, and who is said to gain: torchao 0.18's filters, whose own tests have these on the boundary.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from trainers import Rows, arguments, llama, logged
 
-from booster.interface.model import pins_of
+from booster.interface.model import extras_of
 from booster.mixed_precision import Autopilot, NVFP4MixedPrecision, PrecisionSchedule
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -233,7 +233,7 @@ def test_a_precision_that_changes_is_where_it_was_when_a_run_is_resumed(tmp_path
 
 
 def piloted(trainer):
-    pilot = pins_of(trainer.trained_by_booster.model)
+    pilot = extras_of(trainer.trained_by_booster.model).pins
     return pilot and pilot.state_dict()
 
 
@@ -510,19 +510,19 @@ def test_all_that_checkpoints_hold_is_kept_by_those_of_a_trainer_or_refused():
 
 def test_layers_that_were_chosen_by_measuring_are_chosen_so_in_a_run_that_goes_on(tmp_path):
     from booster.integrations.trained import Trained
-    from booster.interface.model import choice_of, keep_choice
+    from booster.interface.model import extras_of
     from booster.mixed_precision.low_precision.conversion import ChosenLayers
 
     found = []
     for wide in (True, False):
         trainer = trained(tmp_path / str(wide), max_steps=1)
-        keep_choice(trainer.model_wrapped, ChosenLayers({}, {(32, 64): wide}))
+        extras_of(trainer.model_wrapped).choice = ChosenLayers({}, {(32, 64): wide})
         found.append(trainer.trained_by_booster)
     first, other = found
     assert isinstance(first, Trained)
     first.save_optimizer(str(tmp_path / "checkpoint"))
     assert other.load_optimizer(str(tmp_path / "checkpoint"))
-    assert choice_of(other.model).state_dict() == {"low": [], "wide": [[32, 64]]}
+    assert extras_of(other.model).choice.state_dict() == {"low": [], "wide": [[32, 64]]}
 
 
 def test_only_trainers_are_boosted_and_once():

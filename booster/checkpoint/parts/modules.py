@@ -22,7 +22,7 @@ from booster.checkpoint.weight_files import fits, ties_that_differ
 from booster.common.arguments import is_whole
 from booster.common.text import listed
 from booster.common.untrusted_files import JsonForm, check_form
-from booster.interface.model import ModelWrapper, choice_of, histories_of, pins_of
+from booster.interface.model import ModelWrapper, extras_of
 from booster.masters.loaded_weights import LoadedWeights
 from booster.model.dtensors import local_shard
 from booster.model.modules import bare, names_of, parents
@@ -229,14 +229,14 @@ class PinnedModules(_ModelState):
     """Modules that were pinned to float32 during the run, or whose products an Autopilot made wide."""
 
     key, what = "pins", "the modules pinned to float32"
-    of = staticmethod(pins_of)
+    of = staticmethod(lambda model: extras_of(model).pins)
 
     def collect(self, into: SaveContext) -> dict[str, Any]:
         return {"pins": {name: pins.state_dict() for name, pins in self._here()}}  # ranks of a pipeline pin their own
 
     def compare(self, found: LoadContext) -> Iterator[str]:
         for name, model in self.objects.models.items():
-            state, pins = found.saved.tree["pins"].get(name, {}), pins_of(model)
+            state, pins = found.saved.tree["pins"].get(name, {}), extras_of(model).pins
             what, again = (
                 ("were pinned to float32", "pass keep_fp32='auto' to have them so, or name them in keep_fp32")
                 if "products" not in state
@@ -258,7 +258,7 @@ class LayerChoices(_ModelState):
 
     key, what = "chosen", "the choice of layers"
     absent = "no choice of layers was saved; those are in low precision that were faster so here"
-    of = staticmethod(choice_of)
+    of = staticmethod(lambda model: extras_of(model).choice)
 
     def fault(self, state: Mapping[str, Any], found: LoadContext) -> str:
         # Features in and out, of layers in low precision and of those that are not.
@@ -280,7 +280,7 @@ class ScaleHistory(_ModelState):
 
     key, what = "scales", "the histories of scales"
     absent = "no history of scales was saved; delayed scaling begins anew"
-    of = staticmethod(histories_of)
+    of = staticmethod(lambda model: extras_of(model).histories)
 
     def fault(self, state: Mapping[str, Any], found: LoadContext) -> str:
         names = state.get("names")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.common import arguments
-from booster.common.shares import exact
+from booster.common.arguments import as_fraction
 from booster.common.torch_internals.autograd_internals import is_compiled
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, product
@@ -272,7 +272,7 @@ class PrecisionController:
             return frozenset()
         every = self._plan.every
         if self._is_whole(number, every):
-            many = math.ceil(exact(self._plan.sample) * len(self._all))
+            many = math.ceil(as_fraction(self._plan.sample) * len(self._all))
             start = number // every * many
             names = {self._all[place % len(self._all)] for place in range(start, start + many)}
             return frozenset((name, role) for name in names for role in GEMMS) | self._suspected.keys()
@@ -370,7 +370,7 @@ class PrecisionController:
 
     def _most(self, plan: Autopilot) -> int:
         """How many products the budget of `plan` lets be wide."""
-        return math.floor(exact(plan.budget) * len(GEMMS) * len(self._all))
+        return math.floor(as_fraction(plan.budget) * len(GEMMS) * len(self._all))
 
     def _keep_within(self, plan: Autopilot) -> None:
         """Have no more products wide than `plan` lets, which another one may have made so: the worst of them."""

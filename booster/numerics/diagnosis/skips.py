@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from booster.common import arguments
-from booster.interface.model import CriterionWrapper, ModelWrapper, pins_of
+from booster.interface.model import CriterionWrapper, ModelWrapper, extras_of
 from booster.interface.optimizer import OptimizerWrapper, gradients_of, update_of
 from booster.interface.tape import Call, Pass, Tape
 from booster.logging import get_dist_logger
@@ -244,7 +244,7 @@ class PinningWatcher(SkipWatcher):
             name = own.removeprefix(f"{label}.") if label else own
             if label and name == own:
                 continue
-            pins = pins_of(model)
+            pins = extras_of(model).pins
             if pins is not None and pins.note(name, step):
                 _logger.warning(
                     f"{own} computes in float32 from now on (keep_fp32='auto'): {SKIPS} skipped steps within {WINDOW}, the "

@@ -1,0 +1,90 @@
+"""Errors of a forward pass that have a known cause under a precision or a plugin, with what to do."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import torch
+from torch import nn
+
+from booster.common.frames import raised_in, where_raised
+from booster.common.text import dtype_name, listed
+from booster.model.dtensors import is_dtensor, is_part
+from booster.tensors.trees import HALF_DTYPES
+
+
+def hint(
+    error: Exception, name: str, model: nn.Module, *, precision: object, input_dtype: torch.dtype | None
+) -> str | None:
+    """Return what to do where the method `name` of the user's `model` raised `error`; None for errors that are the user's own.
+
+    precision: under which it ran. input_dtype: what its inputs were cast to.
+    """
+    return _hint_of_shards(error, name, model) or _hint_of_dtypes(error, precision, input_dtype)
+
+
+def _hint_of_shards(error: Exception, name: str, model: nn.Module) -> str | None:
+    """Return what to do where the method `name` of the user's `model` met shards of parameters; None for other errors."""
+    said = str(error)
+    if "invalid python storage" in said:
+        return (
+            f"model.{name}() read the memory of weights that are divided among ranks, of which each holds a part; write them "
+            "with b.save_model(model, folder, shard=True), which all ranks call and from_pretrained opens"
+        )
+    if "mixed torch.Tensor and DTensor" not in said:
+        return None
+    if name != "forward":
+        return (
+            f"model.{name}() computed with weights that are divided among ranks and were not gathered, since its forward does "
+            "not start at the model itself. Tell torch of it after boost, on all ranks, and call it on all: "
+            f"torch.distributed.fsdp.register_fsdp_forward_method(b.unwrap(model), {name!r})"
+        )
+    trace = raised_in(error)
+    values = {} if trace is None else trace.tb_frame.f_locals
+    own = {id(param): key for key, param in model.named_parameters() if is_part(param)}
+    parts = [
+        f"{key} (the parameter {own[id(value)]!r})" if id(value) in own else key
+        for key, value in values.items()
+        if is_dtensor(value)
+    ]
+    return (
+        f"forward computed with a DTensor, a part of a weight that is divided among ranks, at {where_raised(error)}: "
+        f"{'there, ' + listed(parts, 4) + (' is' if len(parts) == 1 else ' are') + ' such; ' if parts else ''}not gathered are "
+        f"{listed(list(own.values()), 3)}. Weights are whole only in the forward of the module that has them, and what is made "
+        "from a part (new_zeros, .data.new, a sum of weights) is a part. Make new tensors from an input, x.new_zeros(...); "
+        "compute with weights in the forward of their own module, or make one block of all that share them, by wrap_policy of "
+        "the plugin; averages of weights: docs/guides/averages.md"
+    )
+
+
+_MIXED_DTYPES = re.compile(r"same dtype|expected scalar type|should be the same|dtype.* mismatch", re.IGNORECASE)
+
+
+def _hint_of_dtypes(error: Exception, precision: object, wanted: torch.dtype | None) -> str | None:
+    """Return what to do where forward met a half and a float32 tensor that nobody casts; None for other errors."""
+    policy = getattr(precision, "policy", None)
+    compute = None if policy is None else policy.compute
+    if "multiple of 16 bytes" in str(error) and HALF_DTYPES & {wanted, compute}:
+        return (
+            f"{error}: at {where_raised(error)} torch's product of groups takes halves in rows of a multiple of 8 numbers; "
+            "give experts such sizes, or have them multiplied one by one: model.set_experts_implementation('eager')"
+        )
+    if not _MIXED_DTYPES.search(str(error)):
+        return None
+    if compute in HALF_DTYPES:
+        return (
+            f"{error}: at {where_raised(error)} a function got {dtype_name(compute)} and another dtype, and autocast has no "
+            "rule that casts them for it. Give it one dtype, by x.float() or x.to(y.dtype); on a CPU Booster's "
+            "half_products='float32' has rules for mv, addmv, dot, vdot, inner and cross, but for none in place"
+        )
+    if wanted is None or wanted not in HALF_DTYPES:
+        return None
+    half, kind = dtype_name(wanted), type(precision)
+    takes = "default_dtype" in inspect.signature(kind).parameters
+    or_by_default = f"; or pass default_dtype=True to {kind.__name__}, which makes such tensors {half}" if takes else ""
+    return (
+        f"{error}: weights are {half}, and forward gave one of them a tensor of another dtype, at {where_raised(error)}. A "
+        "tensor that forward makes itself, by torch.zeros or torch.arange(...).float(), is float32 by default: make it from "
+        f"an input, x.new_zeros(...), or with dtype=x.dtype{or_by_default}"
+    )
