@@ -34,8 +34,8 @@ from booster.interface.model import (
     CriterionWrapper,
     ModelWrapper,
     boosted_wrapper,
-    leave_raw_calls,
-    watch_raw_calls,
+    guard_raw_calls,
+    remove_raw_call_guard,
 )
 from booster.interface.optimizer import OptimizerWrapper, gradients_of, updates_of
 from booster.interface.scheduler import LRSchedulerWrapper
@@ -51,7 +51,7 @@ from booster.update.outcome import UpdateOptions
 if TYPE_CHECKING:
     from booster.capture.captured import CapturedStep
     from booster.capture.graph import Recorder
-    from booster.facade.progress_bar import ShownLoss
+    from booster.facade.progress_bar import DisplayedLoss
     from booster.masters.state_quantizer import States
     from booster.memory import Estimate, Measured
     from booster.numerics import Diagnosis, Record
@@ -166,7 +166,7 @@ class Booster:
         self._checkpoints = RunCheckpoints(self.plugin.group, run, self.plugin.carried)
         self._records: Records | None = None
         self._watcher: SkipWatcher | None = None
-        self._shown_loss: ShownLoss | None = None
+        self._shown_loss: DisplayedLoss | None = None
         if self.precision.pins_during_run:
             refusals.check_pins(self.plugin, diagnose)
             from booster.numerics.diagnosis.skips import PinningWatcher
@@ -313,7 +313,7 @@ class Booster:
             own = (boosted_criterion, wrappers) if place == 0 else (None, [])
             self._boosted.add(models[place], one, *own, built[place], alone=len(models) == 1)
             if wrappers and self.plugin.pipeline(one.module) is None:  # a pipeline's schedule calls layers by itself
-                watch_raw_calls(one, several_ranks=self.plugin.group is not None)
+                guard_raw_calls(one, several_ranks=self.plugin.group is not None)
             for watching in (self._records, self._watcher):
                 if watching is not None:
                     watching.follow(one, *own)
@@ -923,7 +923,7 @@ class Booster:
         """The user's object inside `boosted`, a boosted model, optimizer, criterion, dataloader or scheduler."""
         if isinstance(boosted, nn.Module):
             wrapper = boosted_wrapper(boosted, "unwrap")
-            leave_raw_calls(wrapper)
+            remove_raw_call_guard(wrapper)
             return wrapper.unwrap()
         if isinstance(boosted, OptimizerWrapper):
             remove_guards(boosted.unwrap())
@@ -1016,9 +1016,9 @@ class Booster:
         total: how many there are; None asks `len(items)`, and a boosted loader, which a resumed epoch lets begin where it was
             left, for those before too. The bar is rich's; raises ImportError without it.
         """
-        from booster.facade.progress_bar import ShownLoss, progress
+        from booster.facade.progress_bar import DisplayedLoss, progress
 
-        self._shown_loss = ShownLoss()
+        self._shown_loss = DisplayedLoss()
         return progress(items, description, total, self._shown_loss)
 
     def profile(

@@ -183,7 +183,7 @@ def counted(make: Callable[[Model, int, str], Loop], precision: str) -> dict[str
     with Calls() as calls:
         loop.passes()
         if isinstance(loop.optimizer, OptimizerWrapper):
-            loop.optimizer.settle()  # of the step before, of which a copy is on its way since then
+            loop.optimizer.sync()  # of the step before, of which a copy is on its way since then
         with HostReads() as reads:
             loop.clip()
             loop.optimizer.step()

@@ -165,7 +165,7 @@ class CapturedStep:
     def _settle(self) -> None:
         """Count all steps, waiting for the last."""
         for optimizer in self._optimizers:
-            optimizer.settle()
+            optimizer.sync()
 
     def _has_begun(self) -> bool:
         """Return whether every optimizer has the states that its next step reads. Waits for the last step of some.

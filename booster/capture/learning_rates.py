@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from booster.capture.layout import options_of
-from booster.common.torch_internals.optimizer_internals import note_step
+from booster.common.torch_internals.optimizer_internals import mark_step_called
 from booster.common.torch_internals.tensor_internals import version
 from booster.interface.optimizer import OptimizerWrapper
-from booster.interface.scheduler import Advance
+from booster.interface.scheduler import PendingSchedulerStep
 
 _logger = logging.getLogger(__name__)
 AHEAD = 64  # rows of a table; the host never launches so many steps ahead of what it knows
@@ -162,8 +162,8 @@ class Course:
             self.follow()
             return True
         alike = all(
-            isinstance(one, Advance)
-            and not other.is_told
+            isinstance(one, PendingSchedulerStep)
+            and not other.has_arguments
             and one.scheduler is other.scheduler
             and one.follows(history.progress)
             for one, other in zip(before[1:], deferred, strict=True)
@@ -254,7 +254,7 @@ class _Groups:
     """What stands for an optimizer where its schedules are stepped ahead."""
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
-        note_step(self)  # type: ignore[arg-type]
+        mark_step_called(self)  # type: ignore[arg-type]
         self.param_groups = [{**group, "params": []} for group in groups]
 
     def step(self) -> None: ...

@@ -39,7 +39,7 @@ def reads_of(
     later ones do not, and a later one what is only then there.
     """
     for optimizer in optimizers:
-        optimizer.settle()
+        optimizer.sync()
         optimizer.wait_for_weights()
     snapshot = StateSnapshot([*roots, *optimizers, *_schedules_of(optimizers)])
     origin = origin_of(train_step)
@@ -52,7 +52,7 @@ def reads_of(
         with eager, reads.watched(), _numbers_watched(optimizers, reads):
             train_step(*batch)
             for optimizer in optimizers:
-                optimizer.settle()
+                optimizer.sync()
             reads.on = True
             try:
                 train_step(*batch)

@@ -18,7 +18,7 @@ from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.serving import ExportSpec, sources_of
 from booster.checkpoint.tensor_file import write_tensors
 from booster.common.text import listed
-from booster.common.torch_internals.tensor_internals import gather_whole
+from booster.common.torch_internals.tensor_internals import gather_full
 from booster.interface.model import ModelWrapper
 from booster.model.dtensors import is_dtensor
 from booster.model.modules import bare, names_of
@@ -68,7 +68,7 @@ def save_adapters(model: ModelWrapper, folder: Path, group: dist.ProcessGroup | 
     if any(each != names[0] for each in names):
         raise CheckpointError("peft found other tensors to write on one rank than on another; nothing was written")
     for adapter, tensors in kept.items():
-        whole = {name: gather_whole(value) if is_dtensor(value) else value for name, value in tensors.items()}
+        whole = {name: gather_full(value) if is_dtensor(value) else value for name, value in tensors.items()}
         with agreed(group):
             if is_first(group):
                 _write(own.peft_config[adapter], whole, folder if adapter == "default" else folder / adapter)

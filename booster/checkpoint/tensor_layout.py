@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from booster.common.torch_internals.tensor_internals import gather_whole
+from booster.common.torch_internals.tensor_internals import gather_full
 from booster.model.dtensors import is_dtensor, local_shard
 from booster.shards.flat_shard import FlatShard
 
@@ -20,7 +20,7 @@ def as_planned(tensor: HeldTensor) -> HeldTensor:
     parallelism divides part by part.
     """
     if is_dtensor(tensor) and not _is_boxes(tensor):  # type: ignore[arg-type]
-        return gather_whole(tensor)
+        return gather_full(tensor)
     return tensor
 
 

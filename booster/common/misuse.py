@@ -23,7 +23,7 @@ _OF_TORCH_CHECKPOINT = ("torch.distributed.checkpoint.state_dict",)
 _BETWEEN = ("booster.interface.optimizer", "booster.common.misuse", "torch.optim.", "torch.utils.")
 
 
-class OwnStep:
+class OwnStepGuard:
     """A pre-hook on the user's optimizer, which raises RuntimeError for a step that its boosted one does not make.
 
     stepping: the boosted optimizer is stepping. owner: the boosted optimizer; the guard is off when it is gone, when another
@@ -57,7 +57,7 @@ class OwnStep:
         return {"stepping": False, "_owner": None}
 
 
-class RawCalls:
+class RawCallGuard:
     """A forward pre-hook on the user's model, for calls in training that do not come through what `boost` returned.
 
     On one device such a call runs without the precision, and one WARNING says so; of several ranks it would leave gradients

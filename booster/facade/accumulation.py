@@ -50,7 +50,7 @@ class Accumulation:
         if self._num_micro_batches > 1:
             self._unsynchronised.enter_context(self._no_sync())
         self._await_last()
-        self._hold()
+        self._forbid_steps()
         for optimizer in self.optimizers:
             optimizer.accumulating = True
         return self
@@ -81,13 +81,13 @@ class Accumulation:
     def after_backward(self) -> None:
         self._num_backwards += 1
         self._await_last()
-        self._hold()
+        self._forbid_steps()
 
     def __exit__(self, error_type: Any, error: Any, traceback: Any) -> None:
         self._unsynchronised.close()
         self._cleanup.close()
         for optimizer in self.optimizers:
-            optimizer.hold(None)
+            optimizer.forbid_step(None)
             optimizer.accumulating = False
         if error_type is None and self._num_backwards < self._num_micro_batches:
             raise RuntimeError(
@@ -106,14 +106,14 @@ class Accumulation:
     def _mark_forward(self, module: nn.Module, args: Any) -> None:
         self._ran_forward = True
 
-    def _hold(self) -> None:
+    def _forbid_steps(self) -> None:
         done = self._num_backwards == self._num_micro_batches
         reason = (
             f"optimizer.step() inside accumulate() after {self._num_backwards} of {self._num_micro_batches} micro-batches; "
             "step once the group is complete"
         )
         for optimizer in self.optimizers:
-            optimizer.hold(None if done else reason)
+            optimizer.forbid_step(None if done else reason)
 
 
 class NoSync:
@@ -209,17 +209,17 @@ class Accumulations:
         if self.any_of(group.optimizers):
             raise RuntimeError("accumulate() is running for this optimizer already; it does not nest")
         with group:
-            with self._noted(self._groups, group):
+            with self._listed_in(self._groups, group):
                 yield group
 
     @contextmanager
     def unsynchronised(self, entry: NoSync) -> Iterator[None]:
         """Return a context in which passes that `entry` covers leave gradients incomplete."""
-        with entry.context, self._noted(self._unsynchronised, entry):
+        with entry.context, self._listed_in(self._unsynchronised, entry):
             yield
 
     @contextmanager
-    def _noted(self, entries: list[Any], entry: Any) -> Iterator[None]:
+    def _listed_in(self, entries: list[Any], entry: Any) -> Iterator[None]:
         entries.append(entry)
         self.any_open = True
         try:

@@ -46,7 +46,7 @@ class BeforeBoost:
         clone._buffers = BeforeBoost(model)._buffers
         return clone
 
-    def settle(self, model: nn.Module) -> None:
+    def forget_unrounded(self, model: nn.Module) -> None:
         """Forget buffers that were not rounded; to be called when `model` was placed."""
         now = dict(bare(model).named_buffers(remove_duplicate=False))
         self._buffers = {

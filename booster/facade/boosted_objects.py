@@ -54,7 +54,7 @@ class BoostedObjects:
 
         built: what the model was before. alone: False for one of several models that share optimizers.
         """
-        built.settle(boosted.module)
+        built.forget_unrounded(boosted.module)
         self._boostings.append(BoostRecord(built, boosted, optimizers, criterion, alone=alone))
         self.models.update({model: None, boosted: None})
         if isinstance(criterion, ModelWrapper):

@@ -46,14 +46,14 @@ class PrecisionScheduler:
     ) -> None:
         self.phases, self._total_steps = phases, total_steps
         self.now = phases[0]
-        self._optimizers, self._may_go, self._go, self._group = optimizers, may_go, go, group
-        self._ahead: weakref.WeakKeyDictionary[OptimizerWrapper, int] = weakref.WeakKeyDictionary()
+        self._optimizers, self._is_allowed, self._go, self._group = optimizers, may_go, go, group
+        self._offsets: weakref.WeakKeyDictionary[OptimizerWrapper, int] = weakref.WeakKeyDictionary()
         """Steps that the run had made before an optimizer began, less its own of then."""
-        self._moved: weakref.WeakKeyDictionary[OptimizerWrapper, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._last_progress: weakref.WeakKeyDictionary[OptimizerWrapper, tuple[int, int]] = weakref.WeakKeyDictionary()
         """How many steps an optimizer had made when it was last seen to, and where the one was then that made most."""
-        self._at_rest: weakref.WeakSet[OptimizerWrapper] = weakref.WeakSet()
+        self._idle: weakref.WeakSet[OptimizerWrapper] = weakref.WeakSet()
         self._waiting: list[
-            tuple[weakref.ref[_Waiting], dict[int, int]]
+            tuple[weakref.ref[_BackwardSeen], dict[int, int]]
         ] = []  # with steps made then, by id of the optimizer
         self._trained = -1  # steps made when a model in training mode last ran
         why = "a PrecisionSchedule counts steps around each forward pass, and may change the model; compile without fullgraph"
@@ -62,7 +62,7 @@ class PrecisionScheduler:
         )  # which a compiler would make part of the model
 
     def __reduce__(self) -> Any:
-        return _Idle, ()  # of copies and pickles of a model, which no Booster changes
+        return _NoHook, ()  # of copies and pickles of a model, which no Booster changes
 
     def __call__(self, module: nn.Module, args: Any, *output: Any) -> None:
         """A forward pre-hook of boosted models, and a forward hook."""
@@ -72,7 +72,7 @@ class PrecisionScheduler:
         if not torch.is_grad_enabled() or graph_task() != -1:  # evaluation, which ranks may do alone; a recomputation
             return
         if output:
-            self._note(output[0])
+            self._track_graph(output[0])
             return
         step = self.step
         if module.training:
@@ -96,34 +96,34 @@ class PrecisionScheduler:
         """How many steps the run has made: those of the optimizer that made fewest, of those that have begun and are not at
         rest. One that begins, or begins again, counts on from there."""
         counts = {each: each.num_steps for each in self._optimizers() if each.num_steps}
-        awake = [each for each in counts if not self._rests(each, counts[each]) and each in self._ahead]
-        here = min((counts[each] + self._ahead[each] for each in awake), default=0)
+        awake = [each for each in counts if not self._is_idle(each, counts[each]) and each in self._offsets]
+        here = min((counts[each] + self._offsets[each] for each in awake), default=0)
         for each, count in counts.items():
-            if each not in self._ahead:
-                self._ahead[each] = max(0, here - count) if awake else 0
+            if each not in self._offsets:
+                self._offsets[each] = max(0, here - count) if awake else 0
                 awake.append(each)
-        places = {each: counts[each] + self._ahead[each] for each in awake}
+        places = {each: counts[each] + self._offsets[each] for each in awake}
         first = max(places.values(), default=0)
         for each in places:
-            if self._moved.get(each, (0, 0))[0] != counts[each]:
-                self._moved[each] = counts[each], first
-            elif first - self._moved[each][1] >= PATIENCE:
-                self._at_rest.add(each)
+            if self._last_progress.get(each, (0, 0))[0] != counts[each]:
+                self._last_progress[each] = counts[each], first
+            elif first - self._last_progress[each][1] >= PATIENCE:
+                self._idle.add(each)
                 _logger.warning(
                     "%s of %d parameters has made no step while another optimizer made %d, so the PrecisionSchedule goes on "
                     "without it; steps that it makes later count on from where the run is then",
                     type(each.unwrap()).__name__,
                     sum(len(group["params"]) for group in each.param_groups),
-                    first - self._moved[each][1],
+                    first - self._last_progress[each][1],
                 )
-        return min((place for each, place in places.items() if each not in self._at_rest), default=0)
+        return min((place for each, place in places.items() if each not in self._idle), default=0)
 
-    def _rests(self, each: OptimizerWrapper, count: int) -> bool:
+    def _is_idle(self, each: OptimizerWrapper, count: int) -> bool:
         """Whether an optimizer, which has made `count` steps, has been at rest and is so still."""
-        if each in self._at_rest and count != self._moved[each][0]:
-            self._at_rest.discard(each)
-            del self._ahead[each]
-        return each in self._at_rest
+        if each in self._idle and count != self._last_progress[each][0]:
+            self._idle.discard(each)
+            del self._offsets[each]
+        return each in self._idle
 
     def follow(self) -> None:
         """Go over to what is due, if anything is and nothing stands in the way; where it is, a collective."""
@@ -133,8 +133,8 @@ class PrecisionScheduler:
             wanted is self.now
             or torch.is_inference_mode_enabled()
             or any(update_of(each).gradients.num_backwards for each in self._optimizers())
-            or not self._may_go()
-            or any_rank(self._waits(), self._group)
+            or not self._is_allowed()
+            or any_rank(self._awaits_backward(), self._group)
         ):
             return
         self._waiting.clear()
@@ -148,24 +148,24 @@ class PrecisionScheduler:
             "step": step,
             "starts": list(self.phases),
             "total_steps": self._total_steps,
-            "ahead": [self._ahead.get(each) for each in optimizers],
-            "moved": [list(self._moved.get(each, ())) for each in optimizers],
+            "ahead": [self._offsets.get(each) for each in optimizers],
+            "moved": [list(self._last_progress.get(each, ())) for each in optimizers],
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on as when `state` was taken; None: there was no schedule. One WARNING where its phases begin elsewhere."""
-        for known in (self._ahead, self._moved, self._at_rest):
+        for known in (self._offsets, self._last_progress, self._idle):
             known.clear()
         self._trained = -1
         if state is None:
             return
         for each, ahead in zip(self._optimizers(), state["ahead"], strict=False):
             if ahead is not None:
-                self._ahead[each] = arguments.count("ahead", ahead, least=0)
+                self._offsets[each] = arguments.count("ahead", ahead, least=0)
         for each, moved in zip(self._optimizers(), state.get("moved", []), strict=False):
             if moved:
                 count, there = (arguments.count("moved", number, least=0) for number in moved)
-                self._moved[each] = count, there
+                self._last_progress[each] = count, there
         before, now = (
             f"after the steps {starts}, of total_steps={total}"
             for starts, total in (
@@ -185,27 +185,27 @@ class PrecisionScheduler:
 
     # ---------------------------------------------------------------- inside
 
-    def _note(self, output: Any) -> None:
+    def _track_graph(self, output: Any) -> None:
         """A forward that trains returned `output`."""
         self._waiting = [(found, then) for found, then in self._waiting if _is_open(found)]
-        waiting = _Waiting()
+        waiting = _BackwardSeen()
         recorded = [tensor for tensor in tensors(output) if tensor.grad_fn is not None]
         for tensor in recorded:
             tensor.register_hook(waiting)  # which lives as long as the graph
         if recorded:
             self._waiting.append((weakref.ref(waiting), {id(each): each.num_steps for each in self._optimizers()}))
 
-    def _waits(self) -> bool:
+    def _awaits_backward(self) -> bool:
         """Whether a graph waits for a backward pass, and not in vain: some optimizer that is not at rest has made no step
         since."""
-        optimizers = [each for each in self._optimizers() if each.num_steps and each not in self._at_rest]
+        optimizers = [each for each in self._optimizers() if each.num_steps and each not in self._idle]
         return any(
             _is_open(found) and any(each.num_steps == then.get(id(each), 0) for each in optimizers)
             for found, then in self._waiting
         )
 
 
-class _Waiting:
+class _BackwardSeen:
     """A hook of what one forward returned, which learns that a backward pass came."""
 
     came = False
@@ -214,12 +214,12 @@ class _Waiting:
         self.came = True
 
 
-def _is_open(found: weakref.ref[_Waiting]) -> bool:
+def _is_open(found: weakref.ref[_BackwardSeen]) -> bool:
     waiting = found()
     return waiting is not None and not waiting.came
 
 
-class _Idle:
+class _NoHook:
     """A hook that does nothing."""
 
     def __call__(self, module: nn.Module, args: Any, *output: Any) -> None:

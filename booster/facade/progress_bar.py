@@ -16,7 +16,7 @@ from booster.ranks.coordinator import is_main
 T = TypeVar("T")
 
 
-class ShownLoss:
+class DisplayedLoss:
     """The loss beside a bar of progress: that of the last backward pass, which is read once a second.
 
     Reading waits for the device.
@@ -40,7 +40,7 @@ class ShownLoss:
         return self.words
 
 
-def progress(items: Iterable[T], description: str, total: int | None, loss: ShownLoss) -> Iterator[T]:
+def progress(items: Iterable[T], description: str, total: int | None, loss: DisplayedLoss) -> Iterator[T]:
     """`Booster.progress`, which says what this does."""
     arguments.instance("items", items, Iterable, "a loader, or anything that a `for` goes through")
     arguments.instance("description", description, str, "a string")

@@ -150,7 +150,7 @@ class Switch:
         wrapper.unwrap()  # type: ignore[union-attr]  # which waits for weights
         inner, optimizers = bare(placed), boosting.optimizers
         before = random_state()
-        carried = [_Carried(optimizer) for optimizer in optimizers]
+        carried = [_CarriedState(optimizer) for optimizer in optimizers]
         masters: dict[torch.Tensor, torch.Tensor] = {}
         for optimizer, update in zip(optimizers, updates_of(optimizers), strict=True):
             optimizer.zero_grad()
@@ -167,7 +167,7 @@ class Switch:
         for optimizer in optimizers:
             _replace(optimizer.optimizer, done)
         boosting.built = boosting.built.again(placed)
-        placement = _Again(self._plugin, placed, policy, around, [c.shards for c in carried], names)
+        placement = _PlacedAgain(self._plugin, placed, policy, around, [c.shards for c in carried], names)
         criterion = boosting.criterion
         new_model, new_optimizers, new_criterion = self._new.configure(
             inner,
@@ -176,7 +176,7 @@ class Switch:
             placement=placement,
             options=self._options,
         )
-        boosting.built.settle(new_model.module)
+        boosting.built.forget_unrounded(new_model.module)
         boosting.hooks = wrapper.replace_with(new_model, boosting.hooks)  # type: ignore[union-attr]
         if criterion is not None:
             criterion.replace_with(new_criterion)
@@ -224,7 +224,7 @@ def _owners_first(boostings: Sequence[BoostRecord]) -> list[BoostRecord]:
     )
 
 
-class _Carried:
+class _CarriedState:
     """What an optimizer's update knows besides states and masters, and the next one goes on with."""
 
     def __init__(self, optimizer: OptimizerWrapper) -> None:
@@ -242,7 +242,7 @@ class _Carried:
             update.gradients.in_backward.reset(self._previous)
 
 
-class _Again:
+class _PlacedAgain:
     """The `Placement` that a precision meets when models are placed already: they are placed again, and not anew."""
 
     def __init__(

@@ -11,7 +11,7 @@ import torch
 from booster.checkpoint.adapters import check_merges, merged
 from booster.checkpoint.serving import ExportSpec, ends_that_differ
 from booster.common import arguments
-from booster.common.torch_internals.tensor_internals import gather_whole
+from booster.common.torch_internals.tensor_internals import gather_full
 from booster.interface.model import ModelWrapper
 from booster.mixed_precision.policy import dtypes_read
 from booster.model.dtensors import is_dtensor, local_shard
@@ -80,7 +80,7 @@ def _made_alike(state: dict[str, torch.Tensor], sources: dict[str, ExportSpec], 
 def _whole(held: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """Rounded first, where it is, as fewer bytes travel then."""
     rounded = held if dtype is None else held.to(dtype)
-    return gather_whole(rounded) if is_dtensor(rounded) else rounded
+    return gather_full(rounded) if is_dtensor(rounded) else rounded
 
 
 def _memory(held: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from booster.booster import Booster
 from booster.common.text import listed
 from booster.integrations.region_hooks import RegionHooks
-from booster.interface.model import ModelWrapper, extras_of, leave_raw_calls
+from booster.interface.model import ModelWrapper, extras_of, remove_raw_call_guard
 from booster.interface.optimizer import OptimizerWrapper
 from booster.model.dtensors import is_dtensor, is_part
 from booster.model.modules import bare
@@ -62,7 +62,7 @@ class Trained:
             )
         self.model, self.optimizer, self._own = boosted, stepped, bare(boosted.module)
         if self.booster.plugin.group is None:
-            leave_raw_calls(boosted)  # the hooks run such calls under the precision
+            remove_raw_call_guard(boosted)  # the hooks run such calls under the precision
         RegionHooks(self._own, boosted)
         if any(map(is_part, self._own.parameters())):
             generate_together(self._own)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from booster.common import arguments
-from booster.common.misuse import RawCalls
+from booster.common.misuse import RawCallGuard
 from booster.common.torch_internals.autograd_internals import graph_task
 from booster.interface.error_hints import hint
 from booster.interface.tape import Tape
@@ -68,7 +68,7 @@ class PrecisionModule(TransparentModule):
     _cast = staticmethod(cast_floats)  # what becomes of outputs
     _cast_in = staticmethod(cast_inputs)  # and of inputs
     _tape: Tape | None = None
-    _raw_calls: RawCalls | None = None
+    _raw_calls: RawCallGuard | None = None
     _passed_over = False  # by a path of torch's own, which reads weights; see `model.fast_path`
 
     def __init__(
@@ -253,24 +253,26 @@ class ModelWrapper(PrecisionModule):
         return set(other._forward_pre_hooks)
 
 
-def watch_raw_calls(model: ModelWrapper, *, several_ranks: bool) -> None:
-    """Watch for the first calls of the user's model that do not come through `model`; see `RawCalls`.
+def guard_raw_calls(model: ModelWrapper, *, several_ranks: bool) -> None:
+    """Watch for the first calls of the user's model that do not come through `model`; see `RawCallGuard`.
 
     Not where the user compiled it, since it would be compiled again as soon as nobody watches.
     """
     own = model.unwrap()
     if own is bare(own):
         name = type(model._precision).__name__
-        model.__dict__["_raw_calls"] = RawCalls(own, precision=name, several_ranks=several_ranks, backward=graph_task)
+        model.__dict__["_raw_calls"] = RawCallGuard(
+            own, precision=name, several_ranks=several_ranks, backward=graph_task
+        )
 
 
-def leave_raw_calls(model: ModelWrapper) -> None:
+def remove_raw_call_guard(model: ModelWrapper) -> None:
     """Watch no longer: who asks for the user's model knows of it, and TorchScript takes no hook that it cannot compile."""
     if model._raw_calls is not None:
         model._raw_calls.leave()
 
 
-def leave_fast_path(model: ModelWrapper) -> None:
+def avoid_fast_path(model: ModelWrapper) -> None:
     """Evaluate `model` as it trains, without torch's fused path for transformer layers."""
     model.__dict__["_passed_over"] = True
 

@@ -15,8 +15,8 @@ import torch
 from torch.optim import Optimizer
 
 from booster.common import arguments
-from booster.common.misuse import OwnStep, is_called_by_torch_checkpoint
-from booster.common.torch_internals.optimizer_internals import remove_guards, told_found_inf
+from booster.common.misuse import OwnStepGuard, is_called_by_torch_checkpoint
+from booster.common.torch_internals.optimizer_internals import accepts_found_inf, remove_guards
 from booster.interface.closures import step_with_closure, takes, zero_mixed_gradients
 from booster.interface.optimizer_refusals import check_nothing_is_lost, refuse_grad_scaler
 from booster.update.backward import run_backward
@@ -32,7 +32,7 @@ from booster.update.update import Update
 _UPDATE, _GRADIENTS = attrgetter("_update"), attrgetter("_update.gradients")
 
 
-@told_found_inf  # `step` refuses who tells
+@accepts_found_inf  # `step` refuses who tells
 class OptimizerWrapper(Optimizer):
     """The user's optimizer, stepped on unscaled gradients or not at all.
 
@@ -64,9 +64,9 @@ class OptimizerWrapper(Optimizer):
         with context.shards.local():
             self._update = make_update(context)
         self._clip_grad_norm = context.options.clip_grad_norm
-        self._held: str | None = None
+        self._forbidden: str | None = None
         remove_guards(context.optimizer)  # those of a boosted one before this
-        self._own_step = OwnStep(context.optimizer, self)
+        self._own_step = OwnStepGuard(context.optimizer, self)
         self.accumulating = False
         self._history = StepHistory(context.options.max_consecutive_skips, self._update.gradients.scaler)
         in_backward = self._update.gradients.in_backward
@@ -82,7 +82,7 @@ class OptimizerWrapper(Optimizer):
         self._forget_weights = other._forget_weights
         self._history.scaler = self._update.gradients.scaler
         remove_guards(self.optimizer)
-        self._own_step = OwnStep(self.optimizer, self)
+        self._own_step = OwnStepGuard(self.optimizer, self)
 
     # ------------------------------------------------------------------ training
 
@@ -123,8 +123,8 @@ class OptimizerWrapper(Optimizer):
         `LossScaleError` when the last `max_consecutive_skips` steps were all skipped.
         """
         update, history, gradients, looked = self._update, self._history, self._update.gradients, None
-        if self._held is not None:
-            raise RuntimeError(self._held)
+        if self._forbidden is not None:
+            raise RuntimeError(self._forbidden)
         if "found_inf" in self.__dict__:
             refuse_grad_scaler(self)
         if closure is not None:
@@ -165,7 +165,7 @@ class OptimizerWrapper(Optimizer):
             waits = update.decision.on_device
             if gradients.listeners or self._after_step is not None or waits:
                 history.record(result)
-                self._tell(result)
+                self._notify(result)
                 if not waits:
                     history.sync()
             else:
@@ -260,33 +260,35 @@ class OptimizerWrapper(Optimizer):
     @property
     def num_applied(self) -> int:
         """Steps that updated the parameters."""
-        self.settle()
+        self.sync()
         return self._history.num_applied
 
     @property
     def num_skipped(self) -> int:
         """Steps that did not."""
-        self.settle()
+        self.sync()
         return self._history.num_steps - self._history.num_applied
 
     @property
     def num_consecutive_skips(self) -> int:
         """Steps skipped since the last one that was applied."""
-        self.settle()
+        self.sync()
         return self._history.num_consecutive_skips
 
     @property
     def progress(self) -> int:
         """Steps applied in this process, never restored from a checkpoint: what schedulers follow."""
-        self.settle()
+        self.sync()
         return self._history.progress
 
-    def hold(self, reason: str | None) -> None:
+    def forbid_step(self, reason: str | None) -> None:
         """Make `step()` raise RuntimeError with `reason` until it is held with None."""
-        self._held = None if reason is None else arguments.text("reason", reason, "the text of the error", also="None")
+        self._forbidden = (
+            None if reason is None else arguments.text("reason", reason, "the text of the error", also="None")
+        )
 
-    def when_settled(self, action: Callable[[], None]) -> None:
-        """Run `action` once the last step's outcome is known to the host: now, or at the next `settle()`."""
+    def when_synced(self, action: Callable[[], None]) -> None:
+        """Run `action` once the last step's outcome is known to the host: now, or at the next `sync()`."""
         self._history.when_synced(arguments.function("action", action, "a function without arguments"))
 
     @property
@@ -294,7 +296,7 @@ class OptimizerWrapper(Optimizer):
         """Whether every step looks at its gradients: under a loss scaler, with skip_nonfinite, or with a clip of its own."""
         return bool(self._update.gradients.check or self._clip_grad_norm)
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Take the outcome of the last steps into the counters and run what waited for it. Waits for the device at most once.
 
         Raises `LossScaleError` when `max_consecutive_skips` is reached.
@@ -357,7 +359,7 @@ class OptimizerWrapper(Optimizer):
         """
         if self._own_step.stepping:  # within a step, or another method
             return method(*args, **kwargs)
-        self.settle()
+        self.sync()
         self.wait_for_weights()
         self._own_step.stepping = True
         try:
@@ -392,7 +394,7 @@ class OptimizerWrapper(Optimizer):
                 "plugin has placed. Keep optimizer.state_dict(), or Booster.save, and load it again; the model alone can be "
                 "copied where its weights are whole"
             )
-        self.settle()  # what waits for the last step's outcome belongs to this object
+        self.sync()  # what waits for the last step's outcome belongs to this object
         self.wait_for_weights()
         self._update.optimizer_state.wait_for_copies()
         # One strategy serves the copy too.
@@ -405,7 +407,7 @@ class OptimizerWrapper(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._own_step = OwnStep(self.optimizer, self)  # torch copies no hooks
+        self._own_step = OwnStepGuard(self.optimizer, self)  # torch copies no hooks
 
     def parameter_names(self) -> list[list[tuple[str, int]]]:
         """Return, for each group, the qualified name of every parameter, and its place in the group of the whole model.
@@ -448,7 +450,7 @@ class OptimizerWrapper(Optimizer):
 
     def _states(self, *, divided: bool = False) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """Return the state dict, and what in it is of masters and their rounding."""
-        self.settle()
+        self.sync()
         self.wait_for_weights()
         state, own = state_of(self._update, divided=divided)
         scale = self._update.gradients.scaler.state_dict()
@@ -466,7 +468,7 @@ class OptimizerWrapper(Optimizer):
 
     def read_state_dict(self, state_dict: dict[str, Any]) -> Reading:
         """The first half of loading `state_dict`, which may raise; the weights may be written before the second."""
-        self.settle()
+        self.sync()
         self.wait_for_weights()
         return read_state(self._update, self._history, state_dict)
 
@@ -475,7 +477,7 @@ class OptimizerWrapper(Optimizer):
 
     # ------------------------------------------------------------------ inside
 
-    def _tell(self, result: StepResult) -> None:
+    def _notify(self, result: StepResult) -> None:
         """Tell all who want to know of the step that was made or skipped."""
         update, listeners = self._update, self._update.gradients.listeners
         if listeners or self._after_step is not None:  # they may read weights

@@ -31,11 +31,11 @@ class LRSchedulerWrapper:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the scheduler, if an optimizer step was applied since the last call or there are arguments to pass on."""
-        self._optimizer.when_settled(Advance(self, args, kwargs))
+        self._optimizer.when_synced(PendingSchedulerStep(self, args, kwargs))
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own state."""
-        self._optimizer.settle()
+        self._optimizer.sync()
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ class LRSchedulerWrapper:
 
         Raises ValueError, nothing changed, for a state of another class of torch's schedulers, or with values of other kinds.
         """
-        self._optimizer.settle()
+        self._optimizer.sync()
         state_dict, left_out = known_state(self.scheduler, state_dict)
         if left_out:
             _logger.warning("%s", printable(left_out))
@@ -69,11 +69,11 @@ class LRSchedulerWrapper:
     def __getattr__(self, name: str) -> Any:
         if name in ("scheduler", "_optimizer"):
             raise AttributeError(name)
-        self._optimizer.settle()
+        self._optimizer.sync()
         return getattr(self.scheduler, name)
 
 
-class Advance:
+class PendingSchedulerStep:
     """A step of a boosted scheduler that waits for the outcome of its optimizer's."""
 
     def __init__(self, wrapper: LRSchedulerWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ class Advance:
         return self._wrapper.scheduler
 
     @property
-    def is_told(self) -> bool:
+    def has_arguments(self) -> bool:
         """Whether it is told where to go, or what was seen: step(None) is torch's default."""
         return any(value is not None for value in (*self._args, *self._kwargs.values()))
 
@@ -96,7 +96,7 @@ class Advance:
     def __call__(self) -> None:
         wrapper = self._wrapper
         progress = wrapper._optimizer.progress
-        if self.is_told or progress != wrapper._progress:
+        if self.has_arguments or progress != wrapper._progress:
             wrapper._progress = progress
             wrapper.scheduler.step(*self._args, **self._kwargs)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from booster.common.devices import HostCopy
-from booster.common.torch_internals.optimizer_internals import note_step, step_hooks
+from booster.common.torch_internals.optimizer_internals import mark_step_called, step_hooks
 from booster.kernels.covered import Covered, CoveredMasters
 from booster.kernels.launch_cache import current
 from booster.kernels.norms import KernelNorms, LookByKernels
@@ -89,7 +89,7 @@ class KernelDecision(DeviceDecision):
         scale = 1.0 if plain else numbers[_DIVISOR]
         if scaler.enabled:
             self._follow_scale(out)
-        note_step(gradients.optimizer)
+        mark_step_called(gradients.optimizer)
         if not checks and zeros is None:
             return StepResult(True, StepFields(loss_scale=1.0)), scale
         decided, counted = _Decided(out), zeros is not None

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from booster.common.text import listed
-from booster.common.torch_internals.tensor_internals import of_same_version
+from booster.common.torch_internals.tensor_internals import preserving_versions
 from booster.masters.bucket import Bucket
 from booster.masters.formats import Format
 from booster.masters.formats_compiled import compiled_format
@@ -215,7 +215,9 @@ class Masters:
                     value = flat_like(local_shard(values[piece.param]), local_shard(piece.param))
                     value = value[piece.start : piece.stop].to(master)
                     torch.where(working == rounded(value, working.dtype), value, master, out=master)
-            with of_same_version([local_shard(param) for param in bucket.params]):  # a forward pass may have used them
+            with preserving_versions(
+                [local_shard(param) for param in bucket.params]
+            ):  # a forward pass may have used them
                 bucket.write_masters(masters, bucket.scratch())
 
     def _follow_layouts(self) -> None:
@@ -285,7 +287,7 @@ class Masters:
             values.masked_fill_(values.isnan(), math.nan)  # see `rounding.canonical_nan_`
             # A master made of its weight rounds to it. With released gradients that is between forward and backward.
             own = not any(piece.param in sources for piece in bucket.pieces)
-            with of_same_version([local_shard(p) for p in bucket.params]) if own else nullcontext():
+            with preserving_versions([local_shard(p) for p in bucket.params]) if own else nullcontext():
                 bucket.write_masters(values, bucket.scratch())
             if bucket.host is not None:
                 bucket.host.keep_states(bucket, self.optimizer.state)

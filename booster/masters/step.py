@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from booster.common.torch_internals.optimizer_internals import note_step, step_hooks, unhooked
+from booster.common.torch_internals.optimizer_internals import mark_step_called, step_hooks, unhooked
 from booster.masters.bucket import Bucket
 from booster.masters.float32_params import StateLayouts, step_batches
 from booster.masters.master_params import MasterParams
@@ -91,7 +91,7 @@ class MasterStep:
             self._explain(error)
             raise
         if not hooked:
-            note_step(optimizer)
+            mark_step_called(optimizer)
 
     def _explain(self, error: AttributeError) -> None:
         """Raise RuntimeError if `error` is about an attribute of a parameter, in the place of which there was a handle."""

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.common import arguments
-from booster.interface.model import CriterionWrapper, ModelWrapper, extras_of, leave_fast_path
+from booster.interface.model import CriterionWrapper, ModelWrapper, avoid_fast_path, extras_of
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.kernels.eligibility import ASKED, by_kernels
 from booster.masters.options import MasterOptions
@@ -79,7 +79,7 @@ def configure(
     casts = precision.policy.compute is not None or (precision.products is not None and precision.is_rehearsal)
     for wrapper in boosted:
         if fast_path_changes_dtype(bare(wrapper.module), casts=casts):
-            leave_fast_path(wrapper)
+            avoid_fast_path(wrapper)
     # rebind
     names = tensor_names(placed, boosted_criterion)
     rebound = rebind_optimizers(optimizers, before, placed, placement)

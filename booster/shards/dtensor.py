@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.optim import Optimizer
 
 from booster.common.text import listed
-from booster.common.torch_internals.tensor_internals import gather_whole, local_tensor, local_tensors, placed_unlike
+from booster.common.torch_internals.tensor_internals import gather_full, local_tensor, local_tensors, placed_differently
 from booster.model.dtensors import around
 from booster.model.optimizer_kinds import check_attributes, kind_of, known, unknown
 from booster.ranks.agreement import all_names
@@ -228,11 +228,11 @@ class DTensorShards(Shards):
 
     def distribute(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         if not isinstance(param, DTensor):
-            return gather_whole(value) if isinstance(value, DTensor) else value
+            return gather_full(value) if isinstance(value, DTensor) else value
         mesh, placements = param.device_mesh, param.placements
         check_own(value, param)
         if isinstance(value, DTensor) and (value.device_mesh, value.placements) != (mesh, placements):
-            value = gather_whole(value)
+            value = gather_full(value)
         if not isinstance(value, DTensor):
             # Every rank has the whole: no communication.
             value = distribute_tensor(value.to(param.device), mesh, placements, src_data_rank=None)
@@ -347,7 +347,7 @@ def add_up_terms(params: Iterable[Any]) -> None:
     for param in params:
         if isinstance(param, DTensor) and param.grad is not None:
             held.append(param)
-    unlike: list[Any] = placed_unlike(held)
+    unlike: list[Any] = placed_differently(held)
     for param in unlike:
         grad = param.grad
         plain = grad.device_mesh.ndim == 1 and not grad.requires_grad  # a graph goes through no collective of c10d

@@ -13,7 +13,7 @@ from booster.common.torch_internals.fsdp_internals import (
     dtype_in_gather,
     free_when_resharded,
     gathered,
-    joined_shards,
+    join_shards,
     padded_length,
 )
 from booster.common.torch_internals.tensor_internals import storage_key, version
@@ -123,7 +123,7 @@ class FP8Gather:
         self._arrived.clear()
 
     def _keep(self, record: Any, came: torch.Tensor, largest: torch.Tensor) -> None:
-        values = joined_shards(record, came.view(torch.float8_e4m3fn))
+        values = join_shards(record, came.view(torch.float8_e4m3fn))
         free_when_resharded(record, values)
         weight = gathered(record)
         scale = scale_of(share_of(largest, E4M3))

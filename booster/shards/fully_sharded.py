@@ -25,10 +25,10 @@ from booster.common.torch_internals.fsdp_internals import (
     gather_of,
     gathered,
     has_run,
-    held_back,
-    hold_back,
     is_gathered,
-    own_piece,
+    set_unreduced_grad,
+    shard_of_full,
+    unreduced_grad,
 )
 from booster.common.torch_internals.tensor_internals import writes
 from booster.model.dtensors import local_shard
@@ -78,7 +78,7 @@ class FullyShardedShards(DTensorShards):
     @contextmanager
     def preserving_accumulated_grads(self) -> Iterator[None]:
         params = [param for module in self._alive() for param in _fsdp_params(module) if gathered(param) is not None]
-        before = [(param, held_back(param), _grad_of_gathered(param)) for param in params]
+        before = [(param, unreduced_grad(param), _grad_of_gathered(param)) for param in params]
         handles = [
             # Called before what comes is added, in place, so that there are copies of one group at a time.
             gathered(param).register_hook(partial(_copy_held_back, param))  # type: ignore[union-attr]
@@ -91,7 +91,7 @@ class FullyShardedShards(DTensorShards):
             for handle in handles:
                 handle.remove()
             for param, accumulated, grad in before:
-                hold_back(param, accumulated)
+                set_unreduced_grad(param, accumulated)
                 gathered(param).grad = grad  # type: ignore[union-attr]
 
     def abandon_backward(self) -> None:
@@ -124,14 +124,14 @@ class FullyShardedShards(DTensorShards):
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
         params = [param for module in self._alive() for param in _fsdp_params(module)]
-        held = [(param, held_back(param), _grad_of_gathered(param)) for param in params]
+        held = [(param, unreduced_grad(param), _grad_of_gathered(param)) for param in params]
         for module in self._alive():
             forget_unreduced_gradients(module)
         try:
             yield
         finally:
             for param, accumulated, grad in held:
-                hold_back(param, accumulated)
+                set_unreduced_grad(param, accumulated)
                 if grad is not None:
                     gathered(param).grad = grad  # type: ignore[union-attr]
 
@@ -212,7 +212,7 @@ def compared(param: Any, gather: Any) -> tuple[torch.Tensor, torch.Tensor, torch
     """Return of a record of `fsdp_params`, whole at present: this rank's shard, what stands gathered in its place, and where
     that is what `gather` made of the shard, to the bit."""
     shard = local_shard(param.sharded_param)
-    piece = own_piece(param, local_shard(gathered(param).detach())).to(shard.device)  # type: ignore[union-attr]
+    piece = shard_of_full(param, local_shard(gathered(param).detach())).to(shard.device)  # type: ignore[union-attr]
     came = shard.to(piece.dtype)
     if isinstance(gather, FP8Gather):
         came = gather.as_gathered(param, came)
@@ -258,15 +258,17 @@ def recover(module: nn.Module) -> None:
 
 def has_unreduced_gradients(module: nn.Module) -> bool:
     """Return whether backward passes without synchronisation left gradients with the gathered parameters."""
-    return any(held_back(param) is not None or _grad_of_gathered(param) is not None for param in _fsdp_params(module))
+    return any(
+        unreduced_grad(param) is not None or _grad_of_gathered(param) is not None for param in _fsdp_params(module)
+    )
 
 
 def _copy_held_back(param: Any, grad: torch.Tensor) -> None:
     """Let the gradient that comes to the gathered `param` be added to a copy of what it holds back."""
     whole: Any = gathered(param)
-    accumulated = held_back(param)
+    accumulated = unreduced_grad(param)
     if accumulated is not None:
-        hold_back(param, accumulated.clone())
+        set_unreduced_grad(param, accumulated.clone())
     if whole.grad is not None:
         whole.grad = whole.grad.clone()
 

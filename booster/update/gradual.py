@@ -14,7 +14,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.common.torch_internals.optimizer_internals import exchange_step_hooks, note_step, step_hooks, unhooked
+from booster.common.torch_internals.optimizer_internals import (
+    exchange_step_hooks,
+    mark_step_called,
+    step_hooks,
+    unhooked,
+)
 from booster.model.optimizer_kinds import KNOWN
 from booster.model.optimizer_states import snapshot_entries
 from booster.shards import Shards
@@ -83,7 +88,7 @@ def fire_pre_hooks(optimizer: Any) -> None:
 
 def fire_post_hooks(optimizer: Any) -> None:
     """Note that a step was taken, and call what is to be called after it."""
-    note_step(optimizer)
+    mark_step_called(optimizer)
     for hook in step_hooks(optimizer)[1]:
         hook(optimizer, (optimizer,), {})
 

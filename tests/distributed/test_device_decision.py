@@ -90,7 +90,7 @@ def costs(rank, world_size, precision, column, on_device):
         model, made, criterion, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss_of)
         for step in range(5):
             booster.execute_pipeline(iter([batch(step, booster)]), model, criterion, made)
-            made.settle()
+            made.sync()
             with Counting() if step == 4 else nullcontext() as sent, HostReads() as reads:
                 made.clip_grad_by_norm(0.5)
                 result = made.step()

@@ -42,9 +42,9 @@ def sliced_in_fp8():
 def left_behind(rank, world_size, begin):
     """Buckets seen while one is under way, and once it has arrived; and how many elements came, of which value."""
     before = buckets_seen()
-    held, settle = begin()
+    held, sync = begin()
     under_way = buckets_seen() - before
-    total = settle()
+    total = sync()
     end = time.monotonic() + 30
     while buckets_seen() > before and time.monotonic() < end:  # gloo's threads let go when they get to it
         time.sleep(0.01)

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
-from booster.common.torch_internals.tensor_internals import gather_whole
+from booster.common.torch_internals.tensor_internals import gather_full
 from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters, half_policy, install_keep_fp32
 from booster.plugin import HybridParallelPlugin
@@ -415,7 +415,7 @@ def divide(model, mesh, plan=None, sequence=False, policy=None):
 
 
 def whole(tensor):
-    return gather_whole(tensor) if isinstance(tensor, DTensor) else tensor
+    return gather_full(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def loss_of(out):

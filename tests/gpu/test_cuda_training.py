@@ -100,7 +100,7 @@ def test_a_step_does_not_wait_for_the_device_until_its_result_is_read(precision:
         scheduler.step()
         optimizer.zero_grad()
     x, y = batches[2]
-    optimizer.settle()
+    optimizer.sync()
     with syncs_forbidden():
         booster.backward(criterion(model(x), y), optimizer)
         optimizer.clip_grad_by_norm(1.0)

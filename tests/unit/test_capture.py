@@ -269,7 +269,7 @@ def test_a_skip_leaves_what_a_capturable_optimizer_has_and_the_host_reads_nothin
     run = Run(False, precision, optimizer)
     for step in range(3):
         run.whole_step(*batch(step))
-    run.optimizer.settle()
+    run.optimizer.sync()
     before, behind = held(), Behind(monkeypatch)
     loss = run.loss(*batch(OVERFLOWS[0]))
     with HostReads() as reads:

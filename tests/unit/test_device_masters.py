@@ -185,7 +185,7 @@ def test_a_step_reads_nothing_on_the_host(precision, clip):
         assert optimizer._update.decision.on_device
         params = list(model.parameters())
         for step in range(3):
-            optimizer.settle()
+            optimizer.sync()
             # Fused steps of a CPU read the scale that they divide by; a device's do not.
             with HostReads() as reads:
                 booster.backward(loss_with(params, gradients(params, step)), optimizer)

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 import booster
 from booster import Booster, find_batch_size, seed_everything
-from booster.facade.progress_bar import ShownLoss
+from booster.facade.progress_bar import DisplayedLoss
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_progress_shows_the_rate_and_the_last_loss_in_80_columns(capsys, monkeyp
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line]
     assert re.search(r"epoch 1 of 20 .* 3/3 [\d.e+]+/s loss 3 ", line)
     assert len(line) <= 80
-    words = ShownLoss()
+    words = DisplayedLoss()
     words.keep(torch.tensor(0.123456))
     assert words.text() == "loss 0.1235"
     words.keep(torch.tensor(7.0))

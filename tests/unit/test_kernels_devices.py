@@ -102,7 +102,7 @@ def test_each_device_measures_decides_and_updates_and_nothing_is_read_on_the_hos
     params = list(step[1].parameters())
     spread(step, monkeypatch, 2)
     step_on(*step, gradients(params, 0))
-    step[2].settle()
+    step[2].sync()
     with monkeypatch.context() as patched:
         names, reads = launched(step, gradients(params, 1), patched)
     assert names == ["measure", "add_up", "measure", "add_up", "decide", "update", "decide", "update"]

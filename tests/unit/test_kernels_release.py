@@ -90,7 +90,7 @@ def test_a_step_after_a_skip_is_clipped_by_the_last_finite_norm(precision, half_
 )
 def test_nothing_waits_for_the_device(precision, mode, half_steps):
     run = Run(mode, precision, clip_grad_norm=0.5, fused_optimizer="triton").train(3)
-    run.optimizer.settle()
+    run.optimizer.sync()
     loss = run.loss()
     with HostReads() as reads:
         run.booster.backward(loss, run.optimizer)

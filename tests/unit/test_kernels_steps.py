@@ -248,7 +248,7 @@ def test_a_step_is_three_launches_and_one_more_for_another_kind_and_reads_nothin
     params = list(step[1].parameters())
     for number in range(2):
         step_on(*step, gradients(params, number))
-    step[2].settle()
+    step[2].sync()
     names, reads = launched(step, gradients(params, 3), monkeypatch)
     assert names == COSTS[form]
     assert reads == {}
@@ -266,7 +266,7 @@ def test_a_clip_of_the_users_costs_two_small_launches(precision, monkeypatch):
     step = pair(make_model, adamw, precision)[1]
     params = list(step[1].parameters())
     step_on(*step, gradients(params, 0))
-    step[2].settle()
+    step[2].sync()
     names, reads = launched(step, gradients(params, 1), monkeypatch, clip=0.5)
     assert names == ["measure", "norm_of", "clip_by", "decide", "update"]
     assert reads == {}

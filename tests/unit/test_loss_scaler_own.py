@@ -159,7 +159,7 @@ def test_a_report_describes_a_scale_of_ones_own(decides):
     optimizer.backward(loss_with(params, [math.inf]))
     with pytest.raises(LossScaleError, match="loss scale 300 of mine"):
         optimizer.step().applied  # noqa: B018
-        optimizer.settle()
+        optimizer.sync()
 
 
 def test_a_scale_that_is_not_enabled_and_not_one_is_refused():

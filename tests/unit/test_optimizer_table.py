@@ -62,7 +62,7 @@ def test_all_that_are_installed_do_what_the_table_says(row, precision, tmp_path)
 CROSSED = [(number, row) for number, row in enumerate(ROWS) if row.kind == "optimizer" and version(row.package)]
 
 
-def is_told(row, result):
+def has_arguments(row, result):
     """Whether a run goes on to the bit, or boost or save say by name what is not kept."""
     name = type(row.make(net())).__name__  # of some packages a class is called otherwise in them
     return result == "yes" or (result.startswith(("refused at boost: ", "refused at save: ")) and name in result)
@@ -75,7 +75,9 @@ def test_every_optimizer_resumes_to_the_bit_or_is_refused_by_name(placement):
     wanted = [(number, precision, placement) for number, _ in CROSSED for precision in RESUMED]
     start(wanted, lambda of, result: found.update({of: result}), "--resume")
     assert len(found) == len(wanted)
-    wrong = {key_of(ROWS[of[0]], *of[1:]): result for of, result in found.items() if not is_told(ROWS[of[0]], result)}
+    wrong = {
+        key_of(ROWS[of[0]], *of[1:]): result for of, result in found.items() if not has_arguments(ROWS[of[0]], result)
+    }
     assert not wrong
 
 
@@ -91,11 +93,11 @@ def resumed_here(rank, world_size, placement, folder):
 @pytest.mark.parametrize("placement", ["DDP", "ZeRO-2", "FSDP"])
 def test_one_of_each_kind_resumes_to_the_bit_on_ranks_or_is_refused_by_name(run_on_ranks, tmp_path, placement):
     for cells in run_on_ranks(resumed_here, 2, placement, str(tmp_path)):
-        assert {row.name: cells[row.name] for row in OF_EACH_KIND if not is_told(row, cells[row.name])} == {}
+        assert {row.name: cells[row.name] for row in OF_EACH_KIND if not has_arguments(row, cells[row.name])} == {}
 
 
 @pytest.mark.parametrize("precision", ["bf16_naive", "8-bit states"])
 def test_one_of_each_kind_resumes_to_the_bit_with_half_weights(tmp_path, precision):
     for row in OF_EACH_KIND:
         result = quiet_cell(row, precision, "one device", tmp_path / row.name, of=resumed)
-        assert is_told(row, result), result
+        assert has_arguments(row, result), result

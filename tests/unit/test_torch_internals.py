@@ -123,16 +123,16 @@ def test_fully_shard_keeps_what_is_asked_of_it(tmp_path):
         model(torch.ones(1, 2)).sum().backward()
         assert fsdp_internals.has_run(state)
         (group,) = fsdp_internals.fsdp_groups([model])
-        assert fsdp_internals.settle_dtypes([group]) is None
+        assert fsdp_internals.init_dtypes([group]) is None
         records = list(fsdp_internals.fsdp_params([model]))
         assert len(records) == 2
         assert all(fsdp_internals.gathered(record) is not None for record in records)
         for record in records:
-            assert fsdp_internals.held_back(record) is None
-            fsdp_internals.hold_back(record, None)
+            assert fsdp_internals.unreduced_grad(record) is None
+            fsdp_internals.set_unreduced_grad(record, None)
         assert not fsdp_internals.is_gathered(group)
         for record in records:
-            assert fsdp_internals.own_piece(record, torch.ones(2, 2)).shape == (2, 2)
+            assert fsdp_internals.shard_of_full(record, torch.ones(2, 2)).shape == (2, 2)
             assert fsdp_internals.dtype_in_gather(record) == torch.float32
         assert sorted(fsdp_internals.padded_length(record) for record in records) == [2, 4]
         gather = fsdp_internals.gather_of(group)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.common.torch_internals.autograd_internals import without_function_modes
-from booster.common.torch_internals.tensor_internals import of_same_version, pytree
+from booster.common.torch_internals.tensor_internals import preserving_versions, pytree
 
 
 def bucket_assignment(tensors: list[torch.Tensor], limit: int, indices: Sequence[int] = ()) -> list[list[int]]:
@@ -25,13 +25,13 @@ def bucket_assignment(tensors: list[torch.Tensor], limit: int, indices: Sequence
     return [list(bucket) for bucket in buckets]
 
 
-def leave_gradients_alone(module: Any) -> None:
+def remove_reducer_hooks(module: Any) -> None:
     """Take from the parameters of a `DistributedDataParallel` its hooks, so that it averages no gradient any more."""
     module._remove_autograd_hooks()
 
 
 @contextmanager
-def left_to_others(module: Any, names: Sequence[str]) -> Iterator[None]:
+def ignored_by_ddp(module: Any, names: Sequence[str]) -> Iterator[None]:
     """Inside, `DistributedDataParallel(module)` sends none of the parameters and buffers of these names, then or later."""
     if names:
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
@@ -158,7 +158,7 @@ def run_hooks_outside_modes(module: nn.Module, watch: Any) -> None:
 _VERSION_OF_WHOLE = attrgetter("_unsharded_param._version")
 
 
-def versions_of_wholes(params: Sequence[Any]) -> list[int]:
+def unsharded_versions(params: Sequence[Any]) -> list[int]:
     """Return how often the whole parameters of records of `fsdp_params` were written in place; gathering does not count."""
     return list(map(_VERSION_OF_WHOLE, params))
 
@@ -166,7 +166,7 @@ def versions_of_wholes(params: Sequence[Any]) -> list[int]:
 def _outside_modes(hook: Callable[..., Any], watch: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with without_function_modes(), outside_inference():
-            # As `versions_of_wholes`, but that every forward pass of every group comes here.
+            # As `unsharded_versions`, but that every forward pass of every group comes here.
             if watch is not None and (watch.always or list(map(_VERSION_OF_WHOLE, watch.params)) != watch.versions):
                 watch.compare()
             return hook(*args, **kwargs)
@@ -179,7 +179,7 @@ def shards_integers() -> bool:
     return torch.__version__ >= "2.13"
 
 
-def see_all_outputs(module: nn.Module, walk: Callable[[Any], Iterable[torch.Tensor]]) -> None:
+def hook_all_outputs(module: nn.Module, walk: Callable[[Any], Iterable[torch.Tensor]]) -> None:
     """Let `fully_shard`, just applied to `module`, gather for backward where its outputs lie in whatever `walk` looks into.
 
     Torch 2.11 looks into no dataclass and no subclass of tuple and list, and computes backward with parameters that were freed.
@@ -200,7 +200,7 @@ class _OtherOutputs:
             self._state._register_pre_backward_hook([tensor for tensor in self._walk(output) if id(tensor) not in seen])
 
 
-def settle_dtypes(groups: Iterable[Any]) -> str | None:
+def init_dtypes(groups: Iterable[Any]) -> str | None:
     """Make groups of parameters decide their dtypes now, which torch does in the first forward pass.
 
     Returns the name of a part of theirs with a hook of `register_hook`, which autograd never calls, if there is one.
@@ -256,7 +256,7 @@ def drop_unreduced(params: Sequence[Any]) -> None:
             whole.grad = None
 
 
-def held_back(param: Any) -> torch.Tensor | None:
+def unreduced_grad(param: Any) -> torch.Tensor | None:
     """Return the unreduced gradient that torch keeps in a record of `fsdp_params`, beside that of the gathered parameter.
 
     torch 2.15 and above keep none there: what backward passes leave without synchronisation is the gathered one's `.grad`.
@@ -264,8 +264,8 @@ def held_back(param: Any) -> torch.Tensor | None:
     return param.unsharded_accumulated_grad if _keeps_apart(param) else None
 
 
-def hold_back(param: Any, grad: torch.Tensor | None) -> None:
-    """Keep `grad` as what `held_back` returns; None drops it."""
+def set_unreduced_grad(param: Any, grad: torch.Tensor | None) -> None:
+    """Keep `grad` as what `unreduced_grad` returns; None drops it."""
     if _keeps_apart(param):
         param.unsharded_accumulated_grad = grad
 
@@ -292,7 +292,7 @@ def unreduced(group: Any) -> tuple[list[bool | None], bool]:
     """
     params = group.fsdp_params
     apart = False
-    if params and not isinstance(getattr(type(params[0]), _HELD_BACK, None), property):  # see `held_back`
+    if params and not isinstance(getattr(type(params[0]), _HELD_BACK, None), property):  # see `unreduced_grad`
         for param in params:
             apart = apart or param.unsharded_accumulated_grad is not None
     found: list[bool | None] = []
@@ -321,7 +321,7 @@ def zero_unreduced(param: Any, apart: bool) -> None:
         whole.grad = torch.zeros_like(whole)
 
 
-def leave_out(group: Any) -> None:
+def skip_backward_end(group: Any) -> None:
     """Have torch leave out a group of `fsdp_groups` that was never gathered when a backward pass without synchronisation ends:
     it would look for gradients of parameters that are not there."""
     if not any(hasattr(param, "_unsharded_param") for param in group.fsdp_params):
@@ -354,7 +354,7 @@ def dtype_in_gather(param: Any) -> torch.dtype:
     return dtype
 
 
-def takes_its_gathering(param: Any) -> bool:
+def is_gathered_in_place(param: Any) -> bool:
     """Return whether a record of `fsdp_params` is gathered into what becomes the whole parameter, by no class of its own."""
     return not hasattr(param._sharded_local_tensor, "fsdp_post_all_gather")
 
@@ -364,14 +364,14 @@ def name_of(param: Any) -> str:
     return str(param._param_fqn)
 
 
-def gather_here_again(param: Any) -> None:
+def restore_gather_buffer(param: Any) -> None:
     """Have the whole parameter of a record of `fsdp_params` stand in the memory that is gathered into again, with its numbers,
     if somebody put another tensor there by `.data = ...`."""
     (memory,), whole = param.all_gather_outputs, param._unsharded_param
     local = getattr(whole, "_local_tensor", whole).detach()
     if local.data_ptr() != memory.data_ptr():
         own = memory.as_strided(param._orig_size, param._contiguous_orig_stride, 0)
-        with of_same_version([own]):
+        with preserving_versions([own]):
             own.copy_(local)
         if local is getattr(whole, "_local_tensor", None):
             whole._local_tensor = own
@@ -379,7 +379,7 @@ def gather_here_again(param: Any) -> None:
             whole.data = own
 
 
-def own_piece(param: Any, whole: torch.Tensor) -> torch.Tensor:
+def shard_of_full(param: Any, whole: torch.Tensor) -> torch.Tensor:
     """Return of `whole`, a plain tensor of the shape that is gathered, what this rank's shard of a record is gathered from."""
     dim, length = param.fsdp_placement.dim, whole.shape[param.fsdp_placement.dim]
     size = -(-length // param.mesh_info.shard_mesh_size)  # the last ranks may have less, or nothing
@@ -387,7 +387,7 @@ def own_piece(param: Any, whole: torch.Tensor) -> torch.Tensor:
     return whole.narrow(dim, start, min(size, length - start))
 
 
-def joined_shards(param: Any, parts: torch.Tensor) -> torch.Tensor:
+def join_shards(param: Any, parts: torch.Tensor) -> torch.Tensor:
     """Return the whole that a record of `fsdp_params` is gathered to, of `parts`: (ranks, numbers of a filled up shard)."""
     dim, shapes = param.fsdp_placement.dim, param.padded_sharded_param_size
     pieces = parts.view(len(parts), *shapes)

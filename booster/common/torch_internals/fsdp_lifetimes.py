@@ -14,7 +14,7 @@ from torch import nn
 from booster.common.torch_internals.fsdp_internals import fsdp_groups, fsdp_states, groups_of
 
 
-def let_go(modules: Sequence[nn.Module]) -> None:
+def hold_modules_weakly(modules: Sequence[nn.Module]) -> None:
     """Have what `fully_shard`, just applied to `modules` together, notes of them not keep them alive.
 
     Torch's records refer to the modules that hold them, and to each other, so that only Python's collector would free a model,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from booster.common.misuse import OwnStep
+from booster.common.misuse import OwnStepGuard
 
 
 def loads_with_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -37,7 +37,7 @@ def set_fused_flags(optimizer: Optimizer, fused: bool) -> None:
     optimizer._need_device_dtype_check_for_fused = fused  # type: ignore[attr-defined]
 
 
-_IS_GUARD = OwnStep.__instancecheck__  # asked without a Python call
+_IS_GUARD = OwnStepGuard.__instancecheck__  # asked without a Python call
 
 
 def step_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
@@ -56,7 +56,7 @@ def step_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[Cal
 def remove_guards(optimizer: Optimizer) -> None:
     """Have the guards of this library on `optimizer` let every step pass."""
     for hook in optimizer._optimizer_step_pre_hooks.values():
-        if isinstance(hook, OwnStep):
+        if isinstance(hook, OwnStepGuard):
             hook.leave()
 
 
@@ -68,7 +68,7 @@ def exchange_step_hooks(optimizer: Optimizer, hooks: tuple[Any, Any] | None) -> 
     return before
 
 
-def note_step(optimizer: Optimizer) -> None:
+def mark_step_called(optimizer: Optimizer) -> None:
     """Tell LR schedulers, which warn otherwise, that a step was taken."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -76,7 +76,7 @@ def note_step(optimizer: Optimizer) -> None:
 _OptimizerClass = TypeVar("_OptimizerClass", bound=type[Optimizer])
 
 
-def told_found_inf(kind: _OptimizerClass) -> _OptimizerClass:
+def accepts_found_inf(kind: _OptimizerClass) -> _OptimizerClass:
     """Have torch's GradScaler set `found_inf` on optimizers of class `kind` before it calls their `step`; returns `kind`."""
     kind._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     return kind

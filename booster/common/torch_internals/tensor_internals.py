@@ -110,7 +110,7 @@ def agent_serves_store() -> bool:
     return sys.modules[dist.rendezvous.__module__]._torchelastic_use_agent_store()
 
 
-def gather_whole(tensor: Any) -> torch.Tensor:
+def gather_full(tensor: Any) -> torch.Tensor:
     """Return the whole of the DTensor `tensor`, on every rank: a collective.
 
     torch 2.11 takes each strided placement for an order of plain shards, and refuses to gather those that are none, as those
@@ -142,7 +142,7 @@ def writes(tensors: Sequence[Any]) -> int:
     return sum(map(version, tensors)) + sum(map(version, map(_LOCAL, tensors)))
 
 
-def of_same_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+def preserving_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
     """Return a context inside which `tensors` are written the very bits that they hold, so that graphs may go on with them."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
@@ -203,7 +203,7 @@ def local_tensors(tensors: Iterable[Any]) -> list[torch.Tensor]:
     return found
 
 
-def placed_unlike(tensors: Iterable[Any]) -> list[Any]:
+def placed_differently(tensors: Iterable[Any]) -> list[Any]:
     """Return those of DTensors `tensors` whose gradient, which is a DTensor of the same mesh, is divided otherwise."""
     found = []
     for tensor in tensors:

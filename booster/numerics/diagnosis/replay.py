@@ -229,7 +229,7 @@ def replayed_scale(optimizers: Sequence[OptimizerWrapper]) -> float:
     """The loss scale to replay at: that of the last step where it was skipped, else the next one's; the smallest of them."""
     scales = []
     for optimizer in optimizers:
-        optimizer.settle()
+        optimizer.sync()
         last = optimizer.last_step
         scales.append(optimizer.loss_scale if last is None or last.applied else last.loss_scale)
     return min(scales)

@@ -87,7 +87,7 @@ class SkipWatcher:
             # Whoever reads a counter settles the step, maybe one rank alone, and a replay is a collective.
             self._waiting[optimizer] = lambda: self._settled(passes, result)
         else:
-            optimizer.when_settled(lambda: self._settled(passes, result))
+            optimizer.when_synced(lambda: self._settled(passes, result))
 
     def before_step(self, optimizer: OptimizerWrapper) -> None:
         """The next step of `optimizer` begins, on all ranks."""

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from booster.common import arguments
-from booster.common.torch_internals.fsdp_internals import leave_gradients_alone, left_to_others
+from booster.common.torch_internals.fsdp_internals import ignored_by_ddp, remove_reducer_hooks
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.model.meta import materialise_on
 from booster.model.modules import bare, unwrap_placed
@@ -164,7 +164,7 @@ class TorchDDPPlugin(Plugin):
         tensors = (*module.named_parameters(), *module.named_buffers())
         unsent = {name: each for name, each in tensors if not (each.requires_grad or is_sendable(each))}
         broadcast_from_first(unsent.values(), self.group)
-        with left_to_others(module, list(unsent)):
+        with ignored_by_ddp(module, list(unsent)):
             placed = self._wrapper(module, device_ids=index, process_group=self.group, **self._ddp_options)
         if _BUFFERS not in self._ddp_options and not all(map(is_sendable, module.buffers())):
             placed.register_forward_pre_hook(_send_buffers)
@@ -183,7 +183,7 @@ class TorchDDPPlugin(Plugin):
         if reducer is not None:
             reducer.remove_hooks()
         if isinstance(placed, DistributedDataParallel):
-            leave_gradients_alone(placed)  # its hooks would go on averaging the parameters
+            remove_reducer_hooks(placed)  # its hooks would go on averaging the parameters
         for known in (self._sync_trackers, self._averages):
             known.pop(placed, None)
         again = self.place(unwrap_placed(placed), after, device)

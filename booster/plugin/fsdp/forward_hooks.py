@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from booster.common.torch_internals.fsdp_internals import fsdp_groups, fsdp_states, is_in_forward, settle_dtypes
+from booster.common.torch_internals.fsdp_internals import fsdp_groups, fsdp_states, init_dtypes, is_in_forward
 from booster.common.torch_internals.tensor_internals import is_view, of_class
 from booster.plugin.fsdp.groups import Group
 from booster.shards.fully_sharded import UnshardedParams, recover, reshard
@@ -167,7 +167,7 @@ class AdmitUnfrozen:
         self._groups = fsdp_groups([child for child in model.modules() if isinstance(child, FSDPModule)])
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if (name := settle_dtypes(self._groups)) is not None:
+        if (name := init_dtypes(self._groups)) is not None:
             raise ValueError(
                 f"{name} has a hook of register_hook, which would never be called: autograd computes the gradient of the "
                 "gathered weight, and this is a part of it. Take the hook off, and register it by "

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from booster.common.text import listed
 from booster.common.torch_internals.fsdp_internals import (
     fsdp_groups,
-    gather_here_again,
     gather_of,
     gathered,
+    is_gathered_in_place,
     name_of,
-    takes_its_gathering,
-    versions_of_wholes,
+    restore_gather_buffer,
+    unsharded_versions,
 )
 from booster.common.torch_internals.tensor_internals import storage_key
 from booster.model.dtensors import is_dtensor, local_shard
@@ -51,7 +51,7 @@ class WatchedGroup:
     def __init__(self, owner: ForwardWrites, modules: Sequence[nn.Module]) -> None:
         self._owner: ForwardWrites = weakref.proxy(owner)  # the owner holds this
         self.groups = {param: group for group in fsdp_groups(modules[:1]) for param in group.fsdp_params}
-        self.params = [param for param in self.groups if takes_its_gathering(param) and param.sharded_param.numel()]
+        self.params = [param for param in self.groups if is_gathered_in_place(param) and param.sharded_param.numel()]
         self.versions: list[int] = []
         self.always = True
         self._hooks = [
@@ -60,7 +60,7 @@ class WatchedGroup:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         """In the first pass, after torch's own hook, which gathers."""
-        self.versions = versions_of_wholes(self.params)
+        self.versions = unsharded_versions(self.params)
         self._owner.gathered_first(self.params)
         for hook in self._hooks:
             hook.remove()
@@ -110,19 +110,19 @@ class ForwardWrites:
 
     @torch.no_grad()
     def compare(self, group: WatchedGroup) -> None:
-        versions, last = versions_of_wholes(group.params), self._groups[-1]
+        versions, last = unsharded_versions(group.params), self._groups[-1]
         if not group.versions:
             group.versions = versions
         for param, now, before in zip(group.params, versions, group.versions, strict=True):
             if self._passes_left or now != before or param in self._untraced:
-                gather_here_again(param)
+                restore_gather_buffer(param)
                 shard, piece, same = compared(param, gather_of(group.groups[param]))
                 if self._passes_left or param not in self._known:
                     last.always = True
                     if self._record(param, now != before, shard.dtype != piece.dtype, bool(same.all())):
                         continue
                 write_back(shard, piece, same)
-        group.versions = versions_of_wholes(group.params)
+        group.versions = unsharded_versions(group.params)
         group.always = self._passes_left > 0 or not self._untraced.isdisjoint(group.params)
         if group is last:
             self._end()

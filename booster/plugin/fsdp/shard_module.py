@@ -26,14 +26,14 @@ from booster.common.torch_internals.fsdp_internals import (
     fsdp_groups,
     fsdp_params,
     gather_of,
+    hook_all_outputs,
     outside_inference,
     run_hooks_outside_modes,
-    see_all_outputs,
     set_dtypes,
     set_gather,
     shards_integers,
 )
-from booster.common.torch_internals.fsdp_lifetimes import let_go
+from booster.common.torch_internals.fsdp_lifetimes import hold_modules_weakly
 from booster.mixed_precision.policy import (
     DtypePolicy,
     gathered_modules,
@@ -130,14 +130,14 @@ def shard_module(
         )
         unused.after_sharding(group.modules, counted)
         watched = written.add_group(group.modules)
-        let_go(group.modules)
+        hold_modules_weakly(group.modules)
         for child in group.modules:
             run_hooks_outside_modes(child, watched)
             if weakly and not group.pinned and child is not model:
                 # fully_shard hands on inputs as new tensors, which are not weak any more.
                 child.register_forward_pre_hook(cast_weak_inputs(policy.param), with_kwargs=True, prepend=True)  # type: ignore[arg-type]
         if len(group.modules) == 1:  # several are leaves, which return tensors
-            see_all_outputs(group.modules[0], tensors)
+            hook_all_outputs(group.modules[0], tensors)
     gc.collect(1)  # `fully_shard` leaves recursive closures, cycles that keep the modules alive
     _cast_buffers(model, policy)
     install_keep_fp32(model, policy)

@@ -15,9 +15,9 @@ from booster.common.text import listed
 from booster.common.torch_internals.autograd_internals import graph_task, when_backward_ends, without_function_modes
 from booster.common.torch_internals.fsdp_internals import (
     fsdp_groups,
-    leave_out,
     reduces,
     registered_group,
+    skip_backward_end,
     unreduced,
     zero_unreduced,
 )
@@ -165,7 +165,7 @@ class UnusedParameters:
                 group.called = group.agreed = False
         else:
             for group in groups:
-                leave_out(group.own)
+                skip_backward_end(group.own)
 
     def _alive(self) -> list[_Group]:
         return [group for reference in self._groups if (group := reference()) is not None]
