@@ -26,7 +26,7 @@ from booster.frozen import FORMS, Form, FrozenLinear, origins_of
 from booster.interface.model import ModelWrapper
 from booster.mixed_precision.policy import dtypes_read
 from booster.model.modules import bare, places_of
-from booster.number_formats import E4M3, INT8, NumberFormat, Scaled, Scaling, scale_to
+from booster.number_formats import E4M3, INT8, NumberFormat, ScaledTensor, Scaling, scale_to
 from booster.ranks.agreement import gather
 
 _logger = logging.getLogger(__name__)
@@ -274,7 +274,7 @@ class _EightBits:
     scale_name: str
 
     def __init__(self) -> None:
-        self._last: tuple[str, Scaled] | None = None
+        self._last: tuple[str, ScaledTensor] | None = None
 
     def entries(self, name: str, each: ExportedTensor) -> dict[str, ExportedTensor]:
         rows, columns = each.shape
@@ -287,13 +287,13 @@ class _EightBits:
             ),
         }
 
-    def _scaled(self, name: str, each: ExportedTensor, read: Read) -> Scaled:
+    def _scaled(self, name: str, each: ExportedTensor, read: Read) -> ScaledTensor:
         if self._last is None or self._last[0] != name:  # values and scales are written one after the other
             scaled = scale_to(each.make(read).float(), self.target, self.scaling)
             if not bool(scaled.scale.isfinite().all()):
                 raise CheckpointError(f"{name} holds inf or NaN, which {self.target} under scales has no code for")
             values = scaled.values if scaled.values.dtype == self.target.dtype else scaled.values.to(self.target.dtype)
-            self._last = name, Scaled(values, scaled.scale, None, self.scaling)
+            self._last = name, ScaledTensor(values, scaled.scale, None, self.scaling)
         return self._last[1]
 
 

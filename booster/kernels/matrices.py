@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from booster.common.torch_internals.tensor_internals import is_fake_kind
-from booster.number_formats import E2M1, E4M3, E5M2, INT8, NumberFormat, Scaled, Scaling, noise_of, scale_to
-from booster.number_formats.rotation import SIGNS, rotated
+from booster.number_formats import E2M1, E4M3, E5M2, INT8, NumberFormat, ScaledTensor, Scaling, noise_of, scale_to
+from booster.number_formats.scaling import SIGNS, rotated
 
 _logger = logging.getLogger(__name__)
 TAKEN_ON: tuple[str, ...] = ("cuda",)
@@ -61,7 +61,7 @@ def quantized(
     transposed: bool = False,
     given: torch.Tensor | None = None,
     largest: torch.Tensor | None = None,
-) -> tuple[Scaled, Scaled | None]:
+) -> tuple[ScaledTensor, ScaledTensor | None]:
     """Return the matrix `x` in `target`, as bytes row by row, with columns of zeros until they are a `multiple`.
 
     turned: and its transpose, likewise, under the same scales, which are one for all, or of blocks as high as wide.
@@ -114,16 +114,16 @@ def quantized(
         )
         if given is not None:
             track_largest[(1,)](seen, tiles, given, largest, scale, LARGEST=target.largest, BLOCK=_BLOCK)
-    made = Scaled(values, scale, None, scaling)
+    made = ScaledTensor(values, scale, None, scaling)
     return made, None if other is None else replace(made, values=other, scale=scale.t().contiguous())
 
 
 def quantized_to_e2m1(
     x: torch.Tensor, scaling: Scaling, multiple: int, *, rotates: bool = False, stochastic: bool = False
-) -> Scaled:
+) -> ScaledTensor:
     """Return the matrix `x` in e2m1 under e4m3 scales of blocks, with columns of zeros until they are a `multiple` of 16.
 
-    rotates: after `rotation.rotated`. stochastic: with the noise of what is rounded, see `noise_of`. Numbers are in bfloat16.
+    rotates: after `scaling.rotated`. stochastic: with the noise of what is rounded, see `noise_of`. Numbers are in bfloat16.
     Cost: two launches, both of which read the matrix.
     """
     from booster.kernels.launch_cache import current
@@ -156,7 +156,7 @@ def quantized_to_e2m1(
             BLOCK=_BLOCK,
             **sizes,
         )
-    return Scaled(values, scale, outer, scaling)
+    return ScaledTensor(values, scale, outer, scaling)
 
 
 def tile_of(kind: int, down: int) -> tuple[int, int]:
@@ -245,7 +245,7 @@ def _tried(
     return None
 
 
-def _is_turned(other: Scaled, found: Scaled, shape: torch.Size) -> bool:
+def _is_turned(other: ScaledTensor, found: ScaledTensor, shape: torch.Size) -> bool:
     """Whether `other` has the bytes of `found`, a matrix of `shape` before it was filled up, turned, and then zeros."""
     (rows, columns), (transposed, values) = shape, (each.values.view(torch.uint8) for each in (other, found))
     if not torch.equal(transposed[:, :rows], values[:, :columns].t()):
@@ -264,7 +264,7 @@ def _given_is_taken(x: torch.Tensor, target: NumberFormat, scaling: Scaling, sta
     return torch.equal(largest, noted) and same(found, replace(expected, scale=meant), target)
 
 
-def same(one: Scaled, other: Scaled, target: NumberFormat) -> bool:
+def same(one: ScaledTensor, other: ScaledTensor, target: NumberFormat) -> bool:
     """Whether two matrices in `target` have the same bits, where their scales are finite, and the same scales."""
     wide = [each.values.float() * torch.isfinite(each.scale_of_each()) for each in (one, other)]
     wide = [each + 0.0 if target is INT8 else each for each in wide]  # where a zero of floating numbers has no sign yet

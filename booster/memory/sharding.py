@@ -26,7 +26,7 @@ from torch import nn
 from booster.memory.released import Arrivals, Complete, Sizes, Take
 from booster.mixed_precision.policy import DtypePolicy, gathered_modules
 from booster.model.modules import LinearProxy
-from booster.number_formats import Scaled, Scaling
+from booster.number_formats import ScaledTensor, Scaling
 from booster.plugin.fsdp.groups import Group, plan_groups
 from booster.plugin.fsdp.shard_module import dtype_at_rest
 from booster.plugin.fsdp.wrap_policy import block_names
@@ -167,13 +167,13 @@ class Sharding(Arrivals):
             self._waiting = group.arrived
         group.arrived, group.came = None, []
 
-    def _arrived(self, group: _Travelling, place: int, weight: torch.Tensor) -> Scaled | None:
+    def _arrived(self, group: _Travelling, place: int, weight: torch.Tensor) -> ScaledTensor | None:
         """What `FP8Gather.arrived` gives."""
         came = group.whole[len(group.params) + place] if group.whole else None
         if came is None:
             return None
         values = came.view(-1, weight.shape[1])[: len(weight)].view(torch.float8_e4m3fn)
-        return Scaled(values, self._empty(1, torch.float32).view(()), None, Scaling("tensor"))
+        return ScaledTensor(values, self._empty(1, torch.float32).view(()), None, Scaling("tensor"))
 
     def _reduce(self, group: _Travelling) -> None:
         """After the backward of `group`."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from booster.number_formats import Scaled
+from booster.number_formats import ScaledTensor
 
 
 class LinearProxy(nn.Linear):
@@ -22,7 +22,7 @@ class LinearProxy(nn.Linear):
         is_wide: whether it multiplies as the `nn.Linear` itself, because that was measured to be faster.
     """
 
-    arrived: Callable[[torch.Tensor], Scaled | None] | None = None
+    arrived: Callable[[torch.Tensor], ScaledTensor | None] | None = None
     in_high_precision = False
 
 

@@ -1,11 +1,7 @@
 """Number formats of 4 to 19 bits: what they hold, and rounding float32 numbers to them, on any device.
 
 Sources: OCP 8-bit Floating Point Specification 1.0 (e4m3, e5m2), OCP Microscaling Formats 1.0 (e2m3, e3m2, e2m1, e8m0, int8),
-NVIDIA's A100 whitepaper (tf32).
-
-NF4: sixteen numbers from -1 to 1, denser around zero, as normally distributed weights are.
-
-Source: Dettmers et al. 2023, "QLoRA" (arXiv 2305.14314), appendix E. Zero is one of them, and so are both ends.
+NVIDIA's A100 whitepaper (tf32), Dettmers et al. 2023, "QLoRA" (arXiv 2305.14314), appendix E (nf4).
 """
 
 from __future__ import annotations
@@ -26,9 +22,14 @@ CARRIERS = (torch.float32, torch.bfloat16, torch.float16)
 class NumberFormat:
     """A number format. A number is (-1)^sign * 2^(exponent - bias) * 1.mantissa, or subnormal where the exponent is 0.
 
-    exponent_bits: 0 means whole numbers in two's complement. mantissa_bits: without the hidden one. largest: the largest
-    finite number. has_inf: whether the largest exponent means inf and NaN, as in IEEE 754. has_nan: whether there is a NaN.
-    signed: False for scales, which have neither sign nor zero. dtype: the torch dtype of one number in a byte, if any.
+    Attributes:
+        exponent_bits: 0 means whole numbers in two's complement.
+        mantissa_bits: without the hidden one.
+        largest: the largest finite number.
+        has_inf: whether the largest exponent means inf and NaN, as in IEEE 754.
+        has_nan: whether there is a NaN.
+        signed: False for scales, which have neither sign nor zero.
+        dtype: the torch dtype of one number in a byte, if any.
     """
 
     name: str
@@ -206,6 +207,7 @@ def _mix_(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+# Sixteen numbers from -1 to 1, denser around zero, as normally distributed weights are. Zero and both ends are among them.
 NF4_LEVELS = (
     -1.0,
     -0.6961928009986877,

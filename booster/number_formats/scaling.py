@@ -1,8 +1,8 @@
 """Scales: one for a matrix, a row or a block, so that its largest number fits the format that it is rounded to.
 
-Numbers as bytes to be sent or kept: blocks of e4m3, each with a scale of its own.
-
-Numbers as bytes to be sent: e4m3 under one scale, decoded to numbers of which the same scale and bytes are made again.
+Two forms of e4m3 bytes for sending numbers between ranks: blocks of 128 with a scale each (`encode_blocks`), and one scale
+for a whole tensor, from which the receiver makes the same bytes again (`encode_tensorwise`). And a rotation by a Hadamard
+matrix, which spreads an outlier over its block before it is scaled.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ _TINY = 2.0**-126  # a scale below it is subnormal, and many devices take that f
 class Scaling:
     """What shares a scale, and what kind of number the scale is.
 
-    over: "tensor", "row", or a block of (rows, columns), such as (1, 32) or (16, 16). Blocks at the end of a matrix that they
-    do not divide are smaller.
-    scale: "float32" is the largest magnitude over the largest number of the format. "power_of_two" rounds that up, so that
-    nothing is cut off (Mishra et al. 2025, arXiv 2506.08027). "e4m3", of blocks only, rounds it to an e4m3 number times one
-    float32 scale of the whole matrix, which makes the largest block scale the largest e4m3 number (arXiv 2509.25149).
+    Attributes:
+        over: "tensor", "row", or a block of (rows, columns), such as (1, 32) or (16, 16). Blocks at the end of a matrix that
+            they do not divide are smaller.
+        scale: "float32" is the largest magnitude over the largest number of the format. "power_of_two" rounds that up, so
+            that nothing is cut off (Mishra et al. 2025, arXiv 2506.08027). "e4m3", of blocks only, rounds it to an e4m3 number
+            times one float32 scale of the whole matrix, which makes the largest block scale the largest e4m3 number (arXiv
+            2509.25149).
     """
 
     over: Literal["tensor", "row"] | tuple[int, int]
@@ -54,13 +56,14 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledTensor:
     """A matrix of m x n numbers in a format, and what to multiply them with.
 
-    values: in the torch dtype of the format, where it has one, else float32, or bfloat16 from a kernel.
-    scale: float32, of shape () for a tensor,
-    (m, 1) for rows, (blocks down, blocks across) for blocks. outer: of shape (), one more factor for all of it, or None.
-    scaling: how they were made.
+    Attributes:
+        values: in the torch dtype of the format, where it has one, else float32, or bfloat16 from a kernel.
+        scale: float32, of shape () for a tensor, (m, 1) for rows, (blocks down, blocks across) for blocks.
+        outer: of shape (), one more factor for all of it, or None.
+        scaling: how they were made.
     """
 
     values: torch.Tensor
@@ -80,7 +83,7 @@ class Scaled:
         down, across = self.block
         return _in_rows(_of_each(self.scale, self.block).expand(-1, down, -1, across), self.values.shape)
 
-    def numbers(self, dtype: torch.dtype) -> torch.Tensor:
+    def values_in(self, dtype: torch.dtype) -> torch.Tensor:
         """`values` in `dtype`, float32 or bfloat16, which hold them exactly; any finite number where their scale is NaN.
 
         A cast that takes e4m3 numbers one by one on CPUs: there bits are moved to where bfloat16 has them, 4 times as fast.
@@ -91,12 +94,12 @@ class Scaled:
         numbers = bits.bitwise_left_shift_(4).bitwise_and_(_E4M3_IN_BFLOAT16).view(torch.bfloat16)
         return numbers.mul_(2.0 ** (127 - E4M3.bias)).to(dtype)
 
-    def wide(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The numbers that are meant, without `outer`: bfloat16 holds them exactly for scales of blocks and powers of two."""
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Values times scales, without `outer`. bfloat16 holds them exactly for scales of blocks and powers of two."""
         over = self.scaling.over
         # bfloat16 holds powers of two, and a product of two of its numbers is rounded once.
         factors = dtype if self.scaling.scale == "power_of_two" else torch.float32
-        values = self.numbers(factors)
+        values = self.values_in(factors)
         parts = _in_blocks(values, over) if isinstance(over, tuple) else values
         parts = parts * _of_each(self.scale, over).to(factors)
         return _in_rows(parts, self.values.shape).to(dtype)
@@ -109,7 +112,7 @@ def scale_to(
     *,
     noise: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
-) -> Scaled:
+) -> ScaledTensor:
     """Round the matrix `x` to `target` under the scales of `scaling`.
 
     scale: one for all of a float8 matrix, float32 of shape (), to take instead of its own; numbers too large are cut off.
@@ -125,7 +128,7 @@ def scale_to(
     over = scaling.over
     if scale is not None and target.dtype is not None:
         values = (x.float() / scale).clamp_(target.lowest, target.largest).to(target.dtype)
-        return Scaled(values, scale, None, scaling)
+        return ScaledTensor(values, scale, None, scaling)
     parts = _in_blocks(x.contiguous().float(), over) if isinstance(over, tuple) else x.float()
     size = _sizes(parts, over)
     largest = share_of(size, target)
@@ -145,14 +148,14 @@ def scale_to(
         values = rounded_within(values.clamp_(target.lowest, target.largest), target, noise)
     if low is not None:
         values = values.to(low)  # what scales are not rounded down for does not round beyond the largest number
-    return Scaled(_in_rows(values, x.shape), scale, outer, scaling)
+    return ScaledTensor(_in_rows(values, x.shape), scale, outer, scaling)
 
 
 def share_of(largest: torch.Tensor, target: NumberFormat) -> torch.Tensor:
     """Return `largest` / `target.largest`, float32, rounded once on any device.
 
     CUDA divides by a Python number by multiplying with its reciprocal, and so does Inductor there: often an ulp off. In float64
-    that is near enough, as no float32 number over one of these lies so close to the middle of two.
+    that is near enough, as no float32 number over one of these is so close to the middle of two.
     """
     if largest.device.type in DIVIDES_ON:
         return largest / target.largest
@@ -258,3 +261,29 @@ def decode_tensorwise(values: torch.Tensor, largest: torch.Tensor, dtype: torch.
     dtype: float32, or bfloat16 where it holds `largest`; `largest` above 2**-110, below which products with a scale underflow.
     """
     return values.float().mul_(scale_of(share_of(largest, E4M3))).to(dtype)
+
+
+ROTATION = 16
+# Signs of a random Hadamard transform, drawn once, as in the paper (arXiv 2509.25149): all layers and steps rotate alike,
+# and both operands must.
+SIGNS = (1, 1, -1, 1, -1, -1, 1, -1, 1, 1, 1, -1, -1, 1, -1, -1)
+_HADAMARD = [
+    [float(sign * (-1) ** (row & column).bit_count()) for column in range(ROTATION)] for row, sign in enumerate(SIGNS)
+]
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """Return the float32 matrix `x` with every 16 neighbours of a row, some of their signs turned, through a Hadamard matrix.
+
+    The rotation is orthogonal, so it leaves `a @ b.t()` as it is. The number of columns must be a multiple of 16. A quarter of
+    each number is added or taken away, one after the other, on every device: a product of float32 matrices would sum in an
+    order of its own on a GPU, and in TF32 where that is allowed. On CPUs it sums in this order, but for a single row.
+    """
+    signs = torch.tensor(_HADAMARD, dtype=torch.float32, device=x.device)
+    quarters = x.reshape(-1, ROTATION) * ROTATION**-0.5
+    if x.device.type == "cpu" and len(quarters) > 1:
+        return (quarters @ signs).view(x.shape)
+    total = torch.zeros_like(quarters)
+    for place in range(ROTATION):
+        total = total + quarters[:, place : place + 1] * signs[place]
+    return total.view(x.shape)

@@ -18,7 +18,7 @@ from booster.common.torch_internals.fsdp_internals import (
 )
 from booster.common.torch_internals.tensor_internals import storage_key, version
 from booster.model.dtensors import local_shard
-from booster.number_formats import E4M3, Scaled, Scaling, decode_tensorwise, encode_tensorwise
+from booster.number_formats import E4M3, ScaledTensor, Scaling, decode_tensorwise, encode_tensorwise
 from booster.number_formats.scaling import scale_of, share_of
 from booster.ranks.messages import all_gather_flat, reduced
 
@@ -72,7 +72,7 @@ class FP8Gather:
         self.scales = scales
         self._records = list(records)
         self._low = [record for record in records if record in low]
-        self._arrived: dict[Any, tuple[Scaled, int]] = {}
+        self._arrived: dict[Any, tuple[ScaledTensor, int]] = {}
         self._largest: dict[Any, torch.Tensor] = {}  # of the last gathering
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -102,7 +102,7 @@ class FP8Gather:
             if each is not None:
                 self._keep(record, each, low[record].to(each.device).to(dtype).float())
 
-    def arrived(self, record: Any, weight: torch.Tensor) -> Scaled | None:
+    def arrived(self, record: Any, weight: torch.Tensor) -> ScaledTensor | None:
         """Return `weight`, m x n, as it arrived for `record`; None where it did not, or was written to or freed since.
 
         What is written through `.data` while the model runs leaves no trace. None of a weight made in inference mode, either,
@@ -128,7 +128,7 @@ class FP8Gather:
         weight = gathered(record)
         scale = scale_of(share_of(largest, E4M3))
         writes = 0 if weight is None or weight.is_inference() else version(local_shard(weight))
-        self._arrived[record] = Scaled(values, scale, None, Scaling("tensor")), writes
+        self._arrived[record] = ScaledTensor(values, scale, None, Scaling("tensor")), writes
 
     def as_gathered(self, record: Any, values: torch.Tensor) -> torch.Tensor:
         """Return `values`, a part of the weight of `record` in the dtype of the group, as it was gathered the last time."""

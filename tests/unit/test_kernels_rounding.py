@@ -24,7 +24,7 @@ from booster.mixed_precision.low_precision.recipes import (
     nvfp4_recipe,
 )
 from booster.number_formats import E2M1, E4M3, E5M2, INT8, Scaling, noise_of, scale_to
-from booster.number_formats.rotation import rotated
+from booster.number_formats.scaling import rotated
 
 pytestmark = interpreted
 CPU = torch.device("cpu")

@@ -45,7 +45,7 @@ from booster.mixed_precision.low_precision.recipes import (
     nvfp4_recipe,
 )
 from booster.number_formats import E2M1, Scaling, decode, round_to, scale_to
-from booster.number_formats.rotation import rotated
+from booster.number_formats.scaling import rotated
 
 RECIPES = {
     "fp8": FP8_RECIPES["tensorwise"],
@@ -190,7 +190,7 @@ def test_the_mean_of_many_gradients_is_nearer_where_rounding_is_stochastic(stoch
 
 def scale_meant(x, block):
     scaled = scale_to(x, E2M1, Scaling(block, "e4m3"))
-    return scaled.wide() * scaled.outer
+    return scaled.dequantize() * scaled.outer
 
 
 def test_the_rotation_leaves_products_alone_and_spreads_outliers():

@@ -15,7 +15,7 @@ from booster.number_formats import (
     FORMATS,
     INT8,
     TF32,
-    Scaled,
+    ScaledTensor,
     Scaling,
     decode,
     decode_tensorwise,
@@ -221,7 +221,7 @@ MATRIX = torch.randn(37, 70, generator=torch.Generator().manual_seed(3)) * torch
 
 
 def meant(scaled):
-    wide = scaled.wide()
+    wide = scaled.dequantize()
     return wide if scaled.outer is None else wide * scaled.outer
 
 
@@ -287,7 +287,7 @@ def test_e4m3_scales_are_e4m3_numbers_times_one_of_float32(over):
 )
 def test_bfloat16_holds_what_blocks_mean(kind, scaling):
     scaled = scale_to(MATRIX, kind, scaling)
-    assert torch.equal(scaled.wide(torch.bfloat16).float(), scaled.wide())
+    assert torch.equal(scaled.dequantize(torch.bfloat16).float(), scaled.dequantize())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -296,7 +296,7 @@ def test_float8_numbers_are_widened_as_torch_casts_them(dtype):
         values = torch.arange(256, dtype=torch.uint8).view(16, 16).view(kind.dtype)
         finite = torch.isfinite(values.float())
         for given, there in ((values, finite), (values.t(), finite.t())):
-            numbers = Scaled(given, torch.ones(()), None, Scaling("tensor")).numbers(dtype)
+            numbers = ScaledTensor(given, torch.ones(()), None, Scaling("tensor")).values_in(dtype)
             assert numbers.dtype == dtype
             assert torch.equal(numbers[there], given.to(dtype)[there])
             assert torch.equal(torch.signbit(numbers)[there], torch.signbit(given.float())[there])
@@ -309,8 +309,8 @@ def test_where_a_number_is_not_finite_its_scale_says_so(over):
         x = MATRIX.clone()
         x[3, 5] = bad
         scaled = scale_to(x, E4M3, Scaling(over))
-        assert scaled.wide()[3, 5].isnan()
-        assert torch.equal(scaled.wide().isnan(), scaled.scale_of_each().isnan().expand(37, 70))
+        assert scaled.dequantize()[3, 5].isnan()
+        assert torch.equal(scaled.dequantize().isnan(), scaled.scale_of_each().isnan().expand(37, 70))
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_compiled_an_operand_is_rounded_to_the_same_bits_by_few_kernels(kind, sc
     from torch._inductor import metrics
 
     def rounded(x):
-        return scale_to(x, kind, scaling, noise=noise_of(x) if stochastic else None).wide(torch.bfloat16)
+        return scale_to(x, kind, scaling, noise=noise_of(x) if stochastic else None).dequantize(torch.bfloat16)
 
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
     torch.compiler.reset()

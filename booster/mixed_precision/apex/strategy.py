@@ -33,7 +33,7 @@ from booster.mixed_precision.apex.options import (
 )
 from booster.mixed_precision.apex.real import choose_backend
 from booster.mixed_precision.apex.scale import ApexScale, ApexScales
-from booster.mixed_precision.apex.update import make_apex_update
+from booster.mixed_precision.apex.skipping_update import make_apex_update
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.policy import DtypePolicy, InProcess, Placement, half_policy

@@ -17,7 +17,7 @@ from booster.common.torch_internals.tensor_internals import int_mm
 from booster.mixed_precision.hardware import alone, missing, sums_int8_exactly
 from booster.mixed_precision.low_precision.operands import quantized
 from booster.mixed_precision.low_precision.recipes import GemmConfig, HighPrecision, Recipe
-from booster.number_formats import E2M1, Scaled, encode
+from booster.number_formats import E2M1, ScaledTensor, encode
 
 _ROUNDING = 0.01  # of sums to bfloat16, and some more
 _ROWS = 32  # a multiple of 16, and more than 16 for int8
@@ -54,7 +54,7 @@ def _fails(recipe: Recipe, device: torch.device) -> str:
             continue
         what = "the product of the output" if name == "output" else f"that of the {name}'s gradient"
         left, right = quantized(a, how.left, how, recipe), quantized(b, how.right, how, recipe)
-        meant = [each.wide() if each.outer is None else each.wide() * each.outer for each in (left, right)]
+        meant = [each.dequantize() if each.outer is None else each.dequantize() * each.outer for each in (left, right)]
         expected = meant[0] @ meant[1].t()
         try:
             got = multiply(left, right, how, recipe).float()
@@ -72,7 +72,7 @@ def for_device(recipe: Recipe, device: torch.device) -> Recipe:
     return recipe
 
 
-def multiply(a: Scaled, b: Scaled, how: GemmConfig, recipe: Recipe) -> torch.Tensor:
+def multiply(a: ScaledTensor, b: ScaledTensor, how: GemmConfig, recipe: Recipe) -> torch.Tensor:
     """Return `a @ b.t()`, rounded as `how` says, by the kernel of `recipe`; float32 for int8, else bfloat16."""
     if recipe.kernel == "fp8":
         return scaled(a, b, fast_accumulation=how.fast_accumulation)
@@ -87,7 +87,7 @@ def multiply(a: Scaled, b: Scaled, how: GemmConfig, recipe: Recipe) -> torch.Ten
     return run(padded_rows(a), padded_rows(b))[:rows, :columns]
 
 
-def padded_rows(x: Scaled) -> Scaled:
+def padded_rows(x: ScaledTensor) -> ScaledTensor:
     """Return `x` with rows of zeros until they are a multiple of 32, which only the kernels of fp8 do without."""
     missing = -len(x.values) % _ROWS
     if not missing:
@@ -98,7 +98,7 @@ def padded_rows(x: Scaled) -> Scaled:
     return dataclasses.replace(x, values=values, scale=scale)
 
 
-def scaled(a: Scaled, b: Scaled, *, fast_accumulation: bool = False) -> torch.Tensor:
+def scaled(a: ScaledTensor, b: ScaledTensor, *, fast_accumulation: bool = False) -> torch.Tensor:
     """Return `a @ b.t()`, bfloat16, of float8 matrices with scales of tensors or rows; see `GemmConfig`."""
     kind = F.ScalingType.TensorWise
     left, right = a.scale, b.scale
@@ -110,7 +110,7 @@ def scaled(a: Scaled, b: Scaled, *, fast_accumulation: bool = False) -> torch.Te
     return F.scaled_mm(a.values, b.values.t(), left, kind, right, kind, **options)  # type: ignore[arg-type]
 
 
-def blockwise(a: Scaled, b: Scaled) -> torch.Tensor:
+def blockwise(a: ScaledTensor, b: ScaledTensor) -> torch.Tensor:
     """Return `a @ b.t()`, bfloat16, of float8 matrices with a scale for 1 x 128 numbers, or on the right for 128 x 128."""
     left, right = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise1x128
     if b.block == (128, 128):
@@ -119,7 +119,7 @@ def blockwise(a: Scaled, b: Scaled) -> torch.Tensor:
     return F.scaled_mm(a.values, b.values.t(), column_major(a), left, column_major(b), right, **options)  # type: ignore[arg-type]
 
 
-def column_major(x: Scaled) -> torch.Tensor:
+def column_major(x: ScaledTensor) -> torch.Tensor:
     """Return scales of blocks of 128 as cuBLAS reads them.
 
     Of 1 x 128 numbers: rows x blocks, rows beside each other in memory. Of 128 x 128: blocks along what is summed over x blocks
@@ -131,7 +131,7 @@ def column_major(x: Scaled) -> torch.Tensor:
     return F.pad(x.scale, (0, -x.scale.shape[1] % 4)).t()
 
 
-def microscaled(a: Scaled, b: Scaled) -> torch.Tensor:
+def microscaled(a: ScaledTensor, b: ScaledTensor) -> torch.Tensor:
     """Return `a @ b.t()`, bfloat16, of matrices with scales of blocks: mxfp8, or packed fp4 where there is an `outer` one."""
     swizzle = F.SwizzleType.SWIZZLE_32_4_4
     if a.outer is None or b.outer is None:
@@ -143,12 +143,12 @@ def microscaled(a: Scaled, b: Scaled) -> torch.Tensor:
     return F.scaled_mm(packed(a.values), packed(b.values).t(), left, kinds, right, kinds, swizzles, swizzles)  # type: ignore[arg-type]
 
 
-def whole_numbers(a: Scaled, b: Scaled) -> torch.Tensor:
+def whole_numbers(a: ScaledTensor, b: ScaledTensor) -> torch.Tensor:
     """Return `a @ b.t()`, float32, of int8 matrices with scales of rows; sums are exact."""
     return int_mm(a.values.to(torch.int8), b.values.to(torch.int8).t()).float() * a.scale * b.scale.t()
 
 
-def whole_numbers_in_float32(a: Scaled, b: Scaled) -> torch.Tensor:
+def whole_numbers_in_float32(a: ScaledTensor, b: ScaledTensor) -> torch.Tensor:
     """Return the same, to the bit, by products of float32: so many at a time that each sum is one float32 holds exactly."""
     parts = zip(a.values.float().split(_EXACT, 1), b.values.float().split(_EXACT, 1), strict=True)
     sums = [left @ right.t() for left, right in parts]
@@ -171,7 +171,7 @@ def tiled(scale: torch.Tensor) -> torch.Tensor:
     return tiles.permute(0, 3, 2, 1, 4).flatten()
 
 
-def _of_rows(x: Scaled) -> torch.Tensor:
+def _of_rows(x: ScaledTensor) -> torch.Tensor:
     """The scales of blocks of one row each; blocks of several rows are repeated."""
     down = x.block[0] if x.block else 1
     return x.scale.repeat_interleave(down, 0)[: x.values.shape[0]]

@@ -25,7 +25,7 @@ from booster.mixed_precision.low_precision.operands import (
 )
 from booster.mixed_precision.low_precision.recipes import GemmConfig, HighPrecision, Recipe
 from booster.model.modules import LinearProxy
-from booster.number_formats import Scaled
+from booster.number_formats import ScaledTensor
 
 
 class Watcher(Protocol):
@@ -60,13 +60,13 @@ def product(
 
 
 def multiply_scaled(
-    a: Scaled, b: Scaled, how: GemmConfig, recipe: Recipe, *, dtype: torch.dtype, kernels: bool
+    a: ScaledTensor, b: ScaledTensor, how: GemmConfig, recipe: Recipe, *, dtype: torch.dtype, kernels: bool
 ) -> torch.Tensor:
     """Return `a @ b.t()` in `dtype`, of matrices that are rounded for `how` already; see `product`."""
     return multiply(a, b, how, recipe).to(dtype) if kernels else emulate(a, b, dtype)
 
 
-def emulate(a: Scaled, b: Scaled, dtype: torch.dtype) -> torch.Tensor:
+def emulate(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `a @ b.t()` in `dtype` of numbers in low formats, summed in float32 and rounded once.
 
     Operands are multiplied in bfloat16 where that holds them and the device does so fast and right, otherwise in float32.
@@ -76,7 +76,7 @@ def emulate(a: Scaled, b: Scaled, dtype: torch.dtype) -> torch.Tensor:
     if exact and gives_float32_sums(device):
         result = torch.mm(_values(a, torch.bfloat16), _values(b, torch.bfloat16).t(), out_dtype=torch.float32)
     elif dtype == torch.bfloat16 and all(each.scaling.scale == "power_of_two" for each in (a, b)):
-        return a.wide(dtype) @ b.wide(dtype).t()
+        return a.dequantize(dtype) @ b.dequantize(dtype).t()
     elif exact and dtype == torch.bfloat16 and (factor := _factor(scales, device)) is not None:
         left, right = _values(a, dtype), _values(b, dtype)
         return torch.addmm(left.new_zeros(()), left, right.t(), beta=0, alpha=factor)
@@ -90,16 +90,16 @@ def emulate(a: Scaled, b: Scaled, dtype: torch.dtype) -> torch.Tensor:
 # ---------------------------------------------------------------------- inside
 
 
-def _in_bfloat16(x: Scaled) -> bool:
+def _in_bfloat16(x: ScaledTensor) -> bool:
     """Whether bfloat16 holds the numbers, times their scales where these are of blocks."""
     return x.block is None or x.scaling.scale != "float32"
 
 
-def _values(x: Scaled, dtype: torch.dtype) -> torch.Tensor:
-    return x.numbers(dtype) if x.block is None else x.wide(dtype)
+def _values(x: ScaledTensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.values_in(dtype) if x.block is None else x.dequantize(dtype)
 
 
-def _after(x: Scaled, *, transposed: bool = False) -> torch.Tensor | None:
+def _after(x: ScaledTensor, *, transposed: bool = False) -> torch.Tensor | None:
     """What the product is multiplied with; scales of blocks are in the operands already."""
     if x.block is not None:
         return None
@@ -278,7 +278,7 @@ class _Linear(torch.autograd.Function):
                 if parts[0] is None:
                     of_weight = product(g.t(), tokens.t(), how, recipe, **options)
                 else:
-                    kept = Scaled(parts[0], parts[1], parts[2], how.right.scaling)
+                    kept = ScaledTensor(parts[0], parts[1], parts[2], how.right.scaling)
                     g_t = transposed(g, how.left, how, recipe) if g_t is None else g_t
                     of_weight = multiply_scaled(g_t, kept, how, recipe, **options)
                 for watcher in ctx.watchers:

@@ -13,11 +13,11 @@ from torch import nn
 from booster.common.torch_internals.tensor_internals import is_fake_kind, storage_key, version
 from booster.kernels import matrices
 from booster.mixed_precision.low_precision.recipes import CastConfig, GemmConfig, Recipe
-from booster.number_formats import E2M1, Scaled, noise_of, scale_to
-from booster.number_formats.rotation import rotated
+from booster.number_formats import E2M1, ScaledTensor, noise_of, scale_to
+from booster.number_formats.scaling import rotated
 
 
-def quantized(x: torch.Tensor, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> Scaled:
+def quantized(x: torch.Tensor, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> ScaledTensor:
     """Return the matrix `x` as `how` reads it, which sums over its columns; row by row, whole numbers in bytes."""
     if _takes_kernels(x, operand, how):
         return _by_kernels(x, operand, how, recipe)[0]
@@ -27,8 +27,8 @@ def quantized(x: torch.Tensor, operand: CastConfig, how: GemmConfig, recipe: Rec
 
 
 def transposed(
-    x: torch.Tensor, operand: CastConfig, how: GemmConfig, recipe: Recipe, known: Scaled | None = None
-) -> Scaled:
+    x: torch.Tensor, operand: CastConfig, how: GemmConfig, recipe: Recipe, known: ScaledTensor | None = None
+) -> ScaledTensor:
     """Return `x.t()` as `how` reads it.
 
     known: what `x` was rounded to for another product, if anything. Where the numbers and scales of `x` and of `x.t()` are the
@@ -44,7 +44,7 @@ def transposed(
 
 def both(
     x: torch.Tensor, operand: CastConfig, how: GemmConfig, operand_t: CastConfig, how_t: GemmConfig, recipe: Recipe
-) -> tuple[Scaled, Scaled]:
+) -> tuple[ScaledTensor, ScaledTensor]:
     """Return `x` as `how` reads it, and `x.t()` as `how_t` does; where their bytes are the same, kernels write them in one
     pass."""
     same_scaling = operand.scaling == operand_t.scaling and operand.format == operand_t.format
@@ -57,7 +57,7 @@ def both(
     return made, transposed(x, operand_t, how_t, recipe, made)
 
 
-def low(x: torch.Tensor, operand: CastConfig) -> Scaled:
+def low(x: torch.Tensor, operand: CastConfig) -> ScaledTensor:
     """Return the matrix `x` in the format of `operand`."""
     noise = noise_of(x) if operand.stochastic else None
     if operand.delayed is None:
@@ -87,13 +87,13 @@ class QuantizedWeight:
         self.weight = weight
         self._state = _state(weight)
         self._memory = weight.detach()  # held, so that no other gets its place meanwhile
-        self._made: dict[Hashable, Scaled] = {}
+        self._made: dict[Hashable, ScaledTensor] = {}
 
     def is_as_it_was(self) -> bool:
         """Whether nobody wrote to the weight, or gave it other memory; writes through `.data` leave no trace."""
         return self._state == _state(self.weight)
 
-    def quantized(self, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> Scaled:
+    def quantized(self, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> ScaledTensor:
         """Return the weight as `how` reads it, see `quantized`."""
         if operand.format.dtype is None:
             return quantized(self.weight, operand, how, recipe)
@@ -102,7 +102,7 @@ class QuantizedWeight:
             self._made[key] = quantized(self.weight, operand, how, recipe)
         return self._made[key]
 
-    def transposed(self, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> Scaled:
+    def transposed(self, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> ScaledTensor:
         """Return its transpose, see `transposed`."""
         if operand.format.dtype is None:
             return transposed(self.weight, operand, how, recipe)
@@ -119,22 +119,22 @@ class GatheredWeight:
     arrived: see `LinearProxy.arrived`. Without bytes, as where the operand has other scales, the weight is rounded.
     """
 
-    def __init__(self, weight: torch.Tensor, arrived: Callable[[torch.Tensor], Scaled | None]) -> None:
+    def __init__(self, weight: torch.Tensor, arrived: Callable[[torch.Tensor], ScaledTensor | None]) -> None:
         self.weight = weight
         self._arrived = arrived
 
-    def quantized(self, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> Scaled:
+    def quantized(self, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> ScaledTensor:
         """Return the weight as `how` reads it, see `quantized`."""
         came = self._as_it_came(operand, how)
         if came is None:
             return quantized(self.weight, operand, how, recipe)
         return replace(came, values=padded(came.values, recipe.multiple))
 
-    def transposed(self, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> Scaled:
+    def transposed(self, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> ScaledTensor:
         """Return its transpose, see `transposed`."""
         return transposed(self.weight, operand, how, recipe, self._as_it_came(operand, how))
 
-    def _as_it_came(self, operand: CastConfig, how: GemmConfig) -> Scaled | None:
+    def _as_it_came(self, operand: CastConfig, how: GemmConfig) -> ScaledTensor | None:
         if how.hadamard or operand.stochastic or operand.delayed is not None:
             return None
         came = self._arrived(self.weight)
@@ -172,7 +172,7 @@ def _takes_kernels(x: torch.Tensor, operand: CastConfig, how: GemmConfig) -> boo
 
 def _by_kernels(
     x: torch.Tensor, operand: CastConfig, how: GemmConfig, recipe: Recipe, *, transposed: bool = False
-) -> tuple[Scaled, Scaled | None]:
+) -> tuple[ScaledTensor, ScaledTensor | None]:
     if operand.format == E2M1:
         options = {"rotates": how.hadamard, "stochastic": operand.stochastic}
         return matrices.quantized_to_e2m1(x, operand.scaling, recipe.multiple, **options), None

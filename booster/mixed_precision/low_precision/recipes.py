@@ -58,7 +58,7 @@ class CastConfig:
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Both matrices of a product. hadamard: they are rotated before, along what is summed over, see `rotation.rotated`.
+    """Both matrices of a product. hadamard: they are rotated before, along what is summed over, see `scaling.rotated`.
 
     fast_accumulation: the kernel of fp8 may leave sums in the accumulator of the tensor cores, see `FP8MixedPrecision`.
     """
