@@ -1,7 +1,47 @@
-"""Checkpoints: whole names and whole shapes, in folders that appear whole or not at all.
+"""Checkpoints: a run saved in a folder that appears whole or not at all, and loaded to the bit, on any layout of ranks.
 
-`Booster.save` and `Booster.load` are the way in. `latest` finds the newest valid checkpoint below a folder, `damage` says
-what is wrong with one.
+The idea: a checkpoint knows names and whole shapes, never ranks. Which rank held which shard when it was saved is written as
+boxes of the whole, and a rank that loads reads the boxes that it needs. A load compares everything before it changes
+anything.
+
+An example: two ranks under FSDP save step 100 of one model, whose weight "0.weight" has 16 rows.
+
+    step-0000000100/
+        tensors-00000.safetensors   rows 0 to 7, under the key "models/0/0.weight@0,0", the rows' states and masters
+        tensors-00001.safetensors   rows 8 to 15, likewise, and what only the second rank has
+        state.json                  {"models": {"0": {"0.weight": {"__booster__": "tensor", "name": "models/0/0.weight"}}},
+                                     "optimizers": ..., "random": [rank 0's, rank 1's], "lr_schedulers": ..., "extra": ...}
+        manifest.json               size and hash of each file; "models/0/0.weight" is float32, (16, 8), of these two boxes
+
+One process loads it: the manifest and the tree are checked for their form, `compare` finds that the job has a weight of this
+name and shape and requests it, each file is read once and hashed meanwhile, and both boxes are read straight into the weight.
+
+The files, in the order of a save and then of a load:
+
+    run_checkpoints.py   `RunCheckpoints`, behind the methods of `Booster`: arguments, saves in a thread, signals to stop.
+    objects.py           what the user gave, by kind and name; what a load returns.
+    parts/               what a checkpoint says of models, optimizers, loaders and the rest: one class each, for both ways.
+    saving.py            collects tensors and tree of all ranks, decides which rank writes what, writes and publishes.
+    agree.py             ranks that fail together.
+    folder.py, lock.py   names and renames of folders; the right to write one, among several jobs.
+    manifest.py          the manifest, its form and its hash; `CheckpointError`. hashing.py: hashes of files.
+    state_tree.py        values to JSON with references for tensors, and back; the form of state.json.
+    dcp_storage.py       storages for `torch.distributed.checkpoint`, whose planners divide reads and writes among ranks.
+    tensor_layout.py     tensors as ranks hold them, and as files have them. tensor_file.py: safetensors files.
+    loading.py           finds the newest valid folder; compares, reads, prepares, applies.
+    saved_checkpoint.py  `SavedCheckpoint`: what a load requests of a checkpoint, and gets.
+    snapshots.py         what objects were before a load, for when a later one refuses.
+
+Weights alone, for other programs:
+
+    weight_files.py      files of weights found and fitted to a model. streaming.py: read before `boost`, in any dtype.
+    exported_files.py    safetensors or `torch.save` written from a checkpoint, one tensor at a time.
+    serving.py           what `save_model` writes: in half or 8 bits, adapters merged. adapters.py: adapters of peft alone.
+
+What holds: a save or load that fails does so on every rank, and leaves what was there. Numbers go to files and back to the
+bit. No pickle is written; of what others wrote none is run. To put one more thing into a checkpoint, write a part
+(`parts/part.py`) and nothing else. Forms of files are public: a change of them needs a new `manifest.VERSION`. The facade and
+`booster checkpoint` call in here; nothing below the facade imports this room.
 """
 
 from booster.checkpoint.folder import damage, latest

@@ -280,8 +280,8 @@ def written_step(number, loss, time):
 
 def test_what_a_resume_went_back_behind_is_no_part_of_the_run(tmp_path):
     first = [written_step(number, 1.0, 10 + number) for number in range(1, 9)]
-    look = {"kind": "look", "layers": 1, "operations": 0.1, "wide": 0.0}
-    change = {"kind": "pilot", "name": "a", "role": "forward", "wide": True, "noise": 0.1, "ahead": 0.2}
+    look = {"kind": "look", "layers": 1, "operations": 0.1, "wide": 0.0, "model": 0, "again": False}
+    change = {"kind": "pilot", "name": "a", "role": "forward", "wide": True, "noise": 0.1, "ahead": 0.2, "model": 0}
     low = {"kind": "low", "optimizer": "0", "name": "a", "product": "forward", "operand": "input", "format": "e4m3"}
     low |= dict.fromkeys(("total", "underflow", "saturated", "top"), 1)
     said = [line | {"step": step} for step in (3, 7) for line in (look, change, low)]

@@ -27,14 +27,14 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from booster.common import arguments
-from booster.common.untrusted_files import open_regular, parse_json, printable
+from booster.common.untrusted_files import TEXT, JsonForm, check_form, open_regular, parse_json, printable, whole
 from booster.numerics.record.underflow import Underflow, merge
 
 _MOST = 2**63
@@ -43,8 +43,6 @@ _MOST_COUNTS = 256  # exponents of float32
 _LOWEST, _HIGHEST = -2400, 2400  # exponents of float64, times a loss scale
 _FORMATS = ("float16", "bfloat16", "float32", "float64")
 
-Check = Callable[[Any], bool]
-
 
 def held_to_form(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return `line` without the lists and objects of keys that readers do not know.
@@ -52,28 +50,11 @@ def held_to_form(line: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError that names the key, where a known one is missing or holds what no line of its kind holds.
     """
     kind = line["kind"]
-    if not isinstance(kind, str):
-        raise ValueError(f"its kind is {_shown(kind)}, and no text")
-    required, optional = _FORMS.get(kind, ({}, {}))
-    missing = required.keys() - line.keys()
-    if missing:
-        raise ValueError(f"a line of the kind {kind} needs {', '.join(sorted(missing))}")
-    known = {**required, **optional}
-    for key, value in line.items():
-        if key in known and not known[key][0](value):
-            raise ValueError(f"{key} is {_shown(value)}, and not {known[key][1]}")
+    check_form("its kind", kind, TEXT)
+    form = _FORMS.get(kind, {})
+    check_form(f"a line of the kind {kind}", line, form)
+    known = {key.rstrip("?") for key in form}
     return {key: value for key, value in line.items() if key in known or not isinstance(value, (dict, list))}
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (list, dict)):
-        return f"a {type(value).__name__} of {len(value)}"
-    text = repr(value) if not isinstance(value, int) or abs(value) < 2**64 else "a number of more than 64 bits"
-    return text if len(text) <= 40 else f"{text[:40]}..."
-
-
-def _whole(least: int, most: int) -> tuple[Check, str]:
-    return lambda value: type(value) is int and least <= value <= most, f"a whole number from {least} to {most}"
 
 
 def _number(value: Any) -> bool:
@@ -87,84 +68,77 @@ def _finite(value: Any) -> bool:
 def _counts(value: Any) -> bool:
     if not isinstance(value, list) or len(value) > _MOST_COUNTS:
         return False
-    return all(_COUNT[0](count) for count in value) and (not value or any(value))
+    return all(_COUNT.holds(count) for count in value) and (not value or any(value))
 
 
-_TEXT: tuple[Check, str] = (lambda value: isinstance(value, str), "a text")
-_TEXTS: tuple[Check, str] = (
-    lambda value: isinstance(value, list) and all(isinstance(entry, str) for entry in value),
-    "a list of texts",
+_TEXTS = JsonForm(lambda value: isinstance(value, list) and all(map(TEXT.holds, value)), "a list of texts")
+_BOOLEAN = JsonForm(lambda value: type(value) is bool, "a boolean")
+_NUMBER = JsonForm(_number, "a number")
+_STEP = whole(0, 2**53)
+_COUNT = whole(0, _MOST)
+_TIME = JsonForm(lambda value: _finite(value) and 0 <= value <= _LAST_YEAR, "a time in seconds since 1970")
+_RATES = JsonForm(
+    lambda value: isinstance(value, list) and all(rate is None or _finite(rate) for rate in value), "a list of numbers"
 )
-_NUMBER: tuple[Check, str] = (_number, "a number")
-_STEP = _whole(0, 2**53)
-_COUNT = _whole(0, _MOST)
-_TIME: tuple[Check, str] = (lambda value: _finite(value) and 0 <= value <= _LAST_YEAR, "a time in seconds since 1970")
-_RATES: tuple[Check, str] = (
-    lambda value: isinstance(value, list) and all(rate is None or _finite(rate) for rate in value),
-    "a list of numbers",
-)
-_BINS: tuple[Check, str] = (_counts, f"a list of at most {_MOST_COUNTS} counts that are not all zero")
-_FORMAT: tuple[Check, str] = (lambda value: value in _FORMATS, f"one of {', '.join(_FORMATS)}")
+_BINS = JsonForm(_counts, f"a list of at most {_MOST_COUNTS} counts that are not all zero")
+_FORMAT = JsonForm(lambda value: value in _FORMATS, f"one of {', '.join(_FORMATS)}")
 
-_FORMS: dict[str, tuple[dict[str, tuple[Check, str]], dict[str, tuple[Check, str]]]] = {
-    "run": (
-        {},
-        {
-            "schema": _whole(0, 2**31),
-            "rank": _whole(0, 2**31),
-            "world_size": _whole(1, 2**31),
-            "time": _TIME,
-            **dict.fromkeys(("precision", "plugin", "format", "device", "booster", "torch"), _TEXT),
-        },
-    ),
-    "step": (
-        {"optimizer": _TEXT, "step": _STEP, "time": _TIME, "applied": (lambda value: type(value) is bool, "a boolean")},
-        {
-            **dict.fromkeys(("loss", "loss_scale", "grad_norm", "clip"), _NUMBER),
-            "lr": _RATES,
-            "reason": _TEXT,
-            "culprit": _TEXTS,
-        },
-    ),
-    "switch": ({"step": _STEP, "precision": _TEXT}, {"time": _TIME, "why": _TEXT}),
-    "pilot": (
-        {
-            **dict.fromkeys(("name", "role"), _TEXT),
-            "step": _STEP,
-            **dict.fromkeys(("noise", "ahead"), _NUMBER),
-            "wide": (lambda value: type(value) is bool, "a boolean"),
-        },
-        {"time": _TIME, "model": _COUNT},
-    ),
-    "look": (
-        {"step": _STEP, "layers": _COUNT, **dict.fromkeys(("operations", "wide"), _NUMBER)},
-        {"time": _TIME, "model": _COUNT, "again": (lambda value: type(value) is bool, "a boolean")},
-    ),
-    "low": (
-        {
-            **dict.fromkeys(("optimizer", "name", "product", "operand", "format"), _TEXT),
-            "step": _STEP,
-            **dict.fromkeys(("total", "underflow", "saturated", "top"), _COUNT),
-        },
-        {},
-    ),
-    "sample": (
-        {
-            **dict.fromkeys(("optimizer", "of", "name"), _TEXT),
-            "step": _STEP,
-            "format": _FORMAT,
-            **dict.fromkeys(("scale", "largest"), _NUMBER),
-            **dict.fromkeys(("zeros", "nonfinite"), _COUNT),
-            "low": _whole(_LOWEST, _HIGHEST),
-            "counts": _BINS,
-        },
-        {
-            **dict.fromkeys(("place", "group", "still", "looked"), _COUNT),
-            "copies": _whole(1, 2**31),
-            "stored": _TEXT,
-            **dict.fromkeys(("norm", "update_norm", "weight_norm"), _NUMBER),
-        },
-    ),
+
+def _keys(names: str, form: JsonForm) -> dict[str, JsonForm]:
+    return dict.fromkeys(names.split(), form)
+
+
+# By kind of line, forms by key; see `check_form`.
+_FORMS: dict[str, dict[str, JsonForm]] = {
+    "run": {
+        "schema?": whole(0, 2**31),
+        "rank?": whole(0, 2**31),
+        "world_size?": whole(1, 2**31),
+        "time?": _TIME,
+        **_keys("precision? plugin? format? device? booster? torch?", TEXT),
+    },
+    "step": {
+        "optimizer": TEXT,
+        "step": _STEP,
+        "time": _TIME,
+        "applied": _BOOLEAN,
+        **_keys("loss? loss_scale? grad_norm? clip?", _NUMBER),
+        "lr?": _RATES,
+        "reason?": TEXT,
+        "culprit?": _TEXTS,
+    },
+    "switch": {"step": _STEP, "precision": TEXT, "time?": _TIME, "why?": TEXT},
+    "pilot": {
+        **_keys("name role", TEXT),
+        "step": _STEP,
+        **_keys("noise ahead", _NUMBER),
+        "wide": _BOOLEAN,
+        "time?": _TIME,
+        "model": _COUNT,
+    },
+    "look": {
+        "step": _STEP,
+        **_keys("layers model", _COUNT),
+        **_keys("operations wide", _NUMBER),
+        "time?": _TIME,
+        "again": _BOOLEAN,
+    },
+    "low": {
+        **_keys("optimizer name product operand format", TEXT),
+        "step": _STEP,
+        **_keys("total underflow saturated top", _COUNT),
+    },
+    "sample": {
+        **_keys("optimizer of name", TEXT),
+        "step": _STEP,
+        "format": _FORMAT,
+        **_keys("scale largest norm? update_norm? weight_norm?", _NUMBER),
+        **_keys("zeros nonfinite place? group? still? looked?", _COUNT),
+        "low": whole(_LOWEST, _HIGHEST),
+        "counts": _BINS,
+        "copies?": whole(1, 2**31),
+        "stored?": TEXT,
+    },
 }
 
 
@@ -512,10 +486,10 @@ class _RankFile:
                 if len(self.steps) > _MOST_OPTIMIZERS:
                     raise ValueError(f"{path} has steps of more than {_MOST_OPTIMIZERS} optimizers, which no run has")
             elif line["kind"] == "pilot":
-                change = Piloted(**_fields(line, Piloted._fields, model=0))
+                change = Piloted(**{name: line[name] for name in Piloted._fields})
                 self.piloted[change.model, change.step, change.name, change.role] = place, change
             elif line["kind"] == "look":
-                look = Looked(**_fields(line, Looked._fields, model=0, again=False))
+                look = Looked(**{name: line[name] for name in Looked._fields})
                 self.looks[look.step, look.model] = place, look
             elif line["kind"] == "low":
                 key = tuple(line[name] for name in ("optimizer", "step", "name", "product", "operand", "format"))
@@ -590,11 +564,6 @@ class _RankFile:
                 f"; what it has of steps {min(lost)} to {max(lost)} is left out, since the run went back behind them"
             )
         return [*self._torn, told]
-
-
-def _fields(line: Mapping[str, Any], names: Sequence[str], **else_: Any) -> dict[str, Any]:
-    """What `line` has under `names`; of those in `else_` that, where it has none, as in files of earlier versions."""
-    return {name: line.get(name, else_[name]) if name in else_ else line[name] for name in names}
 
 
 def _merged(number: int, lines: list[Mapping[str, Any]]) -> Step:
