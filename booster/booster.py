@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from booster.capture.captured import CapturedStep
     from booster.capture.graph import Recorder
     from booster.facade.progress_bar import DisplayedLoss
-    from booster.masters.state_quantizer import States
+    from booster.masters.quantized_state import States
     from booster.memory import Estimate, Measured
     from booster.numerics import Diagnosis, Record
     from booster.numerics.diagnosis.replay import Replay

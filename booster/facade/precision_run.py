@@ -22,7 +22,7 @@ from booster.plugin import Plugin
 from booster.update.outcome import UpdateOptions
 
 if TYPE_CHECKING:
-    from booster.masters.state_quantizer import States
+    from booster.masters.quantized_state import States
 
 Given = str | MixedPrecision | PrecisionSchedule | Autopilot | None
 

@@ -1,7 +1,7 @@
 """The forms in which a frozen matrix is stored: codes of 4 or 8 bits, and a float32 scale for each block of a row.
 
-A row is one record of bytes: its codes, then its scales. So a weight is one uint8 tensor, of which every row stands for
-itself: plugins divide it along the rows, and what casts floating tensors leaves it alone, scales included.
+A row is one record of bytes: its codes, then its scales. So a weight is one uint8 tensor with rows that are whole in
+themselves: plugins divide it along the rows, and what casts floating tensors leaves it alone, scales included.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Form:
     def pack(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the floating matrix `rows`, (m, n), as uint8 of shape (m, row_bytes(n)).
 
-        Raises ValueError for inf or NaN, which no code stands for. Cost: a few float32 copies of 2**18 numbers at a time.
+        Raises ValueError for inf or NaN, which have no code. Cost: a few float32 copies of 2**18 numbers at a time.
         """
         packed = rows.new_empty(rows.shape[0], self.row_bytes(rows.shape[1]), dtype=torch.uint8)
         for start, stop in self._pieces(*rows.shape):
@@ -56,7 +56,7 @@ class Form:
     def unpack(self, packed: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the matrix of `columns` columns that `pack` made `packed` of, in `dtype`; codes times scales in float32.
 
-        Cost: a few float32 copies of 2**18 numbers at a time, beside what is returned.
+        Cost: a few float32 copies of 2**18 numbers at a time.
         """
         if packed.shape[0] * columns <= _AT_ONCE:
             return self._unpack(packed, columns).to(dtype)

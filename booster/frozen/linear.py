@@ -1,7 +1,4 @@
-"""A linear layer with a frozen weight that is stored in another form than it is multiplied in.
-
-Where the tensors of a module came from: noted when they are loaded, read by who describes a model.
-"""
+"""A linear layer with a frozen weight that is stored in another form than it is multiplied in; dtypes in loaded files."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from booster.frozen.forms import Form
 
 
 class FrozenLinear(nn.Linear):
-    """An `nn.Linear` whose weight does not train, stored in a `Form` or in a floating dtype; made of one with `of`.
+    """An `nn.Linear` with a weight that does not train, stored in a `Form` or in a floating dtype; made of one with `of`.
 
     The weight is unpacked in forward, and again in backward: no wide copy of it is kept, and no input. It is one uint8
     parameter under the name of its form, such as `weight_nf4`, so that a state dict says what it holds, and loads into

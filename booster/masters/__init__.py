@@ -38,9 +38,9 @@ Files, in reading order:
     rounding.py           float32 to half; foreign writes; `RoundingRNG`
     bucket.py             `Bucket`: weights, residual bits, handles
     masters.py            `Masters`: all buckets of an optimizer
-    step.py               `MasterStep`: the step, bucket by bucket; `float32_params.py` has what has no master
-    compiled.py           `CompiledMasterStep`: a bucket in one pass over memory; `optimizer_proxy.py` is what is traced
-    quantized_state.py    states in 8 or 16 bits; `state_quantizer.py` which states, and when
+    step.py               `MasterStep`: the step, bucket by bucket, and of float32 parameters, which have no master
+    compiled.py           `CompiledMasterStep`: a bucket in one pass over memory; a proxy of the optimizer is traced
+    quantized_state.py    states in 8 or 16 bits: how, which, and when
     offload.py            residual bits and states in the host's memory, prefetched
     states.py             states of buckets as states of parameters, and back
     master_state.py       what a checkpoint keeps, saved and loaded; `loaded_weights.py` float32 weights that a model was given

@@ -9,7 +9,7 @@ import torch
 
 from booster.masters.formats import Format
 from booster.masters.offload import HostMemory
-from booster.masters.state_quantizer import StateQuantizer, dequantized
+from booster.masters.quantized_state import StateQuantizer, dequantized
 from booster.model.dtensors import around, empty_handle, inner_tensor, is_dtensor, local_shard
 from booster.tensors.flat import ALIGNMENT, Piece, aligned, flat_like, renumber
 
@@ -20,14 +20,18 @@ class Bucket:
     """Some elements of the working weights of one group, laid one after another, each piece from a multiple of 64 on::
 
         pieces    | embedding 0..5 |  | bias 0..3 |          working weights, in the parameters' own memory
-        rest      | ...................................  |   what is kept of the masters, flat, in the bucket's order
+        residual  | ...................................  |   bits that weights lack to be masters, in the bucket's order
         handle    | one flat float32 parameter           |   what the optimizer steps, or one for each piece if `whole`
 
-    group: index of the optimizer's group. pieces: what of which parameter, in order; one dtype, one device. whole: each
-    piece is a parameter with a handle of its shape, or this rank's part of a DTensor, whose handle is a DTensor too; otherwise
-    one flat handle stands for all. A handle is a float32 parameter without storage of its own: it is given data and gradient
-    while it is stepped. packing: how the optimizer's state of a flat handle is kept between steps; None: as it is. host: where
-    rest and state lie then, once they were moved there; None: on the device.
+    A handle is a float32 parameter without storage, which is given data and gradient while it is stepped.
+
+    Attributes:
+        group: index of the optimizer's group.
+        pieces: what of which parameter, in order; of one dtype, on one device.
+        whole: each piece is a parameter with a handle of its shape, a DTensor for a DTensor; else there is one flat handle.
+        quantizer: how states of a flat handle are quantized between steps; None: they are not.
+        host: the host memory of residual bits and states between steps; None: they stay on the device.
+        residual: what is kept besides weights, flat, or None.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class Bucket:
         self.handles = [empty_handle(like, self.device) for like in likes]
         self._filled = [inner_tensor(handle) for handle in self.handles]
         self._empty = [tensor.data for tensor in self._filled]
-        self._given: Sequence[torch.Tensor] = ()  # what handles stand for
+        self._given: Sequence[torch.Tensor] = ()  # what handles are views of
         self._params = self.params
         self._divided = any(map(is_dtensor, self._params))
         self.layouts = [
@@ -80,7 +84,7 @@ class Bucket:
         return self._views
 
     def find_working(self) -> None:
-        """Look anew where the working weights lie; those in another memory order than the bucket's are copied.
+        """Find the working weights in memory again; those in another memory order than the bucket's are copied.
 
         Raises RuntimeError if one became something else.
         """
@@ -145,8 +149,8 @@ class Bucket:
         return torch.zeros(self.size, dtype=torch.float32, device=self.device)
 
     def copy_masters(self) -> torch.Tensor:
-        """Return a float32 copy of the masters. Weights that somebody else wrote stand for theirs, and nothing is written: they
-        may be an average that is put in for a validation, and be put back."""
+        """Return a float32 copy of the masters. Foreign writes count, and nothing is written: they
+        may be averages for a validation, and be taken out again."""
         values, scratch = self.scratch(), self.scratch()
         self.format.read(
             self.working(), self.residual if self.host is None else self.host.residual_on_device(self), values, scratch
@@ -161,7 +165,7 @@ class Bucket:
         return residual if torch.equal(values.view(torch.int32), residual.view(torch.int32)) else values
 
     def attach(self, values: torch.Tensor, grads: torch.Tensor | None) -> None:
-        """Let the handles stand for `values` and `grads`."""
+        """Give the handles `values` for data and `grads` for gradients."""
         self._given = self.handles_of(values) if self.whole else (values,)
         for tensor, value in zip(self._filled, self._given, strict=True):
             tensor.data = value
@@ -170,7 +174,7 @@ class Bucket:
                 handle.grad = around(grad, handle) if self._divided else grad
 
     def detach(self) -> None:
-        """Let the handles stand for nothing again. What an optimizer put in the place of their data is copied to that."""
+        """Take data and gradients from the handles. What an optimizer put in the place of the data is copied to it."""
         for tensor, value in zip(self._filled, self._given, strict=True):
             if tensor.data_ptr() != value.data_ptr():
                 value.copy_(tensor)
@@ -184,7 +188,7 @@ class Bucket:
         return [values[start:stop] for start, stop in self._bounds]
 
     def handles_of(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of flat `values` in the shapes of the handles, or of this rank's parts of them."""
+        """Return views of flat `values` in the shapes of the handles, or of this rank's shards of them."""
         if not self.whole:
             return [values]
         return [
@@ -236,7 +240,11 @@ class Bucket:
                         state[handle] = state.pop(old)
             elif self.handles[0] in state:
                 state[bucket.handles[0]] = own = {
-                    key: _take(value, pieces) if is_elementwise(value, self.size) else _copy(value)
+                    key: _take(value, pieces)
+                    if is_elementwise(value, self.size)
+                    else value.clone()
+                    if isinstance(value, torch.Tensor)
+                    else value
                     for key, value in shared.items()
                 }
                 if bucket.quantizer is not None:
@@ -261,7 +269,3 @@ def _take(values: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
     for old, new in zip(pieces, moved, strict=True):
         taken[..., new.offset : new.offset + new.size] = values[..., old.offset : old.offset + old.size]
     return taken
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,16 +1,15 @@
-"""The step on masters, compiled: each bucket in one pass over its memory.
+"""The step on masters, compiled: cast, join, the optimizer's own step and split as one pass over a bucket's memory.
 
-A bucket's whole update as one function of tensors, compiled: cast, join, the optimizer's own step, split.
-
-The compiler keys a graph that sees an optimizer by the very tensors of its state, so every bucket would have one of its
-own. Here the optimizer's `step` runs on a stand-in that is made inside the traced function from the function's arguments:
-an object with the class's methods and the instance's attributes, whose only parameter is the bucket and whose state is
-what is passed in. Buckets of one size then share a graph.
+torch.compile keys a graph that sees an optimizer by the very tensors of its state: one graph for each bucket. So the traced
+function makes a *proxy* of the optimizer from its arguments: an object with the class's functions and the instance's
+attributes, with the bucket for its only parameter and the given state. Buckets of one size then share a graph, and the
+user's optimizer is not touched.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -21,27 +20,76 @@ from torch import fx
 from torch.optim import Optimizer
 
 from booster.common.torch_internals.autograd_internals import compile_graph
+from booster.common.torch_internals.optimizer_internals import is_counted_step, unwrapped
 from booster.masters.bucket import Bucket
 from booster.masters.formats import WEIGHTS, Format, Split24
 from booster.masters.formats_compiled import dequantize, fuses, join, quantize, rows, split
 from booster.masters.masters import Masters
-from booster.masters.optimizer_proxy import (
-    NOT_READ,
-    Entries,
-    State,
-    instance_attributes,
-    keeps_state,
-    proxy_class,
-    read_entries,
-    step_proxy,
-)
 from booster.masters.options import MasterOptions
-from booster.masters.quantized_state import Encoding, QuantizedState
-from booster.masters.state_quantizer import StateSigns
+from booster.masters.quantized_state import Encoding, QuantizedState, StateSigns
 from booster.masters.step import MasterStep, inverse
 from booster.model.optimizer_kinds import kind_of, unknown
+from booster.model.optimizer_states import restored_afterwards
+from booster.shards.base import State
 from booster.update.application import StepScalars
 from booster.update.compiled_step import COMPILER_OPTIONS, OWN_CACHE
+
+Entries = dict[str, Any]
+# Of a group: what no `step` reads, but differs from group to group. Each value seen is a graph.
+NOT_READ = ("params", "lr", "initial_lr", "param_names")
+
+
+def read_entries(group: Entries) -> Entries:
+    """Return the entries of a group that a step reads, the learning rate excepted."""
+    entries = {key: value for key, value in group.items() if key not in NOT_READ}
+    # One tensor needs no foreach, and some foreach implementations refuse a tensor for a learning rate.
+    return entries | ({"foreach": False} if "foreach" in entries else {})
+
+
+def step_proxy(
+    proxy: type, attributes: Entries, group: Entries, rate: Any, masters: torch.Tensor, state: State
+) -> tuple[Entries, State]:
+    """Step a new proxy on `masters`, in place by their `.grad`. Returns the group and the state afterwards."""
+    optimizer: Any = proxy()
+    for key, value in attributes.items():
+        setattr(optimizer, key, value)
+    own = {**group, "params": [masters]}
+    if rate is not None:
+        own["lr"] = rate
+    optimizer.param_groups = [own]
+    optimizer.state = {masters: state}
+    optimizer.step()
+    return {key: own[key] for key in group}, optimizer.state[masters]
+
+
+def keeps_state(optimizer: Optimizer, group: Entries, device: torch.device) -> bool:
+    """Return whether a first step of `optimizer` creates state for a parameter; tries it on one of a few zeros."""
+    masters = torch.zeros(1, dtype=torch.float32, device=device)
+    masters.grad = torch.zeros(1, dtype=torch.float32, device=device)
+    own = proxy_class(type(optimizer)), instance_attributes(optimizer)
+    with restored_afterwards(optimizer, group):
+        return bool(step_proxy(*own, read_entries(group), group.get("lr"), masters, {})[1])
+
+
+def instance_attributes(optimizer: Optimizer) -> Entries:
+    """Return what a step may read of the instance except groups and state, without what torch's schedules put there."""
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in ("state", "param_groups")
+        and not key.startswith(("_optimizer_", "_zero_grad_", "_warned_"))
+        and not is_counted_step(value)
+    }
+
+
+def proxy_class(cls: type[Optimizer]) -> type:
+    """Return a class with the functions of `cls` and its bases that is no Optimizer, without what torch wraps them in."""
+    members: Entries = {}
+    for base in reversed(cls.__mro__[:-1]):
+        for name, value in vars(base).items():
+            if not name.startswith("__"):
+                members[name] = unwrapped(value) if inspect.isfunction(value) else value
+    return type(cls.__name__, (), members)
 
 
 class Kernel:
@@ -198,9 +246,9 @@ _logger = logging.getLogger(__name__)
 class CompiledMasterStep(MasterStep):
     """Steps buckets of elementwise optimizers through `Kernel`; build it where `can_compile_masters` says so.
 
-    The first step of a bucket runs eagerly, as it creates the optimizer's state. Parameters without dimensions, whose
-    state cannot be told from the counters of a flat bucket, and float32 parameters always do. What the compiler turns out
-    not to understand is stepped eagerly from then on, after one WARNING.
+    The first step of a bucket runs eagerly, as it creates the optimizer's state. Float32 parameters always do, and those
+    without dimensions: their states look like the counters of a flat bucket. What the compiler does not understand is
+    stepped eagerly from then on, after one WARNING.
     """
 
     def __init__(self, masters: Masters) -> None:

@@ -1,4 +1,4 @@
-"""What is kept of a master beside the half weight, and how the two become one float32 number and come apart again.
+"""Formats of masters: which residual bits are kept besides a half-precision weight, and how both become one float32 number.
 
 Why masters
 -----------
@@ -14,7 +14,7 @@ A bfloat16 number is the upper half of a float32 number; a float16 number has ex
     bfloat16   s eeeeeeee mmmmmmm
     float16    s eeeee mmmmmmmmmm
 
-Beside a bfloat16 weight a master thus needs 16 bits only, the remainder. Two masters, taken apart and joined again::
+So a bfloat16 weight lacks 16 bits to be a master, the remainder. Two masters, taken apart and joined again::
 
     3.1415927 = 0x4049 0FDB   the lower half is small:  weight 0x4049 = 3.140625, remainder +0x0FDB =  4059
     2.7182817 = 0x402D F854   the lower half is large:  weight 0x402E = 2.71875,  remainder  0xF854 = -1964 as int16
@@ -38,7 +38,7 @@ A master has 24 binary digits and the weight 11 of them, so nothing is lost from
 Below, the ulp is 2**-24 whatever the number, and the error less than 2**-38.
 
 ===================  =========================  =============  =====================================================
-format               kept beside the weight     bytes a weight lost
+format               residual bits              bytes a weight lost
 ===================  =========================  =============  =====================================================
 `Separate`           the master                 4              nothing
 `SplitBFloat16`      its lower half             2              nothing
@@ -51,26 +51,29 @@ format               kept beside the weight     bytes a weight lost
 `Same`               nothing; float32 weights   0              nothing
 ===================  =========================  =============  =====================================================
 
-Somebody else may write a weight between two steps: load it, clip it, set it to zero. A master is believed only where it
-rounds to its weight; elsewhere the weight is taken. Only the weights themselves can tell: writes through `.data` leave no
-other trace.
+Foreign writes
+--------------
+Other code may write a weight between two steps: load it, clip it, set it to zero. A master is believed only where it rounds
+to its weight; elsewhere the weight is its own master. Writes through `.data` leave no other trace.
+
+Tensors
+-------
 
 All work on flat tensors of equal length: `working`, views of the half weights, piece by piece; `residual`, what the bucket
 keeps (or None); `values` and `scratch`, float32 scratch. `Separate` gives `residual` itself as the values.
 
-Masters of 24 bits: a half weight and one byte.
-
-Of the 16 bits that `SplitBFloat16` keeps beside a weight, these keep the upper eight::
+24 bits: a weight and one byte
+------------------------------
+Of the 16 residual bits of `SplitBFloat16`, these keep the upper eight::
 
     float32    s eeeeeeee mmmmmmm mmmmmmmm mmmmmmmm
     kept       s eeeeeeee mmmmmmm mmmmmmmm
     bfloat16   s eeeeeeee mmmmmmm
 
-The lower eight are rounded by chance, the nearer the likelier: an update of a thousandth of the last step kept moves a master
-once in a thousand times, and so does what it should on average. Rounded to nearest, it never would. What is on the grid
-already stays, whatever the random numbers, so masters come back from a checkpoint exactly. The weight is what the 24 bits
-round to, ties away from zero as in other formats: it differs from theirs where chance carries a master over the middle between
-two weights.
+The lower eight are rounded stochastically: an update of a thousandth of the last bit kept moves a master once in a thousand
+times, which is right on average. Rounded to nearest, it never would. What is on the grid already stays, whatever the random
+bits, so masters come back from a checkpoint exactly. The weight is what the 24 bits round to, ties away from zero as in other
+formats: it differs from theirs where rounding carries a master over the middle between two weights.
 
 With float16 the byte counts the distance from weight to master in 2**-8 of the weight's ulp, from -127 to 127.
 """
@@ -222,10 +225,9 @@ class Nearest(Format):
 
 
 class Stochastic(Nearest):
-    """Keeps nothing, and rounds up or down by chance, the nearer the likelier, so that the mean of many updates is right.
+    """Keeps nothing and rounds stochastically, so that the mean of many updates is right.
 
-    The random numbers are those of a generator of its own with a fixed seed: ranks that step alike round alike, and the
-    user's random state is not consumed.
+    A generator with a fixed seed draws: ranks that step alike round alike, and the user's random state is not consumed.
     """
 
     def __init__(self, seed: int = 1024) -> None:
@@ -286,7 +288,7 @@ class Kahan(Format):
         for chunk, weight, left in in_chunks(values, weights, residual):
             sums = some[: len(chunk)].copy_(weight)
             left.copy_(chunk.sub_(sums).nan_to_num_(0.0, 0.0, 0.0))
-            # An error of nearly half an ulp can be rounded up to half an ulp, and with it the sum to the next weight, whose
+            # An error of nearly half an ulp can be rounded up to half an ulp, and with it the sum to the next weight: its
             # bits differ by one. Whole numbers are subtracted sixteen times as fast as half ones are compared.
             again = round_into(chunk.view(residual.dtype)[: len(chunk)], sums.add_(left), sums)
             moves = again.view(torch.int16).sub_(weight.view(torch.int16)).bitwise_and_(1)
@@ -325,7 +327,7 @@ class Split24BFloat16(Split24):
     def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
         canonical_nan_(values)
-        # Pairs are shifted together, which is faster: what one takes over from the other lies above the bits that are read.
+        # Pairs are shifted together, which is faster: what one takes over from the other is above the bits that are read.
         bits, pairs = values.view(torch.int32), values.view(torch.int64)
         bits.view(-1, 64).add_(self.random_bits(values.device).upper)
         pairs.bitwise_right_shift_(8)
@@ -351,7 +353,7 @@ class Split24Float16(Split24):
         torch._foreach_copy_(list(working), pieces_like(values, working))
         torch._foreach_copy_(pieces_like(scratch, working), list(working))
         values.sub_(scratch).div_(to_ulp(scratch, STEP))
-        # The difference to an overflown weight is not a number; nothing is left over then. Two numbers tell whether there is.
+        # The difference to an overflown weight is not a number; nothing is left over then. Extremes show it.
         if not values.is_cpu or not all(map(math.isfinite, torch.aminmax(values))):
             values.nan_to_num_(0.0, 0.0, 0.0)
         values.view(-1, 64).add_(self.random_bits(values.device).fractions)

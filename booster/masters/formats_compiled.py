@@ -20,8 +20,8 @@ A NaN is what differs from itself: the compiler does not vectorise `isnan`.
 
 Rounding inside float32
 -----------------------
-The compiler drops a cast to half that is followed by one to float32, and with it the rounding. So values are rounded as
-float32 numbers whose last digits become zero. bfloat16 keeps 16 of the 32 bits, ties away from zero::
+The compiler drops a cast to half that is followed by one to float32, and with it the rounding. So values are rounded
+as float32 numbers: their last digits become zero. bfloat16 keeps 16 of the 32 bits, ties away from zero::
 
     (bits + 0x8000) & 0xFFFF0000
 
@@ -32,14 +32,14 @@ float16 drops the last 13, ties to even: 0xFFF lifts what is above half way, and
 Below 2**-14 float16 has only multiples of 2**-24. Those are also the steps of float32 from 0.5 to 1, so adding 0.5 and
 taking it away again rounds to them.
 
-Packed states as arithmetic without side effects, which a compiler can fuse with an optimizer's step.
-
-`packed.py` says what the bits are, and works in place. Two functions suffice here::
+Quantized states
+----------------
+Likewise `quantized_state.py` works in place, and here are::
 
     unpack(way, codes, factors)       -> values           float32, from what is kept
     pack(way, values, lanes, present) -> codes, scales    to be kept
 
-Both agree bit for bit with `QuantizedState`, but for what stands in a group that has a NaN. Torch's compiler for CPUs does not
+Both agree bit for bit with `QuantizedState`, but for groups that have a NaN. Torch's compiler for CPUs does not
 vectorise int16: what is one number for 32 elements comes in as `QuantizedState.factors`, and goes out as int32.
 """
 
@@ -71,7 +71,7 @@ _OFFSET = 2**15  # what makes a signed remainder a positive number
 
 
 class Planes(Format):
-    """A split master whose remainder has the shape (2, size), uint8."""
+    """A split master with a remainder of the shape (2, size), uint8."""
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         residual = torch.zeros(2, size, dtype=torch.uint8, device=device)

@@ -22,10 +22,13 @@ FULL_DTYPES = (torch.float32, torch.float64)
 class LoadedWeights:
     """What `load_state_dict` of one model brought in float32 for half parameters, until their masters take it over.
 
-    A hook of the model's load, which rounds them to half as a step does. Torch's cast rounds ties otherwise, and the ranks of
-    ZeRO, each of which has a part of the masters, would come to disagree. values: by parameter name; given: whose last load
-    was in float32. Float32 weights that half precision holds exactly, all of them, are half weights that somebody widened,
-    and have nothing for a master.
+    A hook of the model's load, which rounds them to half precision as a step does. Torch's cast rounds ties otherwise, and
+    ranks of ZeRO, each with a shard of the masters, would come to disagree. Float32 weights that half precision holds exactly,
+    all of them, are half-precision weights in a float32 file, and say nothing new of masters.
+
+    Attributes:
+        values: by parameter name, until a master takes them.
+        given: names of the parameters that the last load gave float32 values.
     """
 
     def __init__(self) -> None:
@@ -35,7 +38,7 @@ class LoadedWeights:
 
     @classmethod
     def of(cls, model: nn.Module, names: Iterable[str]) -> LoadedWeights:
-        """That of `model`, which from now on watches for the parameters `names`, too."""
+        """Return that of `model`, which from now on also keeps what is loaded into the parameters `names`."""
         found = cls.in_hooks_of(model)
         if found is None:
             found = cls()
@@ -45,7 +48,7 @@ class LoadedWeights:
 
     @classmethod
     def watched(cls, model: nn.Module) -> set[str]:
-        """All names of the parameters of `model` whose masters take over what is loaded."""
+        """Return all names of the parameters of `model` that have masters, which take over what is loaded."""
         found = cls.in_hooks_of(model)
         return set() if found is None else {name for names in found._names(model).values() for name in names}
 
@@ -56,11 +59,11 @@ class LoadedWeights:
         return next((hook for hook in hooks if isinstance(hook, cls)), None)
 
     def _names(self, model: nn.Module) -> dict[str, list[str]]:
-        """All names in `model` of each parameter that is watched for, by the one that is known of it."""
+        """Return all names in `model` of each parameter of interest, by the name that masters know."""
         return {name: names for names in names_of(model).values() for name in names if name in self._wanted}
 
     def take(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """The values for `names`, which are forgotten."""
+        """Return the values for `names`, and forget them."""
         return {name: self.values.pop(name) for name in names if name in self.values}
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -88,7 +91,7 @@ class LoadedWeights:
 
 
 def holds(value: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether every element of `value`, or of this rank's part of it, is a number of `dtype`."""
+    """Return whether every element of `value`, or of this rank's shard of it, is a number of `dtype`."""
     local: Any = value.to_local() if is_dtensor(value) else value  # type: ignore[attr-defined]
     return torch.equal(local, local.to(dtype).to(local.dtype))
 

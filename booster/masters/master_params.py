@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from booster.masters.masters import Masters
-from booster.masters.optimizer_proxy import State
 from booster.masters.states import state_of_bucket
 from booster.model.dtensors import local_shard
+from booster.shards.base import State
 from booster.tensors.flat import flat_like, shaped_like
 
 
@@ -18,8 +18,8 @@ class MasterParams:
     """All masters of an optimizer as parameters in the shapes that the user knows, in its groups and as keys of its state.
 
     For whole parameters these are the handles of their buckets, which the optimizer knows from its steps; for flat buckets
-    they are new. They stand there until `take_back`; `take_over` then makes masters, weights and states of what was written.
-    grad_scale: what gradients are multiplied by; None: none are given.
+    they are new. They stay until `take_back`; `take_over` then makes masters, weights and states of what was written.
+    grad_scale: what gradients are multiplied by; None: they have none.
     """
 
     def __init__(self, masters: Masters, grad_scale: float | None) -> None:
@@ -67,9 +67,11 @@ class MasterParams:
                 )
 
     def changed(self) -> bool:
-        """Return whether weights were written, or what stands behind them."""
+        """Return whether weights or masters were written."""
         self._changed = [
-            bucket for bucket, values in self._copies.items() if not _same_bits(values, bucket.copy_masters())
+            bucket
+            for bucket, values in self._copies.items()
+            if not torch.equal(values.view(torch.int32), bucket.copy_masters().view(torch.int32))
         ]
         plain = self._scale is not None and not all(map(torch.equal, self._plain, self._before))
         return plain or bool(self._changed)
@@ -107,7 +109,7 @@ class MasterParams:
     # ------------------------------------------------------------------ inside
 
     def _made(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return what stands for each parameter that has a master."""
+        """Return the float32 parameter of each parameter that has a master."""
         made: dict[torch.Tensor, torch.Tensor] = {}
         pieces: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = {}
         for bucket, values in self._copies.items():
@@ -123,7 +125,7 @@ class MasterParams:
         return made
 
     def _give(self) -> dict[torch.Tensor, tuple[Any, torch.Tensor]]:
-        """Give what stands for parameters unscaled gradients; return, by parameter, its own and the one that was given."""
+        """Give these parameters unscaled gradients; return, by the user's parameter, its own gradient and the one given."""
         given: dict[torch.Tensor, tuple[Any, torch.Tensor]] = {}
         if self._scale is None:
             return given
@@ -145,7 +147,3 @@ class MasterParams:
 
     def _unscaled(self, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return grad.to(dtype) * (1.0 / self._scale)  # type: ignore[operator]
-
-
-def _same_bits(values: torch.Tensor, others: torch.Tensor) -> bool:
-    return torch.equal(values.view(torch.int32), others.view(torch.int32))

@@ -14,10 +14,10 @@ from torch import nn
 from booster.masters.formats import Split24, Stochastic
 from booster.masters.loaded_weights import FULL_DTYPES, LoadedWeights, take_loaded
 from booster.masters.masters import Masters, Weights, has_half_elements
-from booster.masters.optimizer_proxy import State
 from booster.masters.states import Places, StateView, give_back, places_of, state_of_bucket, state_of_params
 from booster.model.dtensors import local_shard
 from booster.model.optimizer_states import load_states
+from booster.shards.base import State
 from booster.tensors.flat import flat
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.context import UpdateContext
@@ -28,7 +28,7 @@ DRAWS = "draws"  # key in a checkpoint: how many steps were rounded stochastical
 
 
 class MasterState(OptimizerState):
-    """The masters of half-precision parameters, and the optimizer's state, whose tensors are those of buckets.
+    """The masters of half-precision parameters, and the optimizer's state, which buckets hold.
 
     A checkpoint has neither buckets nor handles: states and masters are saved by parameter, in its shape, so that a run with
     other buckets, ranks or forms of masters loads them.
@@ -57,7 +57,7 @@ class MasterState(OptimizerState):
         return self.shards.view_state(view)
 
     def _put_state(self, param: torch.Tensor, own: State | None) -> None:
-        """Make `own` the state of `param`, which lies in a bucket; None: it has none. Buckets are made anew where `param` can
+        """Make `own` the state of `param`, which is in a bucket; None: it has none. Buckets are made anew where `param` can
         share none any longer. Raises ValueError for a tensor that is neither a number nor of the shape of `param`."""
         with self.shards.local():  # in which groups hold the shards that have masters
             wrong = {
@@ -81,7 +81,10 @@ class MasterState(OptimizerState):
             holds = [bucket for bucket in self.masters.buckets if any(each is param for each in bucket.params)]
             if not self.masters.fits_buckets(states):
                 # Flat ones are views of what is emptied on the way.
-                states = {p: {k: _cloned(v) for k, v in each.items()} for p, each in states.items()}
+                states = {
+                    p: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in each.items()}
+                    for p, each in states.items()
+                }
                 values = {p: value.clone() for p, value in self.masters.values().items()}
                 for bucket in self.masters.buckets:
                     for handle in bucket.handles:
@@ -98,7 +101,7 @@ class MasterState(OptimizerState):
                     bucket.host.keep_states(bucket, state)
 
     def _state_by_param(self) -> defaultdict[Any, State]:
-        """Return the optimizer's state by working parameter, in shapes of the parameters, on the host where it lies there.
+        """Return the optimizer's state by working parameter, in shapes of the parameters, on the host where it is kept there.
 
         Do not write to it."""
         self.masters.sync()
@@ -140,7 +143,7 @@ class MasterState(OptimizerState):
         return state | ({"rounding": rounding} if rounding else {})
 
     def rounding_state(self) -> dict[str, Any]:
-        """Return the random state of rounding by chance; empty where nothing is rounded so."""
+        """Return the random state of stochastic rounding; empty where nothing is rounded so."""
         generators: dict[str, Any] = {
             str(device): generator.get_state()
             for form in self.masters.formats.values()
@@ -347,7 +350,3 @@ class MasterState(OptimizerState):
                 for device, generator in state.items():
                     if device != DRAWS:
                         form.generator(torch.device(device)).set_state(generator)
-
-
-def _cloned(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

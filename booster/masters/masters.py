@@ -19,12 +19,12 @@ from booster.masters.bucket import Bucket
 from booster.masters.formats import Format
 from booster.masters.formats_compiled import compiled_format
 from booster.masters.offload import HostMemory, can_offload
-from booster.masters.optimizer_proxy import State
 from booster.masters.options import MasterOptions
 from booster.masters.rounding import RoundingRNG, rounded
 from booster.masters.states import as_of_master, signature, state_of_bucket, state_of_params
 from booster.model.dtensors import around, is_dtensor, local_shard
 from booster.model.optimizer_kinds import check_attributes, kind_of
+from booster.shards.base import State
 from booster.tensors.flat import Piece, bucket_size, cut, cut_apart, flat_like, is_dense, pack, shaped_like
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.parameters import name_of_stranger
@@ -117,7 +117,7 @@ class Masters:
         return param.requires_grad or self.gradient_of(param) is not None
 
     def outside(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of `params` that lie in no bucket."""
+        """Return those of `params` that are in no bucket."""
         return list(filterfalse(self.layouts.__contains__, params))
 
     @property
@@ -139,7 +139,7 @@ class Masters:
     # ------------------------------------------------------------------ buckets
 
     def register_params(self, sources: MutableMapping[torch.Tensor, torch.Tensor] | None = None) -> None:
-        """Make masters for half parameters of the groups that have none yet; state they have already moves along.
+        """Make masters for half-precision parameters of the groups that have none yet; their states move along.
 
         sources: see the class; what is used of it is taken out.
 
@@ -251,7 +251,7 @@ class Masters:
         for index, params in enumerate(groups):
             alike: dict[Any, list[torch.Tensor]] = {}
             for param in params:
-                if not is_dtensor(param) and not is_dense(param):  # torch leaves no gaps in parts of DTensors
+                if not is_dtensor(param) and not is_dense(param):  # torch leaves no gaps in shards of DTensors
                     param.data = param.detach().clone(memory_format=torch.contiguous_format)
                 whole = self.kind != "elementwise" or param.dim() == 0
                 kept = () if whole else signature(param, states.get(param))
@@ -358,7 +358,7 @@ class Masters:
 
 
 def _laid(lay: Callable[..., list[list[Piece]]], params: Sequence[torch.Tensor], size: int) -> list[list[Piece]]:
-    """`lay` for `params` of which this rank may hold parts: a piece is of what it holds."""
+    """`lay` for `params` of which this rank may hold shards: a piece is of a shard."""
     if not any(map(is_dtensor, params)):
         return lay(params, size)
     of_part = {local_shard(param): param for param in params}

@@ -1,7 +1,7 @@
-"""Optimizer states and masters in the host's memory, and their way to the device and back while buckets are stepped.
+"""Optimizer states and residual bits in the host's memory, prefetched to the device while buckets are stepped.
 
-Between steps the state of a flat bucket, and what it keeps of its masters, lie in pinned memory of the host. Two copies run
-beside the step, each in a queue of its own, a CUDA stream::
+Between steps the states and residual bits of a flat bucket are in pinned memory of the host. Two copies run while buckets
+are stepped, each in a queue, which is a CUDA stream::
 
     into the device    fetch 0   fetch 1            fetch 2
     computing                    step 0    step 1             step 2
@@ -13,7 +13,7 @@ There are two places on the device, which buckets take in turn. What waits for w
 - save i for step i;
 - fetch i + 2 for save i, which reads the same place; the first fetch of a step for the last save of the step before.
 
-The host waits where somebody reads what lies there: `HostMemory.sync`.
+The host waits where code reads that memory: `HostMemory.sync`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any, Protocol
 
 import torch
 
-from booster.masters.optimizer_proxy import State
 from booster.masters.quantized_state import QuantizedState
+from booster.shards.base import State
 
 _ALIGNMENT = 256  # bytes, as the allocator's: kernels read several numbers at once
 
@@ -38,7 +38,7 @@ class QueueEvent(Protocol):
 
 
 class Queue(Protocol):
-    """Operations that run one after another, beside those of other queues."""
+    """Operations that run one after another, at the same time as those of other queues."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between host and device. The host goes on at once."""
@@ -51,9 +51,11 @@ class Queue(Protocol):
 
 
 class Transfers(Protocol):
-    """How memory travels between the host and one device.
+    """Copies between the host and one device.
 
-    into, out: queues of the two directions. computing: that of the step; nothing is copied in it.
+    Attributes:
+        into, out: queues of the two directions.
+        computing: that of the step, in which nothing is copied.
     """
 
     into: Queue
@@ -61,7 +63,7 @@ class Transfers(Protocol):
     computing: Queue
 
     def allocate_on_host(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory of the host of the shape and dtype of `like`, from where copies run beside kernels."""
+        """Return memory of the host of the shape and dtype of `like`: pinned, so that copies do not wait for kernels."""
 
 
 class CudaQueue:
@@ -88,7 +90,7 @@ class CudaQueue:
 
 
 class CudaTransfers:
-    """Two streams of their own, so that both directions of the bus are used."""
+    """A stream for each direction of the bus, and the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self.into: Queue = CudaQueue(torch.cuda.Stream(device), device)
@@ -109,7 +111,7 @@ def can_offload(device: torch.device) -> bool:
 
 
 class OffloadedBucket(Protocol):
-    """What is asked of a bucket that has one flat handle."""
+    """The members of a bucket that offloading reads."""
 
     size: int
     whole: bool
@@ -119,16 +121,16 @@ class OffloadedBucket(Protocol):
 
 
 class HostMemory:
-    """Where states and masters of the buckets on one device lie between steps."""
+    """The memory of states and residual bits of the buckets of one device between steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.transfers = TRANSFERS[device.type](device)
         self.saved: QueueEvent | None = None  # the end of what was last sent here
-        self._lent: set[int] = set()  # ids of buckets whose remainder is on the device
+        self._lent: set[int] = set()  # ids of buckets with their residual bits on the device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostMemory:
-        self.sync()  # the copy reads what lies here
+        self.sync()  # the copy reads this memory
         return HostMemory(self._device)
 
     def sync(self) -> None:
@@ -183,7 +185,10 @@ class Prefetch:
         self._place = {id(bucket): index for index, bucket in enumerate(self._buckets)}
         self._fetched: dict[int, tuple[dict[str, Any], torch.Tensor | None, QueueEvent]] = {}
         self._free: list[QueueEvent | None] = [None, None]
-        largest = max((self._bytes(bucket) for bucket in self._buckets), default=0)
+        offloaded = [self._goods(bucket).values() for bucket in self._buckets]
+        largest = max(
+            (sum(_room_of(t) for value in values for t in tensors_of(value)) for values in offloaded), default=0
+        )
         device = self._buckets[0].device
         count = min(len(self._buckets), 2)
         self._rooms = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(count)]
@@ -215,9 +220,6 @@ class Prefetch:
             own.update(homes)
             raise
         self._save(index, bucket, homes, residual)
-
-    def _bytes(self, bucket: OffloadedBucket) -> int:
-        return sum(_room_of(tensor) for value in self._goods(bucket).values() for tensor in tensors_of(value))
 
     def _goods(self, bucket: OffloadedBucket) -> dict[str | None, Any]:
         """Return what travels, by name of a state; the remainder has None."""
@@ -263,7 +265,7 @@ class Prefetch:
 
 
 def is_offloaded(value: Any, size: int) -> bool:
-    """Return whether an entry of the state of a flat bucket of `size` elements lies in the host's memory between steps."""
+    """Return whether an entry of the state of a flat bucket of `size` elements is in the host's memory between steps."""
     return isinstance(value, QuantizedState) or (isinstance(value, torch.Tensor) and value.shape == (size,))
 
 

@@ -21,8 +21,8 @@ from booster.masters.formats import (
     SplitFloat16,
     Stochastic,
 )
+from booster.masters.quantized_state import StateQuantizer, States, StateSigns
 from booster.masters.rounding import RoundingRNG
-from booster.masters.state_quantizer import StateQuantizer, States, StateSigns
 from booster.model.optimizer_kinds import kind_of, unknown
 
 MasterWeights = Literal["auto", "fp32", "split", "split24", "none"]
@@ -34,14 +34,16 @@ _ROUNDINGS: dict[str, type[Format]] = {"nearest": Nearest, "stochastic": Stochas
 
 @dataclass(frozen=True, kw_only=True)
 class MasterOptions:
-    """master_weights: "fp32" keeps a separate float32 copy; "split" keeps only the bits that the half weight lacks, to the
-    same result (for float16: for magnitudes of at least 2**-14); "split24" keeps the upper 8 of those 16 bits and rounds by
-    chance, so that a master has 16 binary digits (19 with float16); "none" keeps nothing and rounds every update to the half
-    weight; "auto" is "split" for bfloat16 where the optimizer is elementwise, else "fp32".
-    rounding: with "none": "nearest", "stochastic", or "kahan", which keeps the rounding error in half precision.
-    states: "fp32" keeps the optimizer's state as it is; "bf16" in 2 bytes an element and "8bit" in 1.0625, rounded by chance,
-    see `packed.py`; for elementwise optimizers. offload: states and masters lie in the host's memory between steps, see
-    `offload.py`; for elementwise optimizers.
+    """How masters and states of an optimizer are kept. All but "fp32" and "auto" are for elementwise optimizers.
+
+    Attributes:
+        master_weights: "fp32" keeps a separate float32 copy. "split" keeps only the bits that the weight lacks, to the same
+            result (for float16: for magnitudes of at least 2**-14). "split24" keeps the upper 8 of those 16 bits and rounds
+            stochastically, so that a master has 16 binary digits (19 with float16). "none" keeps nothing and rounds every
+            update to the weight. "auto" is "split" for bfloat16 where the optimizer is elementwise, else "fp32".
+        rounding: with "none": "nearest", "stochastic", or "kahan", which keeps the rounding error in half precision.
+        states: "fp32" keeps states as they are, "bf16" in 2 bytes an element and "8bit" in 1.0625; see `quantized_state.py`.
+        offload: states and residual bits are in the host's memory between steps; see `offload.py`.
     """
 
     master_weights: MasterWeights = "auto"
@@ -67,7 +69,7 @@ class MasterOptions:
             if self.states != "fp32":
                 StateSigns(optimizer)
             return
-        if self.states != "fp32":  # first: under a precision on float32 weights `master_weights` is nobody's choice
+        if self.states != "fp32":  # first: under a precision on float32 weights no user chose `master_weights`
             given, fix = f"states={self.states!r}", "use states='fp32'"
         elif self.master_weights not in ("auto", "fp32"):
             given, fix = f"master_weights={self.master_weights!r}", "use master_weights='fp32' or 'auto'"

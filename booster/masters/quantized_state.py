@@ -1,10 +1,10 @@
-"""Optimizer state in 16 or 8 bits an element, and how it becomes float32 and comes back.
+"""Optimizer states in 16 or 8 bits an element between steps, and in float32 while their bucket is stepped.
 
-Between steps a state of a flat bucket is a `QuantizedState`. While its bucket is stepped it is float32, in scratch that the
-next bucket uses again; see `quantizer.py`. There are three encodings:
+`StateSigns` says which states of an optimizer are never negative, `StateQuantizer` which are quantized and when, and a
+`QuantizedState` takes the place of a state's tensor. Dequantized states are in scratch that the next bucket uses again.
 
 ========  =====================================================  ==================
-way       an element                                             bytes an element
+encoding  an element                                             bytes an element
 ========  =====================================================  ==================
 bf16      the upper half of the float32 number                   2
 signed    sign and square root of its share of the largest       1 + 2/32
@@ -13,7 +13,7 @@ unsigned  fourth root of its share of the largest                1 + 2/32
 
 Groups
 ------
-"The largest" is that of 32 neighbours. It is kept beside them in 16 bits, the scale: a float32 number without its sign and its
+"The largest" is that of 32 neighbours. It is kept with them in 16 bits, the scale: a float32 number without its sign and its
 last 15 bits, which has the range of float32 (half precision proper would lose gradients below 6e-8) and errors below 0.4 %.
 With s the scale::
 
@@ -36,29 +36,38 @@ Nothing but zero in a whole group becomes zero where a state is unsigned: the up
 
 Rounding
 --------
-Up or down by chance, the nearer the likelier. Of a second moment 0.1 % changes in a step, and steps of 8 bits are 1 % or more:
-rounded to nearest it would stay what it is for ever. The random numbers are those of `RoundingRNG`.
+Stochastic. Of a second moment 0.1 % changes in a step, and steps of 8 bits are 1 % or more:
+rounded to nearest it would never change. The random bits are those of `RoundingRNG`.
 
 Exact again
 -----------
 What was unpacked packs into the same bits, whatever the random numbers: the largest of a group becomes the scale itself, the
-others lie closer to their code than the smallest random number, 2**-13. So state dicts hold float32, and a run that is
+others are closer to their code than the smallest random number, 2**-13. So state dicts hold float32, and a run that is
 resumed from one goes on bit for bit.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
 
 import torch
+from torch.optim import Optimizer
 
-from booster.masters.rounding import RoundingBits, canonical_nan_
+from booster.common.torch_internals.optimizer_internals import unhooked
+from booster.masters.rounding import RoundingBits, RoundingRNG, canonical_nan_
+from booster.model.optimizer_kinds import KNOWN, Sign, declared_states, known
+from booster.model.optimizer_states import probe_of, restored_afterwards
+from booster.shards.base import State
 
+States = Literal["fp32", "bf16", "8bit"]
 Encoding = Literal["bf16", "signed", "unsigned"]
 
 GROUP = 32
 SMALLEST = 2.0**-96  # of a scale: the smallest code of its group is still a normal number
+_STEPS, _ELEMENTS = 8, 64  # of a trial of an optimizer that nothing was declared of
 LEVELS = {"signed": 127.0, "unsigned": 255.0}
 
 
@@ -148,10 +157,160 @@ class QuantizedState:
 
 
 def narrow_scales(found: torch.Tensor, random_bits: torch.Tensor) -> torch.Tensor:
-    """Return the bits 15 to 30 of the scales `found`, float32 and not negative, rounded by chance, as int32.
+    """Return the bits 15 to 30 of the scales `found`, float32 and not negative, rounded stochastically, as int32.
 
     chances: those of `scale_random_bits`, in a shape like that of `found`.
     """
     if not found.is_cpu:  # see `rounding.canonical_nan_`
         found = torch.where(found != found, math.nan, found)
     return (found.view(torch.int32) + random_bits).bitwise_right_shift_(15)
+
+
+class StateSigns:
+    """The sign of each state of `optimizer`: from its class, from what was declared of it, else from steps that are tried.
+
+    measured: names of the states with a sign that trial steps showed. Raises ValueError for an optimizer that cannot
+    step on rounded states, or on a tensor of a few numbers.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        if type(optimizer) is torch.optim.RMSprop and any(group["centered"] for group in optimizer.param_groups):
+            raise ValueError(
+                "RMSprop(centered=True) takes the root of a difference of two of its states, which rounding makes negative; "
+                "use states='fp32', or centered=False"
+            )
+        declared = declared_states(type(optimizer))
+        self.measured: set[str] = set()
+        if type(optimizer) in KNOWN:
+            self._signs = dict(known(optimizer).states)
+        else:
+            tried: dict[str, Sign] = {}
+            for group in optimizer.param_groups:
+                with restored_afterwards(optimizer, group):
+                    _try(optimizer, group, tried)
+            self._signs = {**tried, **declared}
+            self.measured = set(tried) - set(declared)
+
+    @property
+    def watched(self) -> set[str]:
+        """Names of the states that trial steps never made negative, which says nothing of the steps to come."""
+        return {name for name in self.measured if self._signs[name] == "unsigned"}
+
+    def __getitem__(self, name: str) -> Sign:
+        """Return the sign of the state `name`; an unknown state stays float32."""
+        return self._signs.get(name, "fp32")
+
+
+def _try(optimizer: Optimizer, group: dict[str, Any], signs: dict[str, Sign]) -> None:
+    """Step a copy of `optimizer` with the options of `group` on random numbers: `signs` has which states become negative."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.nn.Parameter(torch.randn(_ELEMENTS, generator=generator, dtype=torch.float32))
+    probe = probe_of(optimizer, group, weights)
+    for _ in range(_STEPS):
+        weights.grad = torch.randn(_ELEMENTS, generator=generator, dtype=torch.float32)
+        try:
+            with torch.no_grad():
+                unhooked(type(probe).step)(probe)
+        except Exception as error:
+            raise ValueError(
+                f"which states of {type(optimizer).__name__} are never negative could not be tried out ({error}); declare "
+                f"them: register_elementwise({type(optimizer).__name__}, states={{'exp_avg': 'signed', ...}})"
+            ) from error
+        for name, value in probe.state[weights].items():
+            if isinstance(value, torch.Tensor) and value.shape == weights.shape and value.dtype == torch.float32:
+                negative = bool((value < 0).any()) or signs.get(name) == "signed"
+                signs[name] = "signed" if negative else "unsigned"
+
+
+class FlatBucket(Protocol):
+    """What packing asks of a bucket that has one flat handle."""
+
+    size: int
+    handles: list[Any]
+
+    def clear_padding(self, values: torch.Tensor) -> None: ...
+
+
+class StateQuantizer:
+    """How the states of one optimizer are kept; `states` is "bf16" or "8bit".
+
+    In the optimizer's state a `QuantizedState` takes the place of a tensor of the bucket's size. Parameters without dimensions,
+    states that are no float32 tensors, and averages of weights (ASGD's) stay as they are.
+    """
+
+    def __init__(self, optimizer: Optimizer, states: States, rng: RoundingRNG) -> None:
+        self._states = states
+        self._signs = StateSigns(optimizer)
+        self._rng = rng
+        self._name = type(optimizer).__name__
+
+    def encoding_of(self, name: str, value: Any, bucket: FlatBucket) -> Encoding | None:
+        """Return how `value`, the entry `name` of the state of `bucket`, is packed; None: it stays as it is."""
+        flat = isinstance(value, torch.Tensor) and value.shape == (bucket.size,) and value.dtype == torch.float32
+        sign = self._signs[name] if flat else "fp32"
+        if sign == "fp32":
+            return None
+        return "bf16" if self._states == "bf16" else sign
+
+    def quantize(
+        self,
+        bucket: FlatBucket,
+        state: State,
+        packed: dict[str, QuantizedState] | None = None,
+        scratch: torch.Tensor | None = None,
+    ) -> None:
+        """Pack the entries of `state`, of the handle of `bucket`, in place; float32 ones are overwritten.
+
+        packed: memory to use again, by name. scratch: scratch, as of `QuantizedState.quantize`.
+        Raises RuntimeError for a negative number where there was none in trials.
+        """
+        for name, value in state.items():
+            encoding = self.encoding_of(name, value, bucket)
+            if encoding is None:
+                continue
+            bucket.clear_padding(value)
+            if encoding == "unsigned" and name in self._signs.watched and float(value.amin()) < 0:
+                raise RuntimeError(
+                    f"the state {name!r} of {self._name} was never negative in trial steps, and is now; declare it before "
+                    f"boost(): register_elementwise({self._name}, states={{{name!r}: 'signed'}})"
+                )
+            kept = (packed or {}).get(name)
+            kept = QuantizedState(encoding, bucket.size, value.device) if kept is None else kept
+            kept.quantize(value, self._rng.random_bits(name, value.device), scratch)
+            state[name] = kept
+
+    @contextmanager
+    def opened(
+        self,
+        bucket: FlatBucket,
+        states: MutableMapping[Any, State],
+        memory_of: Callable[[str], torch.Tensor],
+        scratch: torch.Tensor | None = None,
+    ) -> Iterator[None]:
+        """For its length, have the packed entries of the state of `bucket`, in `states`, in float32.
+
+        memory_of: gives memory of the bucket's size, by name of a state. scratch: overwritten on entering and leaving. New
+        entries are packed afterwards. Where it is left by an exception, what was packed is what it was.
+        """
+        handle = bucket.handles[0]
+        state = states.get(handle, {})
+        before = {name: value for name, value in state.items() if isinstance(value, QuantizedState)}
+        for name, value in before.items():
+            state[name] = value.dequantize(memory_of(name), scratch)
+        try:
+            yield
+        except BaseException:
+            state.update(before)
+            raise
+        if handle in states:
+            self.quantize(bucket, states[handle], before, scratch)
+
+
+def dequantized(state: State) -> State:
+    """Return `state` with new float32 tensors in the place of what is packed."""
+    return {
+        name: value.dequantize(torch.empty(value.codes.numel(), dtype=torch.float32, device=value.codes.device))
+        if isinstance(value, QuantizedState)
+        else value
+        for name, value in state.items()
+    }

@@ -1,10 +1,8 @@
-"""How float32 numbers become half ones, and how far from them they were.
+"""Rounding of float32 masters to half-precision weights, to nearest and stochastically; and foreign writes to weights.
 
-Weights that somebody else wrote between two steps: a master is believed only where it rounds to its weight.
-
-Only the weights themselves can tell: writes through `.data` leave no other trace.
-
-Random numbers for rounding by chance, the same on every rank and after every checkpoint.
+`RoundingRNG` gives the random bits, the same on every rank and after every checkpoint. `accept_foreign_writes` compares weights
+with what their masters round to, which is the only trace that a write through `.data` leaves. All of it works in place, in
+chunks that fit into a core's cache: `formats_compiled.py` has the same arithmetic as pure functions.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from booster.tensors.flat import ALIGNMENT
 
 Views = Sequence[torch.Tensor]
 
-CHUNK = 2**17  # elements that, with those beside them, fit into a core's cache
+CHUNK = 2**17  # elements that fit into a core's cache together with as many of each other tensor
 _BITS = methodcaller("view", torch.int16)
 _MARGIN = 16  # last bits of a float32 number that widening a scale may change
 _HALF_ULP = 2.0**13  # in 2**-14 of it
@@ -67,14 +65,10 @@ def high_half(bits: torch.Tensor, working: Views, out: torch.Tensor) -> None:
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return float32 or float64 `values` as the half weights that a step would make of such masters; NaN stays NaN."""
     values = values.float()
-    return torch.where(values.isnan(), values.to(dtype), _round(values, dtype))
-
-
-def _round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return new half numbers, rounded to nearest."""
     if dtype != torch.bfloat16:
         return values.to(dtype)
-    return high_bits(values).to(torch.int16).view(dtype)
+    nearest = high_bits(values).to(torch.int16).view(dtype)
+    return torch.where(values.isnan(), values.to(dtype), nearest)
 
 
 def high_bits(values: torch.Tensor) -> torch.Tensor:
@@ -85,7 +79,7 @@ def high_bits(values: torch.Tensor) -> torch.Tensor:
 def canonical_nan_(values: torch.Tensor) -> None:
     """Turn every NaN into the plain one where others come up: CUDA's, 0x7fffffff, would round up to minus zero.
 
-    On the CPU arithmetic makes none whose upper bits are all ones, nor are any let in from outside.
+    On the CPU arithmetic makes none with all upper bits set, nor do any come in from outside.
     """
     if not values.is_cpu:
         values.masked_fill_(values.isnan(), math.nan)
@@ -110,14 +104,16 @@ def to_ulp(weights: torch.Tensor, share: float = 1.0) -> torch.Tensor:
 
 
 def in_chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Return stretches of flat tensors of one length, which lie beside each other. On the CPU they fit into a core's cache
-    together; there and elsewhere half of the tensors can hold one more of them."""
+    """Return chunks of flat tensors of one length, those of one place together.
+
+    On the CPU they fit into a core's cache. Half of a tensor always holds one more of them.
+    """
     size = max(1, len(tensors[0]) // 2)
     yield from zip(*(tensor.split(min(size, CHUNK) if tensor.is_cpu else size) for tensor in tensors), strict=True)
 
 
 def pieces_like(values: torch.Tensor, working: Views) -> list[torch.Tensor]:
-    """Return views of `values` for those in `working`, which lie in it one after another as in a bucket."""
+    """Return views of `values` for those in `working`, in the places that a bucket gives them."""
     offset, found = 0, []
     for view in working:
         stop = offset + view.numel()
@@ -129,7 +125,7 @@ def pieces_like(values: torch.Tensor, working: Views) -> list[torch.Tensor]:
 def accept_foreign_zeros(working: Views, values: torch.Tensor, scratch: torch.Tensor) -> None:
     """Of joined bfloat16 masters: take over zeros that somebody else wrote. Overwrites `scratch`.
 
-    With the remainder of another weight they can read as a NaN. On the CPU the sum tells whether there may be any; elsewhere
+    With the remainder of another weight they can read as a NaN. On the CPU the sum shows whether there may be any; elsewhere
     reading it would wait for the device.
     """
     if not values.is_cpu or math.isnan(values.sum()):
@@ -165,7 +161,7 @@ def _take_differing(weights: torch.Tensor, masters: torch.Tensor, scratch: torch
     """Do the same for one stretch of weights on the CPU; most often there is nothing to do.
 
     Nothing is compared element by element, which takes longer than all the rest: the smallest and the largest difference of
-    the bits tell.
+    the bits suffice.
     """
     scratch = scratch[: len(masters)]
     if weights.dtype == torch.bfloat16:
@@ -279,9 +275,9 @@ class RoundingRNG:
         return self.drawn[key]
 
     def draw(self, name: str, device: torch.device) -> torch.Tensor:
-        """Return the lanes of this step on the host, for a copy to `device` that nobody waits for."""
+        """Return the lanes of this step on the host, for a copy to `device` without a wait."""
         # Torch's generator for CPUs takes 32 bits of a seed.
         seed = (self._seed + self.count * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**32
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(0, 2**16, (ALIGNMENT,), dtype=torch.int32, generator=generator)
-        return drawn.pin_memory() if device.type == "cuda" else drawn  # memory of its own kind
+        return drawn.pin_memory() if device.type == "cuda" else drawn  # a copy from pinned memory does not wait

@@ -10,8 +10,8 @@ import torch
 from booster.common.torch_internals.autograd_internals import plain_functions
 from booster.common.torch_internals.tensor_internals import version
 from booster.masters.bucket import Bucket, is_elementwise
-from booster.masters.optimizer_proxy import State
-from booster.masters.state_quantizer import dequantized
+from booster.masters.quantized_state import dequantized
+from booster.shards.base import State
 from booster.tensors.flat import flat, flat_like, shaped_like
 from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
 
@@ -23,7 +23,7 @@ def state_of_params(
 ) -> dict[torch.Tensor, State]:
     """Return the state of every parameter in `buckets`, in the shape of its layout; `state` is the optimizer's, by handle.
 
-    Tensors are views of the optimizer's where a parameter lies in one bucket, else copies; what is packed is a float32 copy;
+    Tensors are views of the optimizer's where a parameter is in one bucket, else copies; quantized states are float32 copies;
     counters are copies.
     """
     places = places_of(buckets)
@@ -33,7 +33,7 @@ def state_of_params(
 
 
 def places_of(buckets: Iterable[Bucket]) -> Places:
-    """Return where each parameter lies: which bucket, and which piece of it."""
+    """Return the place of each parameter: which bucket, and which piece of it."""
     places: Places = {}
     for bucket in buckets:
         for index, piece in enumerate(bucket.pieces):
@@ -44,9 +44,9 @@ def places_of(buckets: Iterable[Bucket]) -> Places:
 class StateView(Mapping[Any, State]):
     """The optimizer's state by working parameter, in shapes of the parameters, each made when it is asked for.
 
-    What is asked for twice is made twice. A parameter without state has none of its own here, and an empty one if it is asked
-    for, as in torch. unpacked: the state of buckets by `id`, where somebody made it already. put: makes a state, or None, that
-    of a parameter; with it, writes to what is a copy here reach the optimizer's own state, until the next of the `steps`.
+    A state is made at each read. A parameter without state is not in the mapping, and reads as an empty state, as in torch.
+    unpacked: dequantized states of buckets by `id`, where they exist already. put: makes a state, or None, that of a
+    parameter; with it, writes to copies reach the optimizer's own state, until the next of the `steps`.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class StateView(Mapping[Any, State]):
 
 
 class WrittenThrough(torch.Tensor):
-    """A copy of a state, or a view of one, whose writes in place are made to the state as well.
+    """A copy of a state, or a view of one: writes to it in place are made to the state as well.
 
     What is computed of it is plain tensors."""
 
@@ -207,7 +207,7 @@ def _dequantized(bucket: Bucket, state: Mapping[Any, State]) -> State:
 
 
 def signature(param: torch.Tensor, state: State | None) -> tuple[Any, ...]:
-    """Return what is equal for parameters whose states can share a flat bucket, and for no others."""
+    """Return a key that is equal for parameters with states that can share a flat bucket, and for no others."""
     return tuple(
         (key, "elementwise" if _has_shape_of(value, param) else _comparable(value))
         for key, value in sorted((state or {}).items())

@@ -4,9 +4,9 @@ The optimizer is the user's own object, and its `step` is called as it is. It do
 is stepped, the only parameter in its groups is a handle: a float32 parameter that is given the bucket's masters for data and
 its gradients, cast to float32, for gradient::
 
-    half weights, kept rest  --join-->   masters --.                             .--> half weights (rounded)
+    half weights, residual   --join-->   masters --.                             .--> half weights (rounded)
                                                     >  handle, optimizer.step() <
-    half gradients, scaled   --cast-->   grads   --'                             '--> rest
+    half gradients, scaled   --cast-->   grads   --'                             '--> residual bits
 
 With m the master, w the weight, g the scaled gradient, s the loss scale and c the clip factor::
 
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import repeat
 from typing import Any
@@ -36,12 +36,11 @@ from torch.optim import Optimizer
 
 from booster.common.torch_internals.optimizer_internals import mark_step_called, step_hooks, unhooked
 from booster.masters.bucket import Bucket
-from booster.masters.float32_params import StateLayouts, step_batches
 from booster.masters.master_params import MasterParams
 from booster.masters.masters import Masters
 from booster.masters.offload import HostMemory, Prefetch
 from booster.model.optimizer_kinds import KNOWN
-from booster.tensors.flat import SMALLEST_BUCKET, has_same_layout
+from booster.tensors.flat import SMALLEST_BUCKET, has_same_layout, is_dense, pack, split_by_device
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.application import (
     NO_SCALARS,
@@ -49,12 +48,15 @@ from booster.update.application import (
     StepScalars,
     honours_grad_scale,
     laid_like,
+    lay_states,
     start_late_momentum,
 )
 from booster.update.gradual import Restricted, bare_step, hooks_once
 from booster.update.parameters import KEPT_FLOAT32, SPARSE
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+
+_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 
 
 class MasterStep:
@@ -157,7 +159,7 @@ class MasterStep:
         return plain, buckets
 
     def follow_params(self) -> list[list[torch.Tensor]]:
-        """Give masters to parameters that have none yet, and lay states as parameters lie now. Returns `plain`.
+        """Give masters to parameters that have none yet, and states the memory order of their parameters. Returns `plain`.
 
         Raises RuntimeError where groups lack what has a master."""
         self.masters.register_params()
@@ -174,24 +176,20 @@ class MasterStep:
         self._kernel.prepare([p for own in plain for p in own if p.grad is not None], looks_alone=True)
 
     def refuse_sparse(self, buckets: Iterable[Bucket]) -> None:
-        """Raise RuntimeError if a parameter that lies in one of `buckets` has a sparse gradient."""
+        """Raise RuntimeError if a parameter in one of `buckets` has a sparse gradient."""
         for bucket in buckets:
             for param in bucket.params:
                 grad = self.masters.gradient_of(param)
                 if grad is not None and grad.is_sparse:
                     name = self.masters.name_of(param)
-                    raise RuntimeError(SPARSE.format(name=name, dtype=param.dtype) + self._kept_outside)
-
-    @property
-    def _kept_outside(self) -> str:
-        if self.masters.quantizer is not None:
-            return ", or choose states='fp32'"
-        return ", or leave offload_states False" if self.masters.hosts else KEPT_FLOAT32
+                    outside = ", or leave offload_states False" if self.masters.hosts else KEPT_FLOAT32
+                    outside = outside if self.masters.quantizer is None else ", or choose states='fp32'"
+                    raise RuntimeError(SPARSE.format(name=name, dtype=param.dtype) + outside)
 
     def plain(self) -> list[list[torch.Tensor]]:
-        """Return, by group, the parameters that are stepped as they are, beside masters."""
+        """Return, by group, the parameters that are stepped as they are, without masters."""
         found = []
-        for group in self.masters.optimizer.param_groups:
+        for group in self.masters.optimizer.param_groups:  # a comprehension would be a Python call for each group
             own = []
             for param in self.masters.outside(group["params"]):
                 if param.dtype not in HALF_DTYPES:
@@ -241,7 +239,7 @@ class MasterStep:
 
     def _scratch_for(self, buckets: Sequence[Bucket]) -> _Scratch:
         """That of the last step, if it was small enough to be kept: for a small model on a CPU, to get its pages anew from the
-        system takes as long as all the rest of a step."""
+        system takes as long as everything else in a step."""
         kept = self.masters.scratch
         if kept is None or not kept.fits(buckets):
             scratch = _Scratch(buckets)
@@ -251,7 +249,7 @@ class MasterStep:
         return kept
 
     def prefetches(self, buckets: Sequence[Bucket]) -> dict[HostMemory, Prefetch]:
-        """Begin to bring what lies on the host, in the order in which `step_those` wants it."""
+        """Begin to prefetch offloaded states, in the order in which `step_those` reads them."""
         travelling: dict[HostMemory, list[Bucket]] = {}
         for bucket in sorted(buckets, key=lambda bucket: bucket.group):
             if bucket.host is not None:
@@ -351,6 +349,44 @@ class MasterStep:
             plain[param] = param.grad
             if param.grad is not None and grad_scale != 1.0:
                 param.grad = param.grad * ratio
+
+
+def step_batches(params: Iterable[torch.Tensor], size: int) -> list[tuple[list[torch.Tensor], bool]]:
+    """Divide those of `params` that have a gradient into batches of at most `size` elements, to be stepped one by one.
+
+    Also returns of each batch whether a fused kernel may step it: it walks raw memory, and overwrites the gaps of a
+    parameter that has any.
+    """
+    own = [p for p in params if p.grad is not None and p.dtype not in HALF_DTYPES]
+    loose = [] if all(map(_contiguous, own)) else [p for p in own if not is_dense(p)]
+    dense = own if not loose else [p for p in own if is_dense(p)]
+    return [
+        ([piece.param for piece in lot], kind is dense)
+        for kind in (dense, loose)
+        for alike in split_by_device(kind)
+        for lot in pack(alike, size)
+    ]
+
+
+class StateLayouts:
+    """Keeps states in the memory order of their parameters, which fused kernels take for granted."""
+
+    def __init__(self) -> None:
+        self._state: Any = None  # that was looked at; it is replaced when one is loaded
+        self._strides: dict[
+            torch.Tensor, tuple[int, ...]
+        ] = {}  # of parameters that are not contiguous, or were not once
+
+    def follow(self, params: Sequence[torch.Tensor], state: Mapping[Any, dict[str, Any]]) -> None:
+        """Lay the states of `params` anew where the memory order of parameter or state changed since the last call."""
+        if state is self._state and not self._strides and all(map(_contiguous, params)):
+            return
+        for param in params:
+            if state is not self._state or self._strides.get(param) != param.stride():
+                lay_states(param, state.get(param, {}))
+            if param in self._strides or not param.is_contiguous():
+                self._strides[param] = param.stride()
+        self._state = state
 
 
 class _Scratch:

@@ -45,7 +45,7 @@ class MasterGradualStep(GradualStep):
         self._whole.follow_params()
         masters = self._whole.masters
         self._follow_buckets()
-        # A bucket has one parameter, or several that lie in no other.
+        # A bucket has one parameter, or several that are in no other.
         lists = {tuple(bucket.params): None for bucket in masters.buckets}
         return [list(params) for params in lists]
 
@@ -75,12 +75,12 @@ class MasterGradualStep(GradualStep):
 
 
 class MasterApplication(Application):
-    """Steps the masters of half parameters, a bucket at a time, on working gradients, which are read and never written:
+    """Steps the masters of half-precision parameters, a bucket at a time. It reads their gradients and never writes them:
     `.grad` still carries the loss scale after a step, also for step hooks.
 
-    Where there are none, as under `fully_shard`, whose float32 shards are stepped as any weights are, it is an `Application`.
-    On a device a bucket is read, stepped and written back whether the step is skipped or not. What is written back then is what
-    was read, in every form of masters and states, so nobody need know.
+    Without masters it is an `Application`, as under `fully_shard`: float32 shards are stepped as any weights are.
+    On a device a bucket is read, stepped and written back whether the step is skipped or not. If it is, what is written back
+    is what was read, in every format and encoding.
 
     compiled: compile steps; `masters` are to be made for it.
     """
@@ -170,7 +170,7 @@ class MasterApplication(Application):
 
 
 class ReportingDecision(HostDecision):
-    """A decision on the host, which also tells how many elements of gradients were zero, and logs.
+    """A decision on the host, which also counts the zeros among gradients, and logs.
 
     count_zeros: put their number into results. verbose: log it, and changes of the loss scale.
     """
@@ -196,7 +196,9 @@ class ReportingDecision(HostDecision):
         if self.verbose and zeros is not None and result.applied:
             _logger.info("%d elements of the gradients were zero", zeros)
         if self.verbose and gradients.scaler.scale != before:
-            _logger.info("loss scale %g -> %g after %s", before, gradients.scaler.scale, _outcome(result))
+            why = f"a skipped one ({result.skipped_reason}: {', '.join(result.culprit)})"
+            outcome = "an applied step" if result.applied else why
+            _logger.info("loss scale %g -> %g after %s", before, gradients.scaler.scale, outcome)
         return result, scale
 
     def begin_gradual(self) -> None:
@@ -211,17 +213,11 @@ def _zeros_in(values: Sequence[torch.Tensor]) -> int:
     return sum(value.numel() for value in values) - int(sum(value.count_nonzero() for value in values))
 
 
-def _outcome(result: StepResult) -> str:
-    return (
-        "an applied step" if result.applied else f"a skipped one ({result.skipped_reason}: {', '.join(result.culprit)})"
-    )
-
-
 def stepping_masters(
     masters: Masters, *, count_zeros: bool = False, verbose: bool = False, compiled: bool = False
 ) -> Stepping:
-    """How an optimizer steps `masters`; see `MasterApplication` and `ReportingDecision` for the options. What they tell is
-    decided on the host."""
+    """How an optimizer steps `masters`; see `MasterApplication` and `ReportingDecision` for the options, which decide
+    on the host."""
     reports = count_zeros or verbose
     return Stepping(
         functools.partial(MasterApplication, masters=masters, compiled=compiled),

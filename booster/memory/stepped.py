@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 from booster.common.torch_internals.optimizer_internals import unhooked
 from booster.masters.offload import can_offload
 from booster.masters.options import MasterOptions
-from booster.masters.quantized_state import GROUP
+from booster.masters.quantized_state import GROUP, StateQuantizer
 from booster.masters.rounding import RoundingRNG
-from booster.masters.state_quantizer import StateQuantizer
 from booster.memory.tracker import StorageTracker
 from booster.model.optimizer_kinds import kind_of
 from booster.model.optimizer_states import probe_of, restored_afterwards

@@ -51,7 +51,7 @@ from booster.masters.compiled import can_compile_masters
 from booster.masters.masters import Masters
 from booster.masters.offload import can_offload
 from booster.masters.options import STATES, MasterOptions
-from booster.masters.state_quantizer import States
+from booster.masters.quantized_state import States
 from booster.masters.update import choose_master_update
 from booster.mixed_precision.configure import configure
 from booster.mixed_precision.half_products.product_choice import CHOICES, Choice, HalfProducts

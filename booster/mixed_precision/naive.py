@@ -17,7 +17,7 @@ from booster.common import arguments
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.loss_scaler import DynamicScale, LossScaler, check_scale, check_scale_options
 from booster.masters.options import MasterOptions, MasterWeights, Rounding
-from booster.masters.state_quantizer import States
+from booster.masters.quantized_state import States
 from booster.masters.update import choose_master_update
 from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.half_products.product_choice import HalfProducts

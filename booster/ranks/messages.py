@@ -17,7 +17,7 @@ SENDABLE = frozenset(
 """Dtypes that every backend sends as they are; others travel as bytes, see `broadcast`."""
 # torch 2.13 renamed the collective and warns about the old name.
 all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-SMALL, TOGETHER = 2**16, 2**20  # bytes; tensors up to the first travel together, up to the second: memory beside them
+SMALL, TOGETHER = 2**16, 2**20  # bytes: tensors up to SMALL are sent together, in messages of up to TOGETHER
 
 
 def communication_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
@@ -49,14 +49,14 @@ def broadcast(values: torch.Tensor, source: int, group: dist.ProcessGroup) -> No
     values: of any dtype and strides, on a device that the backend can use, on every rank of the same shape.
     """
     if values.numel():
-        there = values.contiguous()  # a backend sends memory as it lies
+        there = values.contiguous()  # a backend sends raw memory
         dist.broadcast(there.view(-1).view(torch.uint8), group=group, group_src=source)
         if there.data_ptr() != values.data_ptr():
             _write(values, there)
 
 
 def _write(values: torch.Tensor, new: torch.Tensor) -> None:
-    """Copy `new` to `values`, also where that has numbers that lie in one place, as `expand` makes them."""
+    """Copy `new` to `values`, also where elements share memory, as `expand` makes them."""
     for dim, stride in enumerate(values.stride()):
         if not stride:
             values, new = values.narrow(dim, 0, 1), new.narrow(dim, 0, 1)

@@ -1,6 +1,6 @@
-"""The parts of parameters that this rank holds; the null object, where they are whole.
+"""`Shards`: what this rank steps of an optimizer's parameters. This base class is the null object: all of them, whole.
 
-The state of an optimizer that steps parts, by parameter.
+Every operation of the room is declared here; `__init__` of the room has the roles of tensors.
 """
 
 from __future__ import annotations
@@ -25,50 +25,53 @@ State = dict[str, Any]
 
 
 class Shards:
-    """The part of an optimizer's parameters that this rank steps. This base class: all of it, the same on every rank.
+    """The shards of an optimizer's parameters that this rank steps. This base class: whole parameters, the same on every rank.
 
-    Updates and master weights see parts only, which are plain tensors. Between steps the optimizer's groups hold the
-    parameters, as the user knows them; inside `local()` they hold the parts. `names` maps parameters to their names.
+    Updates and master weights see shards only, which are plain tensors. Between steps the optimizer's groups hold the
+    user's parameters; inside `local()` they hold the shards.
+
+    Attributes:
+        sharded: whether shards are not the parameters themselves.
+        names: of each parameter and shard, for messages.
+        is_distributed: whether other ranks have any share in these parameters; if not, nothing here does anything.
+        sync_trackers: by placed module, what knows which gradients `DistributedDataParallel` has averaged.
+        replica_check: a `replica_check.ReplicaCheck`, where ranks hold parameters alike.
+        selection: which parameters of the whole optimizer this stage of a pipeline has; None: all.
     """
 
     sharded = False
     names: Mapping[Any, str] = {}
-    """The name of each parameter and part, for messages."""
     sync_trackers: Mapping[nn.Module, Any] = MappingProxyType({})
-    """By placed module, the `replicated.GradSyncTracker` that notes which gradients are averaged, where others' hooks do it."""
     replica_check: Any = None
-    """A `replica_check.ReplicaCheck`, which compares in a few steps what ranks hold alike; None where they need not."""
     selection: Selection | None = None
-    """Where layers are divided among ranks: which parameters of the whole optimizer are here."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.is_distributed = type(self) is not Shards
-        """Whether other ranks have any part in these parameters; where not, nothing here does anything, and none need ask."""
-        # The part of each parameter that has one, and back.
+        # The shard of each parameter that has one, and back.
         self._shards: dict[torch.Tensor, Any] = {}
         self._params: dict[torch.Tensor, torch.Tensor] = {}
 
     def set_names(self, names: Mapping[Any, str]) -> None:
-        """Call parameters and parts by `names` in messages."""
+        """Call parameters and shards by `names` in messages."""
         self.names = names
 
     def select(self, selection: Selection | None) -> None:
-        """Take note of which parameters of the whole optimizer are here, where layers are divided among ranks."""
+        """Set which parameters of the whole optimizer are here, where layers are divided among ranks."""
         self.selection = selection
 
     def local(self) -> AbstractContextManager[Any]:
-        """Return a context in which the optimizer's groups hold this rank's parts, in the same order, each with its gradient.
+        """Return a context in which the optimizer's groups hold this rank's shards, in the same order, each with its gradient.
 
-        A part is the same object every time, a leaf, and a view of its parameter; its `.grad` is a view of the true
-        gradient, and a replaced or removed one is carried back on leaving. Re-entering it does nothing.
+        A shard is the same object every time, a leaf, and a view of its parameter. Its `.grad` is a view of the parameter's
+        gradient; a replaced or removed one is carried back on exit. Re-entering does nothing.
         """
         return nullcontext()
 
     def local_shards(self, params: Sequence[torch.Tensor]) -> AbstractContextManager[Sequence[torch.Tensor]]:
-        """Return a context that gives the parts of `params`, each with its gradient, without a look at any other parameter.
+        """Return a context that gives the shards of `params`, each with its gradient, and reads no other parameter.
 
-        The groups hold what they held. What is done to gradients inside need not reach those of `params`.
+        The groups stay as they are. Changes of these gradients inside need not reach those of `params`.
         """
         return nullcontext(params)
 
@@ -108,7 +111,7 @@ class Shards:
         return nullcontext()
 
     def shard_of(self, param: torch.Tensor) -> torch.Tensor:
-        """Return what stands for `param` inside `local()`."""
+        """Return the tensor in the place of `param` inside `local()`."""
         return param
 
     def param_of(self, shard: torch.Tensor) -> torch.Tensor:
@@ -119,7 +122,7 @@ class Shards:
         return shard
 
     def num_replicas(self, shard: torch.Tensor) -> int | None:
-        """Return how many of the ranks that step together hold this very part; None: each has all of every parameter."""
+        """Return how many of the ranks that step together hold this very shard; None: each has all of every parameter."""
         return None
 
     def num_replicas_of(self, shards: Sequence[torch.Tensor]) -> list[int]:
@@ -127,19 +130,19 @@ class Shards:
         return [self.num_replicas(shard) or 1 for shard in shards]
 
     def grad_holders(self) -> list[torch.Tensor]:
-        """Return every tensor whose `.grad` a backward pass may add to, whether it has one or not. Inside `local()`."""
+        """Return every tensor with a `.grad` that a backward pass may add to, also those that have none. Inside `local()`."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def grad_targets(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors whose `.grad` must be written to so that the gradients of `shards` change. Inside `local()`.
+        """Return the tensors to write to the `.grad` of, so that the gradients of `shards` change. Inside `local()`.
 
-        parts: all that have a gradient. Where ranks share whole gradients and each steps a part of them, those are the
-        parameters themselves: a scale or a clamp is to reach what other ranks will step too.
+        shards: all that have a gradient. Where ranks share unsharded gradients and each steps a shard, they are the
+        parameters themselves: a scale or a clamp must reach the elements that other ranks step.
         """
         return shards
 
     def local_slice(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        """Return the elements of `value`, a tensor or DTensor of the shape of `param`, that belong to this rank's part."""
+        """Return the elements of `value`, a tensor or DTensor of the shape of `param`, that belong to this rank's shard."""
         return value
 
     def distribute(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -159,17 +162,17 @@ class Shards:
         """Drop what was gathered of parameters, which somebody wrote to."""
 
     def all_gather_params(self) -> None:
-        """Make parameters on all ranks what their parts are after a step. A collective, if anything."""
+        """Give all ranks the elements that each has stepped. A collective, if anything."""
 
     def wait_for_weights(self) -> None:
-        """Wait for weights that `all_gather_params` left on their way."""
+        """Wait for the all-gathers that `all_gather_params` started."""
 
     def sharded_params(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return `params`, but what the model holds between passes for those that a pass has put in its place."""
+        """Return `params`, with the sharded parameter for each unsharded one that a pass has put into the model."""
         return params
 
     def clear_gradients(self, set_to_none: bool) -> None:
-        """Forget gradients that are kept elsewhere than in the `.grad` of parameters."""
+        """Drop gradients that are kept elsewhere than in the `.grad` of parameters."""
 
     def without_gradients(self) -> AbstractContextManager[Any]:
         """Return a context inside which gradients kept elsewhere than in `.grad` are gone; afterwards they are back."""
@@ -187,10 +190,10 @@ class Shards:
         return []
 
     def mark_divided(self, divisor: float | torch.Tensor) -> None:
-        """The optimizer's kernel divided the gradients of the parts by `divisor`, a number or 0-dim tensor, in place."""
+        """The optimizer's kernel divided the gradients of the shards by `divisor`, a number or 0-dim tensor, in place."""
 
     def rescale_unsharded_grads(self) -> None:
-        """Give whole gradients of which only parts were divided one scale again; called before more is added to them."""
+        """Divide the other ranks' elements of unsharded gradients as this rank's were; before more is added."""
 
     def abandon_backward(self) -> None:
         """Bring parameters back to what they are between passes, after a backward pass that raised."""
@@ -198,7 +201,7 @@ class Shards:
     # ------------------------------------------------------------------ checkpoints
 
     def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
-        """Return the optimizer's state by parameter, for reading, from that by part. Not a collective."""
+        """Return the optimizer's state by parameter, for reading, from that by shard. Not a collective."""
         return state
 
     def state_of_ranks(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
@@ -207,14 +210,14 @@ class Shards:
         return state
 
     def accept_zero_grads(self) -> None:
-        """Let gradients be of zeros, wherever they are kept, for parameters with a `.grad` of zeros. Not inside `local()`."""
+        """Make gradients zeros, wherever they are kept, for parameters with a `.grad` of zeros. Not inside `local()`."""
 
     def full_state(self, states: dict[int, State]) -> dict[int, State]:
-        """Return state by index, as in a torch state dict, of whole parameters from that of parts. May be a collective."""
+        """Return state by index, as in a torch state dict, of whole parameters from that of shards. May be a collective."""
         return self._whole(states, self._by_index())
 
     def sharded_state(self, states: dict[int, State]) -> dict[int, State]:
-        """Return state by index, as in a torch state dict, of this rank's parts, each of which knows the whole that it is of.
+        """Return state by index, as in a torch state dict, of this rank's shards, each of which knows its place in the whole.
 
         As `full_state`, with a `FlatShard` where that would gather; not a collective.
         """
@@ -225,11 +228,11 @@ class Shards:
         return self._own(states, self._by_index())
 
     def full_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
-        """Return tensors by parameter name, in the shape of parameters, from those of parts. May be a collective."""
+        """Return tensors by parameter name, in the shape of parameters, from those of shards. May be a collective."""
         return self._of_weights(self._whole, weights, names)
 
     def sharded_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, Any]:
-        """Return tensors by parameter name from those of parts: `full_weights`, with a `FlatShard` where that would gather."""
+        """Return tensors by parameter name from those of shards: `full_weights`, with a `FlatShard` where that would gather."""
         return self._of_weights(self._divided, weights, names)
 
     def local_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
@@ -237,21 +240,21 @@ class Shards:
         return self._of_weights(self._own, weights, names)
 
     def full_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Return float32 tensors by parameter, each laid out as its parameter is, from those of parts. May be a collective."""
+        """Return float32 tensors by parameter, each laid out as its parameter is, from those of shards. May be a collective."""
         return masters
 
     def move_states_from(self, before: Shards, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Take over from `before`, which divided the same parameters, the states that the optimizer has by its parts.
+        """Make the states that the optimizer has by the shards of `before` states of these; both shard the same parameters.
 
-        replaced: by parameter of `before` the one that stands in its place now, where that is another. May be a collective.
+        replaced: by parameter of `before` the one in its place now, where that is another. May be a collective.
         """
 
     def empty_shard(self, param: torch.Tensor, dtype: torch.dtype) -> FlatShard | None:
-        """Return memory for this rank's part of a tensor of the shape of `param`; None where a whole tensor is wanted."""
+        """Return memory for this rank's shard of a tensor of the shape of `param`; None where a whole tensor is wanted."""
         return None
 
     def _whole(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
-        """Return `entries` of parts as those of whole parameters, which are `params` by the same keys. May be a collective."""
+        """Return `entries` of shards as those of whole parameters, which are `params` by the same keys. May be a collective."""
         return entries
 
     def _divided(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
@@ -269,7 +272,7 @@ class Shards:
     def _of_weights(
         self, made: Callable[..., dict[Any, State]], weights: Any, names: Mapping[Any, str]
     ) -> dict[str, Any]:
-        """Return what `made` makes of weights by name: each is an entry of its own, called ""."""
+        """Return what `made` makes of weights by name: each is one entry, called ""."""
         params = {name: param for param, name in names.items() if param not in self._params}
         alone = made({name: {"": weight} for name, weight in weights.items()}, params)
         return {name: own[""] for name, own in alone.items()}
@@ -301,10 +304,10 @@ def world_size(group: dist.ProcessGroup | None) -> int:
 
 
 class ShardedStateView(Mapping[Any, State]):
-    """State by parameter, each entry made when it is asked for, from `state` by part. Set and deleted are those of parts.
+    """State by parameter, each entry made at a read, from `state` by shard. Writes and deletions are those of shards.
 
-    parts, params: the part of each parameter that has one, and back; what is in neither stands for itself. shown: makes an
-    entry, of (parameter, part, its state). Keeps none of what it made.
+    shards, params: the shard of each parameter that has one, and back. shown: makes an entry, of (parameter, shard, its
+    state), which is not kept.
     """
 
     def __init__(

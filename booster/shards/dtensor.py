@@ -1,4 +1,4 @@
-"""Parts of DTensor parameters, as `fully_shard` and tensor parallelism make them."""
+"""Shards of DTensor parameters, as `fully_shard` and tensor parallelism make them: their local tensors."""
 
 from __future__ import annotations
 
@@ -39,14 +39,18 @@ PARTIAL = (
 
 
 class DTensorShards(Shards):
-    """The local tensors of DTensor parameters; parameters that are plain tensors stand for themselves.
+    """The local tensors of DTensor parameters; plain parameters are their own shards.
 
     Elementwise optimizers step local tensors: fused kernels have no DTensor rule for some optimizers, and groups may mix
     plain and DTensor parameters. Those that need whole tensors step the DTensors, with torch's error where unsupported.
 
-    group: the ranks that step together. num_stages: into how many pipeline stages they are divided. num_holders: on how
-    many stages a parameter lies. layer_ranks: those that divide layers among them, of tensor parallelism; None: no rank does.
-    replica_group: the ranks that hold the same part of each parameter; None: no others do.
+    Arguments:
+        group: the ranks that step together.
+        num_stages: into how many pipeline stages they are divided.
+        num_holders: on how many stages a parameter is.
+        layer_ranks: the ranks of tensor parallelism, which divide layers among them; None: no rank does.
+        replica_group: the ranks that hold the same shard of each parameter; None: no others do.
+
     Raises ValueError for an optimizer that is known as neither.
     """
 
@@ -120,12 +124,12 @@ class DTensorShards(Shards):
     def _compare_whole(self) -> None:
         """Raise RuntimeError, on all ranks, if gradients of parameters that no rank divides differ among those that divide
         layers."""
-        told = all_names(self._apart(), self._group)
-        if _NOT_FINITE in told:
+        differing = all_names(self._apart(), self._group)
+        if _NOT_FINITE in differing:
             return  # of a step that is skipped, most likely
         self._looks -= 1
-        if told:
-            raise RuntimeError(PARTIAL.format(names=listed(told, 5)))
+        if differing:
+            raise RuntimeError(PARTIAL.format(names=listed(differing, 5)))
 
     @torch.no_grad()
     def _apart(self) -> tuple[str, ...]:
@@ -150,7 +154,7 @@ class DTensorShards(Shards):
         return tuple(self.name_of(param) for param, differs in zip(whole, apart, strict=True) if differs)
 
     def _lay_out(self, params: list[Any], given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
-        """Put parts in the places of DTensors in `params`, each with its gradient, and note them in `given`."""
+        """Put shards in the places of DTensors in `params`, each with its gradient, and add them to `given`."""
         places = [index for index, param in enumerate(params) if isinstance(param, DTensor)]
         divided = [params[index] for index in places]
         graphless = [param for param in divided if param.grad is not None and not param.grad.requires_grad]
@@ -307,7 +311,7 @@ def check_steps_shards(optimizer: Optimizer) -> bool:
 
 
 def check_own(value: Any, param: DTensor) -> None:
-    """Raise ValueError if `value` is a part of a tensor that another rank saved: it does not say so when it is loaded."""
+    """Raise ValueError if `value` is a shard that another rank saved: it does not say so when it is loaded."""
     if not isinstance(value, DTensor) or value.device_mesh != param.device_mesh:
         return
     there, here = value.device_mesh.get_coordinate(), param.device_mesh.get_coordinate()

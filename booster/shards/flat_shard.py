@@ -10,10 +10,15 @@ import torch
 
 
 class FlatShard:
-    """This rank's stretch of a tensor: elements from `start` on, in memory order, of which other ranks have the rest.
+    """This rank's slice of a tensor: elements from `start` on, in memory order; other ranks have the others.
 
-    values: 1-dim. shape, stride: of the whole, whose elements fill one stretch of memory. `torch.distributed.checkpoint` asks
-    for boxes of the whole tensor: a stretch of one of n dimensions is at most 2n - 1 of them, each a view of `values`.
+    `torch.distributed.checkpoint` saves boxes of a whole tensor. A slice of a tensor of n dimensions is at most 2n - 1 boxes,
+    each a view of `values`.
+
+    Attributes:
+        values: this rank's elements, 1-dim.
+        start: place of the first one in the whole tensor, in memory order.
+        shape, stride: of the whole tensor, which is dense.
     """
 
     def __init__(self, values: torch.Tensor, start: int, shape: Sequence[int], stride: Sequence[int]) -> None:

@@ -149,7 +149,7 @@ def pack(
     sent = []
     for part, dtype, size in zip(parts, dtypes, largest, strict=True):
         if size is not None:
-            values = part.clone().view(dtype)  # in memory of its own, for which the dtype is aligned
+            values = part.clone().view(dtype)  # a copy, because a view of wider numbers needs aligned memory
             part = encode_tensorwise(values, _in_dtype(size, values))
         sent.append(part.view(torch.uint8))
     return torch.cat(sent), [len(part) for part in sent]
@@ -164,7 +164,7 @@ def unpack(
 ) -> list[torch.Tensor | None]:
     """Write what all ranks packed to `places`, one for each weight: (ranks, its length), of its dtype or in bytes.
 
-    received: uint8, a row for each rank, whose parts have `sizes` bytes. Returns of each weight that was sent in e4m3 its
+    received: uint8, a row for each rank, with parts of `sizes` bytes. Returns of each weight that was sent in e4m3 its
     bytes, (ranks, its length), in memory of their own.
     """
     came: list[torch.Tensor | None] = []

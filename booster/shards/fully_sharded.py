@@ -209,7 +209,7 @@ def _groups(module: nn.Module) -> list[Any]:
 
 
 def compared(param: Any, gather: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return of a record of `fsdp_params`, whole at present: this rank's shard, what stands gathered in its place, and where
+    """Return, of an unsharded parameter of `fsdp_params`: this rank's shard, its elements as gathered, and where
     that is what `gather` made of the shard, to the bit."""
     shard = local_shard(param.sharded_param)
     piece = shard_of_full(param, local_shard(gathered(param).detach())).to(shard.device)  # type: ignore[union-attr]

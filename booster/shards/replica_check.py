@@ -142,8 +142,8 @@ def _ends(rows: torch.Tensor) -> torch.Tensor:
 def _apart(part: _Part) -> str:
     """Say what first differs among the ranks of `part`, if anything does. Small collectives."""
     allowed = torch.tensor(part.allowed, dtype=torch.float64)
-    told = gather(part.rows.tolist(), part.ranks)
-    first, *others = [torch.tensor(each, dtype=torch.float64).view(-1, 2) for each in told]
+    rows_of_ranks = gather(part.rows.tolist(), part.ranks)
+    first, *others = [torch.tensor(rows, dtype=torch.float64).view(-1, 2) for rows in rows_of_ranks]
     root = dist.get_global_rank(part.ranks, 0)
     for index, other in enumerate(others, 1):
         rank = dist.get_global_rank(part.ranks, index)

@@ -1,6 +1,7 @@
-"""Parameters that lie whole on every rank, while another's hooks average their gradients during backward.
+"""Parameters that are whole on every rank, with gradients that hooks of a plugin or of DDP average during backward.
 
-What averages gradients over ranks within backward, as shards see it.
+A `GradSyncTracker` knows which gradients `DistributedDataParallel` has averaged and which it has left alone, which DDP does not
+say: a step on gradients of one rank alone would let ranks drift apart.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def register_reduced_hooks(
     *,
     again: bool,
 ) -> list[Any]:
-    """Do what `Shards.register_grad_hooks` says, of parameters whose gradients `reducers` average."""
+    """Do as `Shards.register_grad_hooks` for parameters with gradients that `reducers` average."""
     several = list(reducers)
     for param in params:
         own = next((each for each in several if param in each), None)
@@ -83,7 +84,7 @@ def _stamp(param: torch.Tensor) -> _Stamp:
 
 
 class GradSyncTracker:
-    """Notes which gradients of a module `DistributedDataParallel` averages, and which it was told to leave alone.
+    """Knows which gradients of a module `DistributedDataParallel` averages, and which it leaves alone.
 
     module: the placed module, wrapped or, where it has nothing to train, not. What is frozen now is never averaged.
     """
@@ -129,12 +130,12 @@ class GradSyncTracker:
                     raise RuntimeError(text.format(name=shards.name_of(param)))
 
     def check_order(self) -> None:
-        """Raise RuntimeError if a parameter that trains lies in another memory order than when the module was placed."""
+        """Raise RuntimeError if a parameter that trains has another memory order than when the module was placed."""
         for name in self.with_new_layout():
             raise RuntimeError(RELAID.format(name=name))
 
     def with_new_layout(self) -> dict[str, torch.Tensor]:
-        """Return, by name, what trains and lies in another memory order than when the module was placed."""
+        """Return, by name, parameters that train and have another memory order than when the module was placed."""
         return {
             name: param
             for param, (name, strides) in self._orders.items()
@@ -157,7 +158,7 @@ class GradSyncTracker:
         """Take note of what `DistributedDataParallel` did with the gradients of a pass: it averages those of the first that
         follows its forward passes, and leaves those of others alone, without a word."""
         before, self._stamps = self._stamps, None
-        if before is None:  # nothing to see, or another optimizer of the pass told
+        if before is None:  # nothing to see, or another optimizer of the pass has called this
             return
         stamps = zip(self._params, before, map(_stamp, self._params), strict=True) if before else ()
         touched = [param for param, (old, was), (new, now) in stamps if old is not new or was != now]
@@ -179,7 +180,7 @@ class GradSyncTracker:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Return a context whose passes are forgotten."""
+        """Return a context after which passes inside have left no trace here."""
         before = self._unsynchronised, self._alone
         try:
             yield
@@ -200,7 +201,7 @@ class GradSyncTracker:
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._on_averaged if averages else self._on_left)
 
-    # DistributedDataParallel averages all that a backward pass brings if one of its forward passes told it to.
+    # DistributedDataParallel averages all gradients of a backward pass if one of its forward passes was outside of no_sync.
     def _on_averaged(self, grad: torch.Tensor) -> None:
         self._averaging = graph_task()
         self._unsynchronised = False
@@ -211,8 +212,13 @@ class GradSyncTracker:
 
 
 class ReplicatedShards(Shards):
-    """All of every parameter. replicas: of the modules that the optimizer may hold parameters of. reducers: of those whose
-    gradients are not averaged by `DistributedDataParallel`. ranks: those that hold them alike; None where they need not."""
+    """All of every parameter, on each rank.
+
+    Arguments:
+        sync_trackers: of the modules that the optimizer may hold parameters of.
+        reducers: of those with gradients that `DistributedDataParallel` does not average.
+        ranks: those that hold the parameters alike; None where they need not.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Parts of parameters that are replicated on all ranks, while each rank steps a slice of them."""
+"""ZeRO: parameters are whole on all ranks, and each rank steps its slice of the flat buckets that they are views of."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SPARSE = (
 
 
 class _Stepped(NamedTuple):
-    """A parameter of a group of which this rank has a part that is not empty. shaped: the part is not 1-dim."""
+    """A parameter of a group with a shard here that is not empty. shaped: the shard has the parameter's shape."""
 
     param: torch.Tensor
     shard: torch.Tensor
@@ -63,15 +63,18 @@ class _Group:
 class ZeroShards(Shards):
     """This rank's slices of the flat buckets of `layouts`, which hold the parameters of `optimizer`.
 
-    A part is a 1-dim view of the elements of a parameter that lie in the slice, or, where parameters are dealt whole, of the
+    A shard is a 1-dim view of the elements of a parameter that are in the slice, or, where parameters are dealt whole, of the
     parameter's shape. Where this rank has nothing of a parameter, an empty tensor without gradient keeps its place. A
-    frozen parameter stands for itself.
+    frozen parameter is its own shard.
 
-    reduced: whether gradients are kept as slices in the buckets; otherwise the parameters' `.grad` are whole on all ranks.
-    overlaps: `all_gather_params` starts all-gathers and does not wait; readers wait in the layouts' `pending_all_gathers`.
-    replicas: of the modules whose parameters these are. reducers: what averages their gradients instead of
-    `DistributedDataParallel`. ranks: those that hold the parameters alike; None where they need not.
-    Raises ValueError for an optimizer that cannot step parts.
+    Arguments:
+        reduced: whether gradients are kept as slices in the buckets (ZeRO-2); else `.grad` is whole on all ranks (ZeRO-1).
+        overlaps: `all_gather_params` does not wait; readers wait in the layouts' `pending_all_gathers`.
+        sync_trackers: of the modules of these parameters.
+        reducers: what averages their gradients instead of `DistributedDataParallel`.
+        ranks: those that hold the parameters alike; None where they need not.
+
+    Raises ValueError for an optimizer that cannot step shards.
     """
 
     sharded = True
@@ -102,7 +105,9 @@ class ZeroShards(Shards):
         self._slots: dict[torch.Tensor, BucketSlot] = {}
         self._groups: list[_Group] = []  # when `local` was last entered
         self._versions: dict[FlatParameters, list[int]] = {}  # of parameters, when `local` was last entered
-        self._divisor: Any = 1.0  # of what this rank's parts of whole gradients were divided by, and the rest was not
+        self._divisor: Any = (
+            1.0  # what this rank's elements of unsharded gradients were divided by, and the others were not
+        )
         self._held: list[list[torch.Tensor]] | None = None  # the groups' parameters while `local` is entered
         self._lay_down()
 
@@ -206,11 +211,11 @@ class ZeroShards(Shards):
         return self._shards[param]
 
     def slot_of(self, param: torch.Tensor) -> BucketSlot | None:
-        """Return where `param` lies; None if it is not divided."""
+        """Return the slot of `param`; None if it is not sharded."""
         return self._slot(param)
 
     def replicated_params(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
-        # Of a step made within backward, ranks have stepped their own parts, and those of others have not come yet.
+        # Within backward each rank has stepped its own shards, and those of others have not come yet.
         return [(ranks, [] if self._lent else params) for ranks, params in replicated_params(self, self._ranks)]
 
     def check_gradients(self) -> None:
@@ -328,7 +333,7 @@ class ZeroShards(Shards):
     # ------------------------------------------------------------------ checkpoints
 
     def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
-        """Return state by parameter, but of this rank's part: 1-dim where that is not all of the parameter."""
+        """Return state by parameter, but of this rank's shard: 1-dim where that is not all of the parameter."""
 
         def shown(param: torch.Tensor, shard: torch.Tensor, own: State) -> State:
             if shard.numel() != param.numel() or not shard.dim():
@@ -519,7 +524,7 @@ class ZeroShards(Shards):
         return slot is not None and slot.position in slot.bucket.reduced
 
     def _replace_gradient(self, param: torch.Tensor, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
-        """Write `new`, which a part was given as its gradient, to `old`, the view of the true gradient of `param`."""
+        """Write `new`, which a shard was given as its gradient, to `old`, the view of the true gradient of `param`."""
         if new is None:
             self._forget(param)
             return
@@ -548,7 +553,7 @@ class ZeroShards(Shards):
 
 
 def check_shards(optimizer: Optimizer) -> Kind:
-    """Return the kind of `optimizer`; raise ValueError if it cannot be stepped on parts, or on some tensors of a group."""
+    """Return the kind of `optimizer`; raise ValueError if it cannot be stepped on shards, or on some tensors of a group."""
     kind = kind_of(optimizer)
     if kind == "whole":
         otherwise = "use TorchDDPPlugin, which keeps optimizer states whole"

@@ -1,4 +1,8 @@
-"""Parameters that lie one after another in flat stretches of memory, of which each rank owns a slice."""
+"""Flat buckets of ZeRO: parameters end to end in one tensor, of which each rank owns a slice.
+
+Pieces and slices begin at multiples of 64 elements, so that a fused kernel finds aligned memory, and stochastic rounding the
+same random bits for an element however many ranks there are.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +25,15 @@ _POINTER, _STRIDE, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.stride, attrgett
 class FlatParameters:
     """Some parameters of one dtype and device, and how they are divided among ranks.
 
-    Each begins at a multiple of 64 elements of the flat stretch; `bounds[r]` to `bounds[r + 1]`, multiples of 64 too, is the
-    slice of rank r. owners: the rank of each parameter, where no parameter is to be divided; None: slices of one size.
-    data: the stretch, once the parameters are views of it (`flatten_params`). gradient: this rank's slice of the gradients,
-    where they are not left in `.grad`; reduced: the parameters that have one there.
+    owners: the rank of each parameter, where parameters are dealt whole; None: slices of one size.
+
+    Attributes:
+        params: in the order of the bucket; `offsets` has where each begins.
+        bounds: `bounds[r]` to `bounds[r + 1]` is the slice of rank r.
+        by_elements: slices have one size, and may cut through a parameter.
+        data: the flat tensor, once the parameters are views of it (`flatten_params`).
+        gradient: this rank's slice of the gradients, where they are not left in `.grad`.
+        reduced: indices of the parameters that have a gradient there.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], world_size: int, owners: Sequence[int] | None = None) -> None:
@@ -53,7 +62,7 @@ class FlatParameters:
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.data: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
-        # Of `_views`: what tells that a parameter is one of them.
+        # Of `_views`: by these a parameter is known to be one of them.
         self._pointers: list[int] = []
         self._strides: list[tuple[int, ...]] = []
         self._orders = [
@@ -79,10 +88,10 @@ class FlatParameters:
     @gradient.setter
     def gradient(self, value: torch.Tensor | None) -> None:
         self._gradient = value
-        self._parts: dict[int, torch.Tensor] | None = None  # views of it by index, once somebody asked
+        self._shards: dict[int, torch.Tensor] | None = None  # views of it by index, once somebody asked
 
     def overlap(self, index: int, rank: int) -> tuple[int, int]:
-        """Return (start, stop) of the elements of `params[index]`, in memory order, that lie in the slice of `rank`."""
+        """Return (start, stop) of the elements of `params[index]`, in memory order, that are in the slice of `rank`."""
         if rank not in self._overlaps:
             begin, end = self.bounds[rank], self.bounds[rank + 1]
             found = []
@@ -97,7 +106,7 @@ class FlatParameters:
         return tensor[self.bounds[rank] : self.bounds[rank + 1]]
 
     def view(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the elements of a flat `tensor` of this size that stand for `params[index]`, 1-dim."""
+        """Return the elements of a flat `tensor` of this size at the place of `params[index]`, 1-dim."""
         return tensor[self.offsets[index] : self.offsets[index] + self.params[index].numel()]
 
     def shaped_view(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
@@ -105,12 +114,12 @@ class FlatParameters:
         return self.shaped(self.view(tensor, index), index)
 
     def shaped(self, values: torch.Tensor, index: int) -> torch.Tensor:
-        """Return 1-dim `values` that stand for `params[index]` in its shape and memory order, as a view."""
+        """Return 1-dim `values` in the shape and memory order of `params[index]`, as a view."""
         shape = self._shapes[index]
         return shaped_like(values, self._orders[index]) if shape is None else values.view(shape)
 
     def zero_gaps(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Zero the elements of a flat `tensor` of this size that stand for no parameter; returns `view` of every index."""
+        """Zero the elements of a flat `tensor` of this size between parameters; returns `view` of every index."""
         pieces = tensor.split_with_sizes(self._pieces)
         if not self._places_of_gaps:
             return pieces
@@ -154,17 +163,17 @@ class FlatParameters:
         return moved
 
     def grad_shard(self, index: int, rank: int) -> torch.Tensor | None:
-        """Return this rank's part of the gradient of `params[index]`, 1-dim, perhaps empty; None if it has no gradient."""
-        return self._part(index, rank) if index in self.reduced else None
+        """Return this rank's shard of the gradient of `params[index]`, 1-dim, perhaps empty; None if it has no gradient."""
+        return self._grad_shard(index, rank) if index in self.reduced else None
 
     def grad_shards(self, rank: int) -> Mapping[int, torch.Tensor]:
         """Return `grad_shard` by index, of those that have one which is not empty."""
         if not self.reduced:
             return {}
-        parts = self._parts_here(rank)
+        shards = self._grad_shards(rank)
         if len(self.reduced) == len(self.params):
-            return parts
-        return {index: part for index, part in parts.items() if index in self.reduced}
+            return shards
+        return {index: shard for index, shard in shards.items() if index in self.reduced}
 
     def add_gradient(self, own: torch.Tensor, indices: set[int], rank: int) -> None:
         """Add `own`, this rank's slice, which is zero outside of the parameters at `indices`; it may be kept and written to."""
@@ -199,22 +208,22 @@ class FlatParameters:
 
     def _clear(self, indices: set[int], rank: int) -> None:
         for index in indices:
-            self._part(index, rank).zero_()
+            self._grad_shard(index, rank).zero_()
         self._stale = self._stale - indices
 
-    def _part(self, index: int, rank: int) -> torch.Tensor:
-        part = self._parts_here(rank).get(index)
-        return self.gradient[:0] if part is None else part  # type: ignore[index]
+    def _grad_shard(self, index: int, rank: int) -> torch.Tensor:
+        shard = self._grad_shards(rank).get(index)
+        return self.gradient[:0] if shard is None else shard  # type: ignore[index]
 
-    def _parts_here(self, rank: int) -> dict[int, torch.Tensor]:
-        if self._parts is None:  # all at once, since most are asked for, and twice in a step
+    def _grad_shards(self, rank: int) -> dict[int, torch.Tensor]:
+        if self._shards is None:  # all at once, since most are asked for, and twice in a step
             sizes, places = self._cut(rank)
             pieces: Any = self.gradient.split_with_sizes(sizes) if sizes else ()  # type: ignore[union-attr]
-            self._parts = {index: pieces[place] for index, place in places.items()}
-        return self._parts
+            self._shards = {index: pieces[place] for index, place in places.items()}
+        return self._shards
 
     def _cut(self, rank: int) -> tuple[list[int], dict[int, int]]:
-        """Return the lengths of what the slice of `rank` is made of, parts and gaps, and where among them each index's part is.
+        """Return the lengths of shards and gaps in the slice of `rank`, and the place among them of each index's shard.
 
         Nothing empty is among them: a view costs as much as a call, also when it is freed.
         """
@@ -284,7 +293,7 @@ class ModuleBuckets:
             bucket = FlatParameters(members, self.world_size, [owners[p] for p in members] if whole else None)
             self.buckets.append(bucket)
             self._places |= {param: (bucket, index) for index, param in enumerate(bucket.params)}
-        # Backward fills that one last whose first parameter comes first in the model.
+        # Backward fills the bucket with the model's first parameter last.
         position = {param: index for index, param in enumerate(self.params)}
         self.buckets.sort(key=lambda bucket: -min(position[param] for param in bucket.params))
 

@@ -15,7 +15,7 @@ from booster.shards.zero_buckets import FlatParameters
 from booster.tensors.flat import flat, shaped_like
 
 Key = str | int
-MESSAGE = 2**27  # bytes that travel at once, of all ranks together: memory beside the state
+MESSAGE = 2**27  # bytes sent at once, of all ranks together: extra memory
 
 
 class BucketSlot(NamedTuple):
@@ -47,7 +47,7 @@ def gather_states(
 
     states: of this rank's parts. holdings: the parameter of each key, the same on all ranks. Tensors of the part's shape
     come back in the parameter's, others are those of the rank that has them. They arrive in host memory, because together
-    they are what does not fit on a device. Collectives: two small ones that tell what there is, then all bytes one after
+    they are what does not fit on a device. Collectives: two small ones for what there is, then all bytes one after
     another in messages of at most `MESSAGE` bytes.
     """
     rank = dist.get_rank(group)
@@ -146,19 +146,19 @@ class _Bytes:
         self.size = sum(self._sizes)
 
     def write_to(self, message: torch.Tensor, start: int) -> None:
-        """Fill `message` with what lies from `start` on, as far as it goes."""
+        """Fill `message` with the bytes from `start` on, as far as it goes."""
         parts, pieces = self._meeting(message, start)
         if parts:
             torch._foreach_copy_(pieces, parts)
 
     def read_from(self, message: torch.Tensor, start: int) -> None:
-        """Take from `message` what lies from `start` on."""
+        """Read the bytes from `start` on out of `message`."""
         parts, pieces = self._meeting(message, start)
         if parts:
             torch._foreach_copy_(parts, pieces)
 
     def _meeting(self, message: torch.Tensor, start: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the tensors, or stretches of them, that `message` holds, and where in it they lie."""
+        """Return the tensors, or pieces of them, that `message` holds, and their places in it."""
         stop, offset = start + message.numel(), 0
         parts, sizes = [], []
         for part, size in zip(self._parts, self._sizes, strict=True):

@@ -15,9 +15,8 @@ from booster import Booster
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, NoScale
 from booster.masters import MasterOptions, Masters, choose_master_update
-from booster.masters.quantized_state import GROUP, QuantizedState
+from booster.masters.quantized_state import GROUP, QuantizedState, StateSigns
 from booster.masters.rounding import RoundingBits, RoundingRNG
-from booster.masters.state_quantizer import StateSigns
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 from booster.model.optimizer_kinds import declared_states
 from booster.update.context import UpdateContext
@@ -519,7 +518,7 @@ def test_a_state_that_was_negative_in_one_trial_step_is_signed(lion):
 def test_what_is_known_of_torchs_optimizers_is_what_trial_steps_show(name, monkeypatch):
     optimizer = PACKABLE[name]([nn.Parameter(torch.ones(3))])
     known = StateSigns(optimizer)
-    monkeypatch.setattr("booster.masters.state_quantizer.KNOWN", {})
+    monkeypatch.setattr("booster.masters.quantized_state.KNOWN", {})
     tried = StateSigns(optimizer)
     assert tried.measured or name == "SGD"
     for state in tried.measured - {"ax"}:
