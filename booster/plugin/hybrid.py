@@ -27,8 +27,8 @@ from booster.model.meta import check_meta, materialise_on
 from booster.model.modules import bare
 from booster.plugin.base import Pipeline
 from booster.plugin.fsdp.loaded_shards import ShardLoaded, follow_policy
+from booster.plugin.fsdp.plugin import ShardingPlugin
 from booster.plugin.fsdp.shard_module import check_hooks, keep_whole, shard_module
-from booster.plugin.fsdp.sharding_plugin import ShardingPlugin
 from booster.plugin.fsdp.wrap_policy import WrapPolicy, block_names, check_wrap_policy
 from booster.plugin.pipeline import PipelinePlan, StagePipeline, plan_pipeline
 from booster.plugin.pipeline.pipeline import LayersLoaded

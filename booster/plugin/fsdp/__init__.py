@@ -14,7 +14,7 @@ An example, `bf16_naive` on two ranks, one block with a 4 x 4 weight:
 
 The files, in reading order:
 
-    plugin.py             `TorchFSDPPlugin`; sharding_plugin.py is its base, and that of `HybridParallelPlugin`
+    plugin.py             `TorchFSDPPlugin`, and `ShardingPlugin`, its base and that of `HybridParallelPlugin`
     wrap_policy.py        which modules are blocks: the user's `wrap_policy`
     groups.py             which parameters are gathered together; each group has one dtype and one gather dtype
     shard_module.py       `shard_module` checks, casts and shards, group by group; `change_dtypes` for another precision

@@ -76,24 +76,24 @@ def shard_module(
 ) -> list[Any]:
     """Shard the parameters of `module` over `mesh`, in place; return hooks for `change_dtypes`, which have `remove`.
 
-    mesh: one dimension to shard over, or two named ones, (replicate, shard); any size, 1 too. Its type is that of
-    `device`. Parameters may be DTensors of tensor parallelism already. blocks: names of modules with parameters that
-    are gathered separately; see `blocks.block_names`. reshard_after_forward: free the gathered parameters of blocks after
-    their forward, and gather them again in backward; a whole number reshards to that many ranks. Those outside all
-    blocks stay until backward, if there is to be one. cpu_offload: shards, gradients and optimizer state stay on the CPU.
-    reduce_dtype: of gradient collectives; None means what `policy.reduce` says, or float32 where the model is read in
-    half precision, or the dtype of the parameters. synchronise: called with the tensors of one group after the other,
-    before they are cast; gives all ranks the same values. Parameters on the meta device get values there and then.
-    shard_placement: along which dimension a parameter is divided; None, or where it says None, the first.
-    gathered: names of modules with parameters gathered in `policy.gather`, see `policy.gathered_modules`; one more group
-    for each group that holds such and others. Weights of `policy.fp8_weights` are gathered in e4m3, see `FP8Gather`: 1 byte a
-    number, and one small all-reduce before every forward pass of `module`. left: takes over what users write to gathered
-    parameters between passes; None where no user comes between them.
+    mesh: one dimension to shard over, or two named ones, (replicate, shard); of any size, 1 too, and of the type of `device`.
+        Parameters may be DTensors of tensor parallelism already.
+    blocks: names of modules with parameters that are gathered separately; see `wrap_policy.block_names`.
+    reshard_after_forward: free the gathered parameters of blocks after their forward, and gather them again in backward; a
+        whole number reshards to that many ranks. Parameters outside all blocks stay until backward, if there is one.
+    cpu_offload: shards, gradients and optimizer states stay on the CPU.
+    reduce_dtype: of gradient collectives; None: `policy.reduce`, or float32 under half precision, or the parameters' dtype.
+    synchronise: called with the tensors of one group after the other, before they are cast; gives all ranks the same values.
+        Parameters on the meta device get values just before.
+    shard_placement: along which dimension a parameter is sharded; None, or where it returns None, the first.
+    gathered: names of modules with parameters gathered in `policy.gather`, see `policy.gathered_modules`. A group that holds
+        such and others becomes two.
+    unsharded: writes back what users write to gathered parameters between passes; None: users have no access between passes.
 
-    Dtypes: shards are `policy.store`, or, where that is None and `policy.param` is given, float32 for whatever trains;
-    gathered parameters, and buffers of `policy.half_buffers`, are `policy.param`; modules of `policy.keep_fp32` are float32
-    throughout, see `policy.install_keep_fp32`. Nothing is cast at the boundary of the module: that is for the caller, as
-    `ModelWrapper` does.
+    Dtypes: shards are `policy.store`, or, where that is None and `policy.param` is given, float32 if they train; gathered
+    parameters, and buffers of `policy.half_buffers`, are `policy.param`; modules of `policy.keep_fp32` are float32 throughout.
+    Weights of `policy.fp8_weights` are gathered in e4m3, see `FP8Gather`: 1 byte a number, and one small all-reduce before
+    every forward pass of `module`. Nothing is cast at the boundary of the module: that is for the caller, as `ModelWrapper`.
 
     Raises ValueError, before anything is changed, for parameters that cannot be sharded, those of integers before torch 2.13
     among them, or have no values, or have hooks, or get sparse gradients; RuntimeError if a module is sharded already.

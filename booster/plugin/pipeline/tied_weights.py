@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from booster.model.dtensors import around
+from booster.model.dtensors import around, local_shard
 from booster.ranks.agreement import gather
 
 
@@ -33,8 +33,21 @@ class TiedWeights:
         self.ranks = dict(ranks)
         self._rank = rank
         self._group = group
-        if ranks:
-            self._check()
+        if not ranks:
+            return
+        shards = {name: local_shard(param) for name, param in self.params.items()}
+        layouts = {
+            name: (tuple(local.shape), str(local.dtype), str(getattr(self.params[name], "placements", "")))
+            for name, local in shards.items()
+        }
+        everyone = gather(layouts, group or dist.group.WORLD)
+        for name in ranks:
+            placings = {rank: held[name] for rank, held in enumerate(everyone) if name in held}
+            if any(placing != placings[min(placings)] for placing in placings.values()):
+                raise ValueError(
+                    f"the weight {name} is tied across pipeline stages, and its copies are laid out differently, by rank: "
+                    f"{placings}; give both of its modules the same tensor-parallel style"
+                )
 
     @contextmanager
     def summed(self) -> Iterator[None]:
@@ -65,40 +78,18 @@ class TiedWeights:
         for name, param in self.params.items():
             # Every rank sums in the order of ranks, so that copies stay equal to the bit.
             total = torch.stack([parts[name][rank] for rank in sorted(parts[name])]).sum(0).to(param.dtype)
-            _accumulate(param, total)
-
-    def _check(self) -> None:
-        mine = {name: _placed(param) for name, param in self.params.items()}
-        everyone = gather(mine, self._group or dist.group.WORLD)
-        for name in self.ranks:
-            placings = {rank: held[name] for rank, held in enumerate(everyone) if name in held}
-            if any(placing != placings[min(placings)] for placing in placings.values()):
-                raise ValueError(
-                    f"the weight {name} is tied across pipeline stages, and its copies are laid out differently, by rank: "
-                    f"{placings}; give both of its modules the same tensor-parallel style"
-                )
+            summed: Any = around(total, param)
+            if isinstance(param.grad, DTensor) and param.grad.placements != summed.placements:
+                param.grad = param.grad.redistribute(placements=summed.placements) + summed
+            elif param.grad is not None:
+                param.grad += summed
+            else:
+                param.grad = summed
 
 
 def _local_gradient(param: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
     if gradient is None:
-        return torch.zeros_like(param.to_local() if isinstance(param, DTensor) else param.detach())
+        return torch.zeros_like(local_shard(param))
     if isinstance(gradient, DTensor):
         gradient = gradient.redistribute(placements=param.placements).to_local()  # type: ignore[attr-defined]
     return gradient.contiguous()
-
-
-def _accumulate(param: torch.Tensor, local: torch.Tensor) -> None:
-    total = around(local, param)
-    if param.grad is None:
-        param.grad = total
-    elif isinstance(param.grad, DTensor) and param.grad.placements != total.placements:  # type: ignore[attr-defined]
-        param.grad = param.grad.redistribute(placements=param.placements) + total  # type: ignore[attr-defined]
-    else:
-        param.grad += total
-
-
-def _placed(param: torch.Tensor) -> tuple[Any, ...]:
-    if isinstance(param, DTensor):
-        local = param.to_local()
-        return tuple(local.shape), str(local.dtype), str(param.placements)
-    return tuple(param.shape), str(param.dtype), ""

@@ -9,15 +9,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from booster.common.torch_internals.tensor_internals import StridedShard
 from booster.mixed_precision.policy import DtypePolicy
 from booster.plugin.tensor_parallel.linear_styles import Colwise
 from booster.plugin.tensor_parallel.local_style import LocalStyle, SharedInputGrad, SharingForward
-from booster.plugin.tensor_parallel.tied_params import tie, tied_slots
-from booster.plugin.tensor_parallel.tp_plan import TPPlan, resolve_plan
+from booster.plugin.tensor_parallel.tp_plan import Slots, TPPlan, placements_differ, resolve_plan, tied_slots
 from booster.tensors.trees import HALF_DTYPES
 from booster.tensors.weak import ForwardProxy, ModuleReference, cast_weak_inputs
 
@@ -153,3 +152,19 @@ class _HookedForward(ModuleReference):
 def _taken(hooks: Any, with_kwargs: dict[int, bool], known: set[int]) -> list[Hook]:
     """Remove the hooks that are not `known`; returns them, each with whether it takes keyword arguments."""
     return [(hooks.pop(key), with_kwargs.pop(key, False)) for key in list(hooks) if key not in known]
+
+
+def tie(slots: list[Slots]) -> None:
+    """Put the parameter of the first place of each list into the others. Raises ValueError if their placements differ."""
+    for places in slots:
+        (first_name, first_module, first_own), *others = places
+        param = first_module._parameters[first_own]
+        for name, module, own in others:
+            other = module._parameters[own]
+            if _of(other) != _of(param):
+                raise placements_differ(first_name, _of(param), name, _of(other))
+            module._parameters[own] = param
+
+
+def _of(param: torch.Tensor | None) -> Placement | None:
+    return param.placements[0] if isinstance(param, DTensor) else None

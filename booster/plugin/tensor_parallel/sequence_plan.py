@@ -14,7 +14,6 @@ from booster.plugin.tensor_parallel.linear_styles import Colwise, Rowwise
 from booster.plugin.tensor_parallel.module_styles import Region
 
 _MIX_TOKENS = (RunningNorm, nn.GroupNorm)
-_FIX = "use sequence_parallelism=False"
 
 
 def with_sequence_parallelism(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
@@ -30,26 +29,30 @@ def with_sequence_parallelism(model: nn.Module, plan: dict[str, ParallelStyle]) 
         if block is not None:
             stacks.setdefault(block.rpartition(".")[0], set()).add(block)
         elif isinstance(style, (Rowwise, HeadParallel)) or (isinstance(style, Colwise) and not style.gather_output):
-            raise ValueError(
-                f"sequence_parallelism=True: {name!r} is in no block of a ModuleList or Sequential; {_FIX}"
-            )
+            raise _refusal(f"{name!r} is in no block of a ModuleList or Sequential")
     if not stacks:
-        raise ValueError(f"sequence_parallelism=True: tp_plan names no module in a ModuleList or Sequential; {_FIX}")
-    divided = dict(plan)
+        raise _refusal("tp_plan names no module in a ModuleList or Sequential")
+    sharded = dict(plan)
     for stack, blocks in stacks.items():
         names = [f"{stack}.{child}".lstrip(".") for child, _ in model.get_submodule(stack).named_children()]
         left_out = [name for name in names if name not in blocks]
         if left_out:
-            raise ValueError(f"sequence_parallelism=True: tp_plan names nothing in {left_out[0]!r}; {_FIX}")
-        dim = _sequence_dim(model.get_submodule(names[0]))
+            raise _refusal(f"tp_plan names nothing in {left_out[0]!r}")
+        # Only torch's own attention has the time first; everything known elsewhere has the batch first.
+        attention = getattr(model.get_submodule(names[0]), "self_attn", None)
+        dim = 0 if isinstance(attention, nn.MultiheadAttention) and not attention.batch_first else 1
         for name in names:
-            _divide_block(model, name, divided, dim)
+            _shard_block(model, name, sharded, dim)
             into, out = "split" if name == names[0] else None, "gather" if name == names[-1] else None
-            divided[name] = _region(divided.get(name), into=into, out=out, sequence_dim=dim)
-    return divided
+            sharded[name] = _region(sharded.get(name), into=into, out=out, sequence_dim=dim)
+    return sharded
 
 
-def _divide_block(model: nn.Module, block: str, plan: dict[str, ParallelStyle], dim: int) -> None:
+def _refusal(why: str) -> ValueError:
+    return ValueError(f"sequence_parallelism=True: {why}; use sequence_parallelism=False")
+
+
+def _shard_block(model: nn.Module, block: str, plan: dict[str, ParallelStyle], dim: int) -> None:
     given = dict(plan)  # `plan` changes below
     for child, module in model.get_submodule(block).named_children():
         branch = f"{block}.{child}"
@@ -58,21 +61,23 @@ def _divide_block(model: nn.Module, block: str, plan: dict[str, ParallelStyle], 
             plan[branch] = _alone(branch, given[branch], dim)
             for name in inside:  # the projection of a MultiheadAttention
                 plan[name] = _in_branch(name, given[name], dim)
-        elif inside:
-            _check_branch(model, branch, given)
-            for name, each in module.named_modules(prefix=branch):
-                if name in given:
-                    plan[name] = _in_branch(name, given[name], dim)
-                elif each._parameters:
-                    plan[name] = Region(partial_gradients=True)
-            plan[branch] = _region(given.get(branch), into="gather", sequence_dim=dim)
+            continue
+        if inside:
+            rows = [name for name in inside if isinstance(given[name], Rowwise)]
+            if len(rows) != 1:
+                raise ValueError(
+                    f"sequence_parallelism=True needs one row-wise module in {branch!r}, whose output it divides; tp_plan "
+                    f"names {rows or 'none'}. Otherwise use sequence_parallelism=False"
+                )
         else:
             _check_tokenwise(branch, module)
-            plan |= {
-                name: Region(partial_gradients=True)
-                for name, each in module.named_modules(prefix=branch)
-                if each._parameters
-            }
+        for name, each in module.named_modules(prefix=branch):
+            if inside and name in given:
+                plan[name] = _in_branch(name, given[name], dim)
+            elif each._parameters:  # it sees some of the tokens on each rank, so its gradients are summed
+                plan[name] = Region(partial_gradients=True)
+        if inside:
+            plan[branch] = _region(given.get(branch), into="gather", sequence_dim=dim)
 
 
 def _alone(name: str, style: ParallelStyle, dim: int) -> ParallelStyle:
@@ -91,9 +96,7 @@ def _in_branch(name: str, style: ParallelStyle, dim: int) -> ParallelStyle:
         return Rowwise(sequence_dim=dim)
     if isinstance(style, Region) and style.into is None and style.out is None:
         return _region(style)
-    raise ValueError(
-        f"sequence_parallelism=True: the style of {name!r}, {type(style).__name__}, cannot be used in it; {_FIX}"
-    )
+    raise _refusal(f"the style of {name!r}, {type(style).__name__}, cannot be used in it")
 
 
 def _region(style: ParallelStyle | None, **options: Any) -> Region:
@@ -103,24 +106,16 @@ def _region(style: ParallelStyle | None, **options: Any) -> Region:
     return Region(partial_gradients=True, **kept, **options)
 
 
-def _check_branch(model: nn.Module, branch: str, plan: dict[str, ParallelStyle]) -> None:
-    rows = [name for name, style in plan.items() if name.startswith(f"{branch}.") and isinstance(style, Rowwise)]
-    if len(rows) != 1:
-        raise ValueError(
-            f"sequence_parallelism=True needs one row-wise module in {branch!r}, whose output it divides; tp_plan names "
-            f"{rows or 'none'}. Otherwise {_FIX}"
-        )
-
-
 def _check_tokenwise(name: str, module: nn.Module) -> None:
     mixing = [each for each in module.modules() if isinstance(each, _MIX_TOKENS)]
     heavy = [f"{name}.{param_name}" for param_name, param in module.named_parameters() if param.dim() > 1]
     if mixing:
-        raise ValueError(
-            f"sequence_parallelism=True: {name!r} is a {type(mixing[0]).__name__}, which mixes tokens; {_FIX}"
-        )
+        raise _refusal(f"{name!r} is a {type(mixing[0]).__name__}, which mixes tokens")
     if heavy:
-        raise ValueError(f"sequence_parallelism=True: tp_plan does not divide {heavy[0]!r}; name its module, or {_FIX}")
+        raise ValueError(
+            f"sequence_parallelism=True: tp_plan does not divide {heavy[0]!r}; name its module, or use "
+            "sequence_parallelism=False"
+        )
 
 
 def _block_of(model: nn.Module, name: str) -> str | None:
@@ -131,9 +126,3 @@ def _block_of(model: nn.Module, name: str) -> str | None:
         if isinstance(stack, (nn.ModuleList, nn.Sequential)) and len({type(child) for child in stack}) == 1:
             return block
     return None
-
-
-def _sequence_dim(block: nn.Module) -> int:
-    # Only torch's own attention has the time first; everything known elsewhere has the batch first.
-    attention = getattr(block, "self_attn", None)
-    return 0 if isinstance(attention, nn.MultiheadAttention) and not attention.batch_first else 1

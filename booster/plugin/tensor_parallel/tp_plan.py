@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from booster.common import arguments
 from booster.frozen import FrozenLinear
-from booster.model.modules import matcher
+from booster.model.modules import matcher, places_of
 from booster.plugin.forward_order import names_in_forward, side_of
 from booster.plugin.tensor_parallel.attention import HeadParallel
 from booster.plugin.tensor_parallel.known_plans import derive_by_shape, derive_plan, within_adapters
@@ -20,7 +21,6 @@ from booster.plugin.tensor_parallel.linear_styles import Colwise, Rowwise, outpu
 from booster.plugin.tensor_parallel.local_style import LocalStyle
 from booster.plugin.tensor_parallel.module_styles import EmbeddingParallel, Experts, KVLatentProjection, Region
 from booster.plugin.tensor_parallel.sequence_plan import with_sequence_parallelism
-from booster.plugin.tensor_parallel.tied_params import check_ties, tied_slots
 
 
 def _colwise(module: nn.Module) -> ParallelStyle:
@@ -346,3 +346,46 @@ def _check_heads(model: nn.Module, name: str, style: ParallelStyle, tp_size: int
             f"{name!r} has {features // head_dim} heads of {head_dim} features, which do not divide by tp_size={tp_size}; "
             "choose another tp_size, or leave its attention module out of tp_plan"
         )
+
+
+Slots = list[tuple[str, nn.Module, str]]  # name of the parameter, its module, its name in there
+
+
+def tied_slots(model: nn.Module) -> list[Slots]:
+    """Return the places of every parameter of `model` that is in more than one."""
+    found = []
+    for places in places_of(model).values():
+        # A module that is registered twice is one slot.
+        slots = {(id(place.holder), place.own): (place.name, place.holder, place.own) for place in reversed(places)}
+        found.append(list(reversed(slots.values())))
+    return [slots for slots in found if len(slots) > 1]
+
+
+def check_ties(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
+    """Raise ValueError if `plan`, of exact names, would give a tied parameter several placements."""
+    styles = {id(model.get_submodule(name)): style for name, style in plan.items()}
+    for places in tied_slots(model):
+        known = [(name, _placement(styles.get(id(module)), module, own)) for name, module, own in places]
+        for name, placement in known[1:]:
+            if placement != known[0][1]:
+                raise placements_differ(known[0][0], known[0][1], name, placement)
+
+
+def _placement(style: ParallelStyle | None, module: nn.Module, own: str) -> Placement | None:
+    """Return the placement that `style` will give a parameter; None for a plain tensor, and for a style of the user."""
+    if isinstance(style, LocalStyle):
+        return style.placements(module).get(own)
+    if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
+        return None
+    by_rows = isinstance(style, RowwiseParallel)
+    if own == "bias" and by_rows:
+        return Replicate()
+    return Shard(int(by_rows) if not isinstance(module, nn.Embedding) else 1 - int(by_rows))
+
+
+def placements_differ(first: str, placement: Placement | None, second: str, other: Placement | None) -> ValueError:
+    return ValueError(
+        f"{first!r} and {second!r} are one tied parameter, but tp_plan makes it {placement or 'whole'!s} in the one and "
+        f"{other or 'whole'!s} in the other; name both modules or neither, for example 'embedding_rowwise' for an embedding "
+        "and 'colwise_gather_output' for the head that shares its weight"
+    )
