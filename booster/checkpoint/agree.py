@@ -1,4 +1,4 @@
-"""What ranks must tell each other while they save and load: JSON, never a pickle."""
+"""Ranks that save and load together also fail together: what one raises, all raise."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class ManifestWriter(StorageWriter):
             files[plan.storage_data] = write_tensors(path, forms, lambda key: resolve(entries[key]))
         sync_folder(self.staging)
         results = [WriteResult(item.index, 0, _Entry(plan.storage_data, key, files)) for key, item in entries.items()]
-        # A rank without tensors still tells which files it wrote.
+        # A rank without tensors still reports which files it wrote.
         results = results or [WriteResult(MetadataIndex(""), 0, _Entry("", "", files))]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -307,7 +307,7 @@ def load_into(targets: dict[str, HeldTensor], reader: ManifestReader, group: dis
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """Where a chunk lies, and all files that its rank wrote."""
+    """Where a chunk is, and all files that its rank wrote."""
 
     file: str
     key: str

@@ -124,13 +124,13 @@ def _write_file(
 
 def replaced(target: Path, write: Callable[[Path], object]) -> None:
     """Have `write` make the file `target`, which appears whole or not at all."""
-    beside = target.with_name(f".{target.name}.writing")
-    beside.unlink(missing_ok=True)
+    unfinished = target.with_name(f".{target.name}.writing")
+    unfinished.unlink(missing_ok=True)
     try:
-        write(beside)
-        beside.replace(target)
+        write(unfinished)
+        unfinished.replace(target)
     finally:
-        beside.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 def _shards(entries: Mapping[str, ExportedTensor], limit: int) -> list[list[str]]:

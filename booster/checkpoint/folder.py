@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all: written beside, synced to the disk, then renamed into place.
+"""Folders that appear whole or not at all: written under another name, synced to the disk, then renamed into place.
 
 A root holds one folder for each checkpoint, `step-0000000100`. A save writes into `.step-0000000100.writing-NONCE`; when
 every file is on the disk, a rename makes it visible. Where a checkpoint of that step stands already, it is first renamed
@@ -38,7 +38,7 @@ def name_of(step: int) -> str:
 
 
 def staging_folder(final: Path, lock: Lock) -> Path:
-    """Make the folder that a save into `final` writes, after clearing what dead writers left unfinished beside it."""
+    """Make the folder that a save into `final` writes, after clearing what dead writers left unfinished there."""
     clear_unfinished(final.parent, lock.nonce)
     staging = final.parent / f".{final.name}{_WRITING}{lock.nonce}"
     staging.mkdir()
@@ -154,7 +154,7 @@ def missing_of(folder: Path) -> list[str]:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, renaming it first, so that nobody ever sees it half removed.
+    """Remove a checkpoint, renaming it first, so that it is never seen half removed.
 
     If the disk refuses, that is a WARNING: nothing is lost, and the next save tries again.
     """
@@ -170,9 +170,9 @@ def remove(folder: Path) -> None:
 
 
 def clear_unfinished(root: Path, own: str) -> None:
-    """Remove what dead writers left in `root`, and checkpoints whose replacement is complete. own: the nonce of this writer.
+    """Remove what dead writers left in `root`, and checkpoints that were replaced. own: the nonce of this writer.
 
-    What cannot be removed is a WARNING: it is in nobody's way.
+    What cannot be removed is a WARNING: it is in no save's way.
     """
     paths, alive = list(root.iterdir()), {own}
     for path in paths:
@@ -243,9 +243,9 @@ def write_synced(path: Path, data: bytes) -> None:
 
 def write_beside(folder: Path, write: Callable[[Path], object]) -> None:
     """Have `write` put files into a new folder, and move them into `folder`: through no link that has the name of one."""
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing.") as beside:
-        write(Path(beside))
-        for path in Path(beside).iterdir():
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing.") as unfinished:
+        write(Path(unfinished))
+        for path in Path(unfinished).iterdir():
             path.replace(folder / path.name)
 
 

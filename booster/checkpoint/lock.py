@@ -1,4 +1,4 @@
-"""The right to write one checkpoint, among jobs that share a folder: a lock file next to it, whose age is a heartbeat.
+"""The right to write one checkpoint, among jobs that share a folder: a lock file next to it, with a heartbeat.
 
 A save that finds no lock makes one, by an exclusive open, which network file systems have too. One that finds a lock asks
 whether its holder is alive: of the same machine and container by its pid, of another one by the time of the file's last
@@ -65,7 +65,7 @@ class LockHolder:
         return (not self.is_here or _runs(self.pid)) and self.age < DEAD
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, whose last sign of life is {self.age:.0f} seconds old"
+        return f"process {self.pid} on {self.host}, which gave its last sign of life {self.age:.0f} seconds ago"
 
 
 class Lock:

@@ -29,7 +29,7 @@ from booster.common.untrusted_files import (
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT, VERSION = "booster checkpoint", 2
 LARGEST_NUMBER = 2**63 - 1  # that a manifest holds, of a step too
-_ROOM = 24 * 2**20  # bytes of memory that a text may take beside the smallest tensors
+_ROOM = 24 * 2**20  # bytes of memory that a text may take where tensors are few
 # Dimensions in which a tensor may be cut: saves cut it in as many as a mesh has, or along one. Its corners are 2 to that power.
 _MOST_CUTS = 6
 
@@ -86,7 +86,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class File:
-    """One file beside the manifest.
+    """One file of the checkpoint, other than the manifest.
 
     Attributes:
         bytes: its size.
@@ -163,7 +163,7 @@ class Manifest:
 
 
 def room_for_text(of_tensors: int) -> int:
-    """Return the bytes of memory that manifest and state may take each, by those of the files of tensors beside them.
+    """Return the bytes of memory that manifest and state may take each, by those of the files of tensors.
 
     Together with the header of a file of tensors that is no more than all files have, and 64 MiB.
     """
@@ -171,7 +171,7 @@ def room_for_text(of_tensors: int) -> int:
 
 
 def check_text(name: str, takes: int, files: Mapping[str, File]) -> None:
-    """Raise CheckpointError where no reader would take the text `name` beside `files`. takes: its `json_cost`."""
+    """Raise CheckpointError where no reader would take the text `name` of a checkpoint of `files`. takes: its `json_cost`."""
     of_tensors = sum(file.bytes for other, file in files.items() if other != STATE)
     if takes > room_for_text(of_tensors):
         raise CheckpointError(
@@ -210,7 +210,7 @@ def read_manifest(folder: Path) -> Manifest:
 def read_text(folder: Path, name: str) -> bytes:
     """Return a JSON text of the checkpoint in `folder`; raises OSError where it is no file, or larger than one can be.
 
-    What it may have goes with what lies in the folder.
+    What it may have goes with the files in the folder.
     """
     return read_regular(folder / name, room_of(folder))
 
@@ -233,7 +233,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def problems(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Compare every file of `manifest` with what lies in `folder`, byte for byte by its hash, and yield what is wrong."""
+    """Compare every file of `manifest` with what is in `folder`, byte for byte by its hash, and yield what is wrong."""
     for name, expected in sorted(manifest.files.items()):
         path = folder / name
         try:
@@ -264,7 +264,7 @@ def _of(content: Any) -> Manifest:
     for name, tensor in tensors.items():
         for chunk in tensor.chunks:
             if chunk.file not in files:
-                raise ValueError(f"{name} lies in {chunk.file!r}, which the manifest does not list")
+                raise ValueError(f"{name} is in {chunk.file!r}, which the manifest does not list")
             if (chunk.file, chunk.key) in keys:
                 raise ValueError(f"{chunk.key} of {chunk.file} is part of two tensors, or twice of one")
             keys.add((chunk.file, chunk.key))

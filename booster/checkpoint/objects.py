@@ -15,13 +15,19 @@ from booster.data import DataLoaderWrapper
 from booster.interface.model import ModelWrapper, boosted_wrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.interface.scheduler import LRSchedulerWrapper
+from booster.model.modules import bare
 
 
 @dataclass(frozen=True)
 class Objects:
-    """Boosted models and optimizers, criteria that are modules, loaders and schedulers, by name; the user's own `extra`.
+    """What is saved or loaded together.
 
-    carried: by the name of a model, what this rank alone carries from step to step, see `Plugin.carried`.
+    Attributes:
+        models, optimizers: boosted, by name; so are all others.
+        criteria: those that are modules.
+        dataloaders, lr_schedulers: boosted, or with a state of the user's.
+        extra: the user's own.
+        carried: by the name of a model, what this rank alone carries from step to step, see `Plugin.carried`.
     """
 
     models: Mapping[str, ModelWrapper]
@@ -37,10 +43,11 @@ class Objects:
 class Loaded:
     """What a load found.
 
-    step: as given to `save`.
-    extra: what was saved as such.
-    path: the checkpoint; None for a start.
-    run: what was written down of the job.
+    Attributes:
+        step: as given to `save`.
+        extra: what was saved as such.
+        path: the checkpoint; None for a start.
+        run: what was written down of the job.
     """
 
     step: int
@@ -74,6 +81,11 @@ def check_no_gradients_wait(objects: Objects) -> None:
                 "first, or "
                 "optimizer.zero_grad() to drop them"
             )
+
+
+def user_module(module: nn.Module) -> nn.Module:
+    """Return the user's own module inside a boosted model; any other module as it is."""
+    return bare(module.module) if isinstance(module, ModelWrapper) else module
 
 
 _WRAPPERS = {"optimizer": OptimizerWrapper, "dataloader": DataLoaderWrapper, "lr_scheduler": LRSchedulerWrapper}

@@ -97,7 +97,7 @@ class SavedCheckpoint:
     def request_in_place(self, name: str | None, held: HeldTensor | None, where: Callable[[], HeldTensor]) -> bool:
         """Read the tensor `name` in the end, into what `where` gives then; returns False where that cannot be.
 
-        held: what is there now, and stands for it until then; its numbers mean nothing.
+        held: what is there now, a placeholder until then.
         """
         name = self._own(name)
         entry = self.entry(name)
@@ -187,7 +187,7 @@ class SavedCheckpoint:
         return self._targets[str(self._own(name))]
 
     def value(self, tree: Any) -> Any:
-        """Return what a part of the tree stands for, with the tensors that were read."""
+        """Return what a part of the tree says, with the tensors that were read."""
         targets = self._targets
         if self.own:
             targets = targets | {name: targets[own] for name, own in self.own.items() if own in targets}

@@ -34,16 +34,14 @@ from booster.checkpoint.hashing import hash_of, new_hash
 from booster.checkpoint.loading import check_loads
 from booster.checkpoint.lock import Lock
 from booster.checkpoint.manifest import LARGEST_NUMBER, MANIFEST, STATE, CheckpointError, File, Manifest, check_text
-from booster.checkpoint.objects import Objects
+from booster.checkpoint.objects import Objects, user_module
 from booster.checkpoint.parts.part import SaveContext, Tensors, leaves_out_frozen
 from booster.checkpoint.state_tree import OWN
 from booster.checkpoint.tensor_layout import HeldTensor, as_planned
 from booster.common.installed import version_of
 from booster.common.text import listed
 from booster.common.untrusted_files import json_cost
-from booster.interface.model import ModelWrapper
 from booster.model.dtensors import is_dtensor
-from booster.model.modules import bare
 from booster.ranks.agreement import gather
 from booster.shards.flat_shard import FlatShard
 from booster.update.state_dict import STATE_KEY
@@ -54,7 +52,12 @@ ROUNDING = f"/{STATE_KEY}/masters/rounding/"
 
 @dataclass(frozen=True)
 class CollectedState:
-    """All that one rank puts into a checkpoint: tensors by name, and the tree of all ranks."""
+    """All that one rank puts into a checkpoint.
+
+    Attributes:
+        tensors: this rank's, by name.
+        tree: of all ranks.
+    """
 
     tensors: dict[str, HeldTensor]
     tree: dict[str, Any]
@@ -96,14 +99,18 @@ def choose_writers(
 ) -> tuple[Tensors, list[dict[str, str]]]:
     """Return what this rank writes of `shared`, and by rank the names of what it keeps under another name; a collective.
 
-    Torch's planner takes each plain tensor that several ranks hold from any of them, which is right where they are equal to
-    the bit. Where they are not, the first rank that holds it writes it. Of `buffers`, what is below "extra", and random states
-    of rounding, which go with the size of a rank's part, others write theirs under a name of their own, or nothing without
-    `all_kept`. Of all else, as weights that drifted apart, a WARNING.
+    DCP's planner takes a plain tensor that several ranks hold from any of them, which is right where they are equal to the bit.
+    Where they are not, the first rank that holds it writes it. Other ranks write theirs under another name, if it is one of
+    `buffers`, below "extra", or a random state of stochastic rounding, which goes with the size of a rank's shard; without
+    `all_kept` they do not. All else, such as weights that drifted apart, is a WARNING.
     """
     if group is None:
         return shared, [{}]
-    plain = {name: _digest(tensor) for name, tensor in shared.items() if _is_plain(tensor)}
+    plain = {
+        name: _digest(tensor)
+        for name, tensor in shared.items()
+        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided  # type: ignore[union-attr]
+    }
     rank, said = dist.get_rank(group), gather(plain, group)
     kept, own, drifted = dict(shared), [dict[str, str]() for _ in said], []
     for name in sorted({name for each in said for name in each}):
@@ -129,17 +136,14 @@ def choose_writers(
     return kept, own
 
 
-def _is_plain(tensor: HeldTensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided  # type: ignore[union-attr]
-
-
 def _digest(tensor: HeldTensor) -> str:
-    """Say by which tensors of other numbers, or in another order, are told apart; on a device without a copy to the host."""
+    """Return what differs for tensors of other numbers, or in another order; on a device without a copy to the host."""
     bits = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)  # type: ignore[union-attr]
     form = f"{tensor.dtype} {list(tensor.shape)} "
     if bits.device.type == "cpu":
         return form + hash_of(memoryview(bits.numpy()))  # type: ignore[arg-type]
     width = max(w for w in (1, 2, 4, 8) if bits.numel() % w == 0)
+    # Sums of every, every second and every third number: enough for drift and permutations, and three numbers to send.
     whole = bits.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width])
     return form + str([whole[::step].sum(dtype=torch.int64).item() for step in (1, 2, 3)])
 
@@ -150,9 +154,7 @@ def buffers_of(objects: Objects) -> set[str]:
         f"{kind}/{name}/{key}"
         for kind, modules in (("models", objects.models), ("criteria", objects.criteria))
         for name, module in modules.items()
-        for key, _ in (bare(module.module) if isinstance(module, ModelWrapper) else module).named_buffers(
-            remove_duplicate=False
-        )
+        for key, _ in user_module(module).named_buffers(remove_duplicate=False)
     }
 
 
@@ -160,7 +162,7 @@ def _merged(trees: list[dict[str, Any]]) -> dict[str, Any]:
     """One tree: what the first rank says, more keys where others hold other layers, and what is each rank's own."""
     of_ranks = {key: [tree.pop(key) for tree in trees] for kind in parts.PARTS for key in kind.of_ranks}
     merged = trees[0]
-    for tree in trees[1:]:
+    for tree in trees[1:]:  # stages of a pipeline have other layers
         _add_keys(merged, tree)
     if all(extra in (merged["extra"], None) for extra in of_ranks["extras"]):  # None: a rank that gave nothing
         del of_ranks["extras"]
@@ -204,9 +206,9 @@ def write(
     group: dist.ProcessGroup | None,
     objects: Objects | None = None,
 ) -> Path:
-    """Write `taken` as the checkpoint `final`; a collective over `group`. keep_last: of the numbered ones beside it.
+    """Write `taken` as the checkpoint `final`; a collective over `group`. keep_last: of the numbered ones there.
 
-    Before it gets its name it is opened as a load does. objects: what was saved, where that stands still: a load of it is
+    Before it gets its name it is opened as a load does. objects: what was saved, where it does not train on: a load of it is
     rehearsed, without tensors.
 
     If it raises, on any rank, it raises CheckpointError on all, and what bore the name still does.

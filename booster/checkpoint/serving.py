@@ -106,7 +106,7 @@ def sources_of(model: nn.Module, names: Iterable[str], *, unpack: bool) -> dict[
 
 @dataclass(frozen=True)
 class ServedLayers:
-    """What a model says of its tensors beyond their numbers; JSON-like, for ranks to tell each other.
+    """What a model says of its tensors beyond their numbers; JSON-like, for ranks to exchange.
 
     linear: names of linear layers, and why their weights stay wide where others are in 8 bits; empty where they need not.
     buffers, experts: names of buffers, and of matrices that lie in one parameter of three dimensions.
@@ -267,7 +267,7 @@ def _misfit(plain: Mapping[str, ExportedTensor], layer: str, weights: ServingFor
 
 
 class _EightBits:
-    """Weights of linear layers in 8 bits, each beside a tensor of float32 scales."""
+    """Weights of linear layers in 8 bits, each with a tensor of float32 scales."""
 
     target: NumberFormat
     scaling: Scaling
@@ -280,8 +280,9 @@ class _EightBits:
         rows, columns = each.shape
         over = self.scaling.over
         scales = (rows, 1) if over == "row" else (rows // over[0], columns // over[1])  # type: ignore[operator]
+        dtype: Any = self.target.dtype
         return {
-            name: ExportedTensor(self.target.dtype, each.shape, lambda read: self._scaled(name, each, read).values),  # type: ignore[arg-type]
+            name: ExportedTensor(dtype, each.shape, lambda read: self._scaled(name, each, read).values),
             f"{name}{self.scale_name}": ExportedTensor(
                 torch.float32, scales, lambda read: self._scaled(name, each, read).scale
             ),

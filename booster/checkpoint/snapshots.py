@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.checkpoint.objects import user_module
 from booster.common.snapshot import StateSnapshot
 from booster.common.text import listed
 from booster.data import DataLoaderWrapper
-from booster.interface.model import ModelWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.masters.loaded_weights import LoadedWeights
-from booster.model.modules import bare, places_of
+from booster.model.modules import places_of
 from booster.tensors.trees import map_tensors
 
 _OURS = ("torch.", "booster.")
@@ -33,7 +33,7 @@ def snapshot(part: Any) -> Callable[[], None]:
     def restore() -> None:
         try:
             part.load_state_dict(state)
-        finally:  # a state says where to go on, and not that nobody had asked for that
+        finally:  # what a load sets beyond the state, such as that it was asked for a position
             for own, before in attributes:
                 vars(own).clear()
                 vars(own).update(before)
@@ -42,11 +42,11 @@ def snapshot(part: Any) -> Callable[[], None]:
 
 
 def load_module(module: nn.Module, state: dict[str, Any], undo: ExitStack) -> None:
-    """Load `state`, whose names and shapes fit, into `module`; where that may raise, `undo` has the way back.
+    """Load `state`, whose names and shapes fit, into `module`; where that may raise, `undo` gets what restores it.
 
     Raises ValueError for entries that differ from those of `module` and that it does not read.
     """
-    if may_refuse(module) or not _torch_reads(_user_module(module), state):
+    if may_refuse(module) or not _torch_reads(user_module(module), state):
         undo.callback(_module_snapshot(module))
     unread = module.load_state_dict(state, strict=False).unexpected_keys
     now = module.state_dict() if unread else {}
@@ -76,7 +76,7 @@ def _equal(saved: Any, own: Any) -> bool:
 
 def may_refuse(module: nn.Module) -> bool:
     """Return whether code of the user's runs while a state that fits is loaded into `module`: torch's own only copies."""
-    own = _user_module(module)
+    own = user_module(module)
     return any(_has_own_code(child) for child in own.modules())
 
 
@@ -85,7 +85,7 @@ def read_by_torch(module: nn.Module) -> dict[str, torch.Tensor]:
 
     Without those that have several names, which may differ in a file, and those whose masters take over what is loaded.
     """
-    own = _user_module(module)
+    own = user_module(module)
     if may_refuse(module):
         return {}
     watched = LoadedWeights.watched(own)
@@ -104,7 +104,7 @@ def _has_own_code(module: nn.Module) -> bool:
 
 
 def _module_snapshot(module: nn.Module) -> Callable[[], None]:
-    own = _user_module(module)
+    own = user_module(module)
     python = StateSnapshot([own, LoadedWeights.in_hooks_of(own)], numbers=False, random=False)
     # In host memory: next to the weights a device may have no room for a second copy.
     numbers = [(tensor, _host_copy(tensor)) for tensor in (*own.parameters(), *own.buffers())]
@@ -127,10 +127,6 @@ def _module_snapshot(module: nn.Module) -> Callable[[], None]:
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
-
-
-def _user_module(module: nn.Module) -> nn.Module:
-    return bare(module.module) if isinstance(module, ModelWrapper) else module
 
 
 def _with_attributes(part: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""What a checkpoint says beside its tensors: a tree of names, as JSON, in which a reference stands in each tensor's place.
+"""What a checkpoint says besides its tensors: a tree of names, as JSON, with a reference in each tensor's place.
 
 `encode` makes it of what objects say of themselves, and `decode` gives that back, without a pickle. `read_tree` reads the file
 and holds it to its form, so that what loads it may index without asking.
@@ -26,7 +26,7 @@ OWN = (
     "own"  # key of the tree: by rank, under which name of the checkpoint it has a tensor of its own, by the common name
 )
 _TAG = "__booster__"  # the key of everything that JSON has no form for
-_ORDER = "order"  # of a reference to a tensor whose dimensions lie in memory otherwise than in a file
+_ORDER = "order"  # key of a reference to a tensor with dimensions in another order of memory than in a file
 
 
 def encode(value: Any, where: str, tensors: dict[str, HeldTensor]) -> Any:
@@ -218,7 +218,7 @@ def _check_names(tree: Mapping[str, Any]) -> None:
     modules = [f"{kind}/{name}/" for kind in ("models", "criteria") for name in tree[kind]]
     for weight, master in tree["masters"].items():
         if master not in kept or not weight.startswith(tuple(modules)):
-            raise ValueError(f"it tells of a master {master!r} behind {weight!r}, and one of them is not in it")
+            raise ValueError(f"it has a master {master!r} behind {weight!r}, and one of them is not in it")
 
 
 def _check_references(tree: Mapping[str, Any], manifest: Manifest) -> None:

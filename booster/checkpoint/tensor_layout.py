@@ -41,7 +41,7 @@ def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def can_be_read_into(held: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether the bytes of a tensor of `shape` and `dtype`, or this rank's part of them, lie in `held` as in a file."""
+    """Whether the bytes of a tensor of `shape` and `dtype`, or this rank's part of them, are in `held` as in a file."""
     if held.dtype != dtype or tuple(held.shape) != shape or (is_dtensor(held) and not _is_boxes(held)):
         return False
     local = local_shard(held)

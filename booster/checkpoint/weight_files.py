@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from booster.checkpoint.manifest import PAIRS, SAFETENSORS_DTYPES, CheckpointError
+from booster.checkpoint.objects import user_module
 from booster.checkpoint.tensor_file import Entry, entries_of
 from booster.checkpoint.tensor_layout import empty_like_whole, shard_like
 from booster.common.untrusted_files import ROOM, names_a_regular_file, open_regular, parse_json, read_regular
-from booster.interface.model import ModelWrapper
 from booster.model.dtensors import local_shard
-from booster.model.modules import bare, places_of
+from booster.model.modules import places_of
 
 # (name of one file, ending) as transformers looks for them.
 SAFETENSORS, TORCH = ("model", ".safetensors"), ("pytorch_model", ".bin")
@@ -62,7 +62,7 @@ def is_safetensors(file: Path) -> bool:
 
 
 def named_in(path: Path) -> Iterator[tuple[str, Entry | torch.Tensor]]:
-    """Yield every tensor in files of weights by its name: where it lies in a safetensors file; of `torch.save`, read."""
+    """Yield every tensor in files of weights by its name: as an entry of a safetensors file; of `torch.save`, read."""
     for file in weight_files(path):
         yield from entries_of(file).items() if is_safetensors(file) else read_torch_file(file)
 
@@ -100,8 +100,13 @@ def read_torch_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 @dataclass
 class FittedWeights:
-    """What files of weights have for a module. state: what it must be given, read, and divided as it is there. in_place: where
-    an entry's numbers are to be read to, with the tensor. left_out: names that one side alone has, in words."""
+    """What files of weights have for a module.
+
+    Attributes:
+        state: what the module must be given; read already, and sharded as it is there.
+        in_place: entries that are read into the module's own tensors, with these.
+        left_out: names that one side alone has, in words.
+    """
 
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     in_place: dict[str, tuple[Entry, torch.Tensor]] = field(default_factory=dict)
@@ -176,8 +181,7 @@ def half_read(error: Exception) -> CheckpointError:
 
 def ties_that_differ(module: nn.Module, state: Mapping[str, Any]) -> Iterator[str]:
     """Say which names of one tensor of `module` have not the same numbers in `state`: of these a load would keep the last."""
-    inner = bare(module.module) if isinstance(module, ModelWrapper) else module
-    for places in places_of(inner, buffers=True).values():
+    for places in places_of(user_module(module), buffers=True).values():
         names = [place.name for place in places if place.name in state]
         for name in names[1:]:
             if not _same_bits(state[name], state[names[0]]):

@@ -69,9 +69,9 @@ class DataLoaderWrapper:
             raise TypeError(f"dataloader must be an iterable of batches, got {arguments.described(loader)}")
         self._loader = loader
         self.device = torch.device(device)
-        self._announced = EpochSetter(loader)
+        self._epochs = EpochSetter(loader)
         self._counts = SamplerCounters(loader)
-        self._epoch = self._announced.epoch
+        self._epoch = self._epochs.epoch
         self._chosen = False  # whether the user has set the next epoch here
         # Of iterators no more is kept than how far they are: their workers end with the loop that is left.
         self._current: Progress | None = None  # of the one that yielded last
@@ -236,13 +236,13 @@ class DataLoaderWrapper:
 
     def __iter__(self) -> Iterator[Any]:
         if not self._chosen:
-            said = self._announced.changed()
+            said = self._epochs.changed()
             self._epoch = self._epoch if said is None else said
         self._chosen = False
         position, self._position = self._position, None
         if position is not None and position["epoch"] != self._epoch:
             position = None  # the user has chosen another epoch since
-        iteration = EpochIterator(self._loader, self._announced, self._counts, self._epoch, position, self._deliver)
+        iteration = EpochIterator(self._loader, self._epochs, self._counts, self._epoch, position, self._deliver)
         self._newest = iteration.progress
         self._epoch += 1
         return iteration

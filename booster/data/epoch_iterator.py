@@ -1,7 +1,7 @@
 """One pass over a loader, from the beginning of an epoch or from a position in it; and what a position says.
 
 `position_of` checks a state dict of a boosted loader against the loader that goes on from it. `EpochIterator` begins there: a
-loader that can skip is told how many samples were seen; any other makes its pass again, from the random states of its
+loader that can skip leaves out the samples that were seen; any other makes its pass again, from the random states of its
 beginning.
 """
 
@@ -154,20 +154,20 @@ class EpochIterator:
     def __init__(
         self,
         loader: Any,
-        announced: EpochSetter,
+        epochs: EpochSetter,
         counts: SamplerCounters,
         epoch: int,
         position: Mapping[str, Any] | None,
         deliver: Callable[[Progress, Any], Any],
     ) -> None:
         self._loader = loader
-        self._announced = announced
+        self._epochs = epochs
         self._counts = counts
         self._deliver = deliver
         self._ahead: list[Any] = []  # read after what should have been the last batch
         self._end: list[Exception] = []  # how the loader ended, until that is raised
         self.progress = progress = Progress(epoch, counts=counts.now(), stride=stride(loader))
-        announced.tell(epoch)
+        epochs.set(epoch)
         try:
             self._length: int | None = len(loader)
         except (TypeError, NotImplementedError):
@@ -215,7 +215,7 @@ class EpochIterator:
 
     @property
     def num_batches(self) -> int | None:
-        """Of the whole epoch, those before a resume too; None where nobody knows."""
+        """Of the whole epoch, those before a resume too; None where that is not known."""
         return None if self._length is None else self.progress.before + self._length
 
     def __iter__(self) -> Iterator[Any]:
@@ -223,9 +223,9 @@ class EpochIterator:
 
     def __next__(self) -> Any:
         progress = self.progress
-        if progress.count == 0 and self._announced.epoch != progress.epoch:
+        if progress.count == 0 and self._epochs.epoch != progress.epoch:
             # Samplers draw their order when the first batch is asked for, and another iterator was made since.
-            self._announced.tell(progress.epoch)
+            self._epochs.set(progress.epoch)
             if progress.start:
                 self._loader.start_after(progress.start)
         if self._end:

@@ -1,4 +1,4 @@
-"""What the samplers of any loader tell: how it is dealt to ranks, and of which epoch it is."""
+"""What the samplers of any loader say: how it is dealt to ranks, its order, and its epoch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, 
 from booster.common.text import listed
 from booster.ranks.agreement import gather
 
-_TORCHS = ("torch.", "torchdata.")  # whose samplers draw one order on all ranks
+_TORCHS = ("torch.", "torchdata.")  # their samplers draw one order on all ranks
 _logger = logging.getLogger(__name__)
 
 
 def check_sharded(loader: Iterable[Any], world_size: int) -> None:
     """Raise ValueError if `loader` would give each of `world_size` ranks the same data, or the shares of another world.
 
-    A loader whose sharding cannot be seen, over an IterableDataset or not made of samplers at all, is accepted with a
+    A loader with a sharding that cannot be seen, over an IterableDataset or not made of samplers at all, is accepted with a
     logged warning.
     """
     if world_size <= 1:
@@ -141,23 +141,24 @@ def is_stateful(part: Any) -> bool:
 
 
 class EpochSetter:
-    """The epochs that a loader, its sampler and its batch sampler are told, those of them that have `set_epoch`.
+    """Sets the epoch of a loader, its sampler and its batch sampler, of those that have `set_epoch`.
 
-    epoch: what they were told last, or held from the beginning, 0 where none says.
+    Attributes:
+        epoch: what was set last, or what they had from the beginning; 0 where none says.
     """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self.epoch = next((epoch for epoch in self._held() if epoch is not None), 0)
 
-    def tell(self, epoch: int) -> None:
+    def set(self, epoch: int) -> None:
         """Call `set_epoch` of all."""
         for target in self._targets():
             target.set_epoch(epoch)
         self.epoch = epoch
 
     def changed(self) -> int | None:
-        """Return the epoch that somebody else has told one of them since; None where nobody has."""
+        """Return the epoch that was set in one of them from elsewhere since; None where none was."""
         return next((epoch for epoch in self._held() if epoch not in (None, self.epoch)), None)
 
     def _targets(self) -> list[Any]:

@@ -58,7 +58,7 @@ class SeededDataLoader(DataLoader[Any]):
 
     @property
     def seed_of_order(self) -> int:
-        """What the order of the samples follows from, beside the epoch."""
+        """What the order of the samples follows from, besides the epoch."""
         return self._seed
 
     @property

@@ -1,4 +1,4 @@
-"""Models and criteria in a checkpoint, and what a precision keeps of a model beside its weights."""
+"""Models and criteria in a checkpoint, and what a precision keeps of a model besides its weights."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from booster.checkpoint.manifest import CheckpointError, dtype_of
+from booster.checkpoint.objects import user_module
 from booster.checkpoint.parts.part import LoadContext, Part, SaveContext, Step, leaves_out_frozen
 from booster.checkpoint.saved_checkpoint import SavedCheckpoint
 from booster.checkpoint.snapshots import load_module, may_refuse, read_by_torch
@@ -25,7 +26,7 @@ from booster.common.untrusted_files import JsonForm, check_form
 from booster.interface.model import ModelWrapper, extras_of
 from booster.masters.loaded_weights import LoadedWeights
 from booster.model.dtensors import local_shard
-from booster.model.modules import bare, names_of, parents
+from booster.model.modules import names_of, parents
 from booster.tensors.trees import HALF_DTYPES
 
 _logger = logging.getLogger(__name__)
@@ -73,12 +74,9 @@ def _kept(kind: str, module: nn.Module, into: SaveContext) -> dict[str, Any]:
 
 def _frozen_names(module: nn.Module) -> frozenset[str]:
     """Return all names of parameters of `module` that do not train, as users know them."""
-    own = bare(module.module) if isinstance(module, ModelWrapper) else module
-    return frozenset(name for param, names in names_of(own).items() if not param.requires_grad for name in names)
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    return frozenset(
+        name for param, names in names_of(user_module(module)).items() if not param.requires_grad for name in names
+    )
 
 
 def _is_of(key: str, params: frozenset[str]) -> bool:
@@ -125,7 +123,9 @@ class _Entry:
                 yield f"{self.what}: {key} has dtype {dtype_of(entry)} in the checkpoint and {value.dtype} here"
                 continue
             in_place = key in own and local_shard(own[key]).data_ptr() == local_shard(value).data_ptr()
-            if not in_place or not self._saved.request_in_place(sources[key], value, partial(_itself, value)):
+            if not in_place or not self._saved.request_in_place(
+                sources[key], value, partial(torch.Tensor.detach, value)
+            ):
                 self._saved.request(sources[key], value)
 
     def state(self) -> dict[str, Any]:
@@ -150,8 +150,7 @@ class _Entry:
         """
         sources = {key: reference(value) for key, value in saved.items()}
         wide = self._saved.masters_behind(self._kind, self._name)
-        module = bare(self.module.module) if isinstance(self.module, ModelWrapper) else self.module
-        watched = LoadedWeights.watched(module)
+        watched = LoadedWeights.watched(user_module(self.module))
         for key in wide.keys() & sources.keys() & current.keys():
             if key in watched or not self._is_half(sources[key], current[key]):
                 sources[key] = wide[key]
@@ -164,7 +163,7 @@ class _Entry:
 
 
 class _ModelState(Part):
-    """What a precision keeps of a model beside its weights, by the model's name; other precisions have none.
+    """What a precision keeps of a model besides its weights, by the model's name; other precisions have none.
 
     To add one: what it is and where it is found, as below, and its name in `parts.PARTS`.
 

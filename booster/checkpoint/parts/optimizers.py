@@ -8,17 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from booster.checkpoint.manifest import CheckpointError
-from booster.checkpoint.objects import Objects
+from booster.checkpoint.objects import Objects, user_module
 from booster.checkpoint.parts.part import LoadContext, Part, SaveContext, Step
 from booster.checkpoint.saved_checkpoint import SavedCheckpoint
 from booster.checkpoint.state_tree import BESIDE, has_order, reference, references
-from booster.checkpoint.tensor_layout import HeldTensor
 from booster.common.text import listed
-from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.masters.masters import has_half_elements
 from booster.model.modules import bare
@@ -179,7 +176,10 @@ class _Entry:
             }
             own["masters"] = {
                 "weights": {
-                    key: _float(self._saved.tensor(source)) for key, source in weights.items() if source is not None
+                    key: held.with_values(held.values.float()) if isinstance(held, FlatShard) else held.float()
+                    for key, source in weights.items()
+                    if source is not None
+                    for held in (self._saved.tensor(source),)
                 },
                 **({"rounding": self._saved.value(rounding)} if rounding else {}),
             }
@@ -201,10 +201,6 @@ class _Entry:
         )
 
 
-def _float(tensor: HeldTensor) -> HeldTensor:
-    return tensor.with_values(tensor.values.float()) if isinstance(tensor, FlatShard) else tensor.float()
-
-
 def _params(optimizer: OptimizerWrapper) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
@@ -213,7 +209,8 @@ def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
     """Return the state dict of `optimizer` with whole parameter names for numbers, and each group's place for its names.
 
     "own": what torch's state dicts do not have, or all of one of another form, as optimizers around others write it. "inner":
-    the states of such others, by attribute, where it has them not. Raises CheckpointError where nobody could put them together.
+    the states of such others, by attribute, where it has them not. Raises CheckpointError where no load could put them
+    together.
     """
     state = optimizer.divided_state_dict()
     names = optimizer.parameter_names()
@@ -285,7 +282,7 @@ def _loadable(name: str, optimizer: OptimizerWrapper) -> dict[str, Any]:
 
 
 def _cut_within_containers(optimizer: OptimizerWrapper, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The parameters that are stepped in parts, and have tensors in containers: nobody puts those together."""
+    """The parameters that are stepped in parts, and have tensors in containers, which no load could put together."""
     update = update_of(optimizer)
     if kind_of(optimizer.unwrap()) != "elementwise":
         return []
@@ -317,14 +314,9 @@ def masters_behind(objects: Objects, optimizers: Mapping[str, Any]) -> dict[str,
         f"{kind}/{name}/{key}": masters[param]
         for kind, modules in (("models", objects.models), ("criteria", objects.criteria))
         for name, module in modules.items()
-        for key, param in _named_as_users_do(module)
+        for key, param in user_module(module).named_parameters(remove_duplicate=False)
         if param in masters
     }
-
-
-def _named_as_users_do(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    own = bare(module.module) if isinstance(module, ModelWrapper) else module
-    return own.named_parameters(remove_duplicate=False)
 
 
 def _without_names(own: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,9 +26,13 @@ def leaves_out_frozen(run: Mapping[str, Any]) -> bool:
 
 @dataclass
 class SaveContext:
-    """What one rank puts into a checkpoint. shared: tensors that ranks have together, by name; own: those of this rank.
+    """What one rank puts into a checkpoint.
 
-    frozen: whether parameters of models that do not train are among them.
+    Attributes:
+        rank: which one.
+        frozen: whether parameters of models that do not train are among it.
+        shared: tensors that all ranks have, or shards of them, by name.
+        own: tensors of this rank alone.
     """
 
     rank: int
@@ -37,7 +41,7 @@ class SaveContext:
     own: Tensors = field(default_factory=dict)
 
     def replicated(self, value: Any, name: str) -> Any:
-        """Return `value` for the tree, with tensors under `name` that all ranks have, or parts of them."""
+        """Return `value` for the tree, with tensors under `name` that all ranks have, or shards of them."""
         return encode(value, name, self.shared)
 
     def per_rank(self, value: Any, name: str) -> Any:
@@ -47,7 +51,13 @@ class SaveContext:
 
 @dataclass(frozen=True)
 class LoadContext:
-    """A checkpoint, as it was found, and the rank that loads it. strict: whether models must have just its entries."""
+    """A checkpoint, and the rank that loads it.
+
+    Attributes:
+        saved: the checkpoint, of which tensors are requested.
+        rank: which one loads.
+        strict: whether models must have just its entries.
+    """
 
     saved: SavedCheckpoint
     rank: int
@@ -64,20 +74,21 @@ class LoadContext:
 
 
 Step = tuple[str, Callable[[ExitStack], None]]
-"""What is given a state, in words, and what gives it; the argument has the ways back, see `Part.steps`."""
+"""What is given a state, in words, and what gives it; the argument gets what takes it back, see `Part.steps`."""
 
 
 class Part:
-    """What the tree of a checkpoint says under some keys, the tensors behind that, and the objects of the job that it is of.
+    """What a checkpoint says of one kind of object: keys of its tree, tensors that these refer to, and objects of the job.
 
     One is made for each save and each load. A save asks `collect`. A load asks every part to `compare`, reads all that they
-    want of the checkpoint, asks every part to `prepare`, and then takes their `steps`, by `turn`. Where one raises, on any
-    rank, all that came before is undone, and no object has changed. `finish` comes after all, and cannot fail.
+    requested, asks every part to `prepare`, and then takes their `steps`, by `turn`. Where one raises, on any rank, all that
+    came before is undone, and no object has changed. `finish` comes after all, and cannot fail.
 
     To add one: a subclass that overrides what it needs, and its name in `parts.PARTS`.
 
-    of_ranks: keys under which the tree has each rank's own, in a list; under others it has what ranks say together.
-    turn: objects of the user's, which may refuse, come before what only copies.
+    Attributes:
+        of_ranks: keys under which the tree has each rank's own, in a list; under others it has what ranks say together.
+        turn: objects of the user's, which may refuse, come before what only copies.
     """
 
     of_ranks: tuple[str, ...] = ()
