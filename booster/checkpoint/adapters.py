@@ -21,7 +21,7 @@ from booster.common.text import listed
 from booster.common.torch_internals.tensor_internals import gather_full
 from booster.interface.model import ModelWrapper
 from booster.model.dtensors import is_dtensor
-from booster.model.modules import bare, names_of
+from booster.model.modules import bare, parameter_names
 from booster.ranks.agreement import gather
 
 _WRAPPER = "base_model.model."  # what peft puts before the names of a model
@@ -100,7 +100,7 @@ def _refuse_what_is_left_out(
     prompts = any("prompt_embeddings" in tensors for tensors in kept.values())
     left_out = [
         names_here[0]
-        for param, names_here in names_of(model).items()
+        for param, names_here in parameter_names(model).items()
         if param.requires_grad
         and not any(id(state.get(name)) in written or (prompts and name.startswith(_ENCODER)) for name in names_here)
     ]

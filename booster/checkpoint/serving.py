@@ -25,7 +25,7 @@ from booster.common.text import listed
 from booster.frozen import FORMS, Form, FrozenLinear, origins_of
 from booster.interface.model import ModelWrapper
 from booster.mixed_precision.policy import dtypes_read
-from booster.model.modules import bare, places_of
+from booster.model.modules import bare, tensor_places
 from booster.number_formats import E4M3, INT8, NumberFormat, ScaledTensor, Scaling, scale_to
 from booster.ranks.agreement import gather
 
@@ -119,7 +119,7 @@ class ServedLayers:
 
 def layers_of(model: nn.Module) -> ServedLayers:
     """Return what the user's `model` says of its layers, as far as this rank has them."""
-    places = places_of(model)
+    places = tensor_places(model)
     shared = {place.holder for found in places.values() if len(found) > 1 for place in found}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     makes_logits = set() if head is None else set(head.modules())  # adapters are around it

@@ -16,7 +16,7 @@ from booster.common.text import listed
 from booster.data import DataLoaderWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.masters.loaded_weights import LoadedWeights
-from booster.model.modules import places_of
+from booster.model.modules import tensor_places
 from booster.tensors.trees import map_tensors
 
 _OURS = ("torch.", "booster.")
@@ -89,7 +89,7 @@ def read_by_torch(module: nn.Module) -> dict[str, torch.Tensor]:
     if may_refuse(module):
         return {}
     watched = LoadedWeights.watched(own)
-    found = {places[0].name: tensor for tensor, places in places_of(own, buffers=True).items() if len(places) == 1}
+    found = {places[0].name: tensor for tensor, places in tensor_places(own, buffers=True).items() if len(places) == 1}
     return {name: tensor for name, tensor in found.items() if name not in watched}
 
 

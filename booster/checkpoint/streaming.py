@@ -20,7 +20,7 @@ from booster.common.text import listed
 from booster.common.untrusted_files import open_regular
 from booster.frozen import Form, FrozenLinear, note_origin
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules
-from booster.model.modules import TensorPlace, places_of
+from booster.model.modules import TensorPlace, tensor_places
 
 _logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def _plan(
     kept = KeptModules(model, tuple(keep), option="keep")
     params = {id(param) for param in model.parameters()}
     steps, problems, used = [], [], set()
-    for tensor, places in places_of(model, buffers=True).items():
+    for tensor, places in tensor_places(model, buffers=True).items():
         saved = [place for place in places if place.own not in place.holder._non_persistent_buffers_set]
         names = [place.name for place in saved if place.name in entries]
         used |= set(names)

@@ -20,7 +20,7 @@ from booster.checkpoint.tensor_file import Entry, entries_of
 from booster.checkpoint.tensor_layout import empty_like_whole, shard_like
 from booster.common.untrusted_files import ROOM, names_a_regular_file, open_regular, parse_json, read_regular
 from booster.model.dtensors import local_shard
-from booster.model.modules import places_of
+from booster.model.modules import tensor_places
 
 # (name of one file, ending) as transformers looks for them.
 SAFETENSORS, TORCH = ("model", ".safetensors"), ("pytorch_model", ".bin")
@@ -181,7 +181,7 @@ def half_read(error: Exception) -> CheckpointError:
 
 def ties_that_differ(module: nn.Module, state: Mapping[str, Any]) -> Iterator[str]:
     """Say which names of one tensor of `module` have not the same numbers in `state`: of these a load would keep the last."""
-    for places in places_of(user_module(module), buffers=True).values():
+    for places in tensor_places(user_module(module), buffers=True).values():
         names = [place.name for place in places if place.name in state]
         for name in names[1:]:
             if not _same_bits(state[name], state[names[0]]):

@@ -11,7 +11,7 @@ from torch import nn
 from booster.common import arguments
 from booster.frozen import FORMS, Form, FrozenLinear
 from booster.interface.model import PrecisionModule
-from booster.model.modules import parents, places_of
+from booster.model.modules import parents, tensor_places
 
 StorageDtype = torch.dtype | Literal["int8", "fp8", "nf4"]
 _HALF = (torch.bfloat16, torch.float16)
@@ -59,7 +59,7 @@ def freeze_linears(model: nn.Module, form: Form | torch.dtype, trained: tuple[st
 
     trained: ends of names of modules that train, and stay as they are. Raises ValueError where there is nothing to store.
     """
-    shared = {place.holder for found in places_of(model).values() if len(found) > 1 for place in found}
+    shared = {place.holder for found in tensor_places(model).values() if len(found) > 1 for place in found}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     layers = {
         name: module

@@ -17,7 +17,7 @@ from booster.mixed_precision.keep_fp32 import Float32Forward
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.policy import DtypePolicy
 from booster.mixed_precision.products import multiplies
-from booster.model.modules import bare, places_of
+from booster.model.modules import bare, tensor_places
 
 _COLUMNS = ("module", "kind", "stored in", "loaded from", "computes in", "gradient in", "bytes")
 
@@ -95,7 +95,7 @@ def describe(model: nn.Module) -> Description:
         if isinstance(vars(module).get("forward"), Float32Forward)
         for child in module.modules()
     }
-    first = {id(tensor): places[0].holder for tensor, places in places_of(inner, buffers=True).items()}
+    first = {id(tensor): places[0].holder for tensor, places in tensor_places(inner, buffers=True).items()}
     rows = []
     for name, module in inner.named_modules():
         own = [*_own(module)]

@@ -10,7 +10,7 @@ import torch
 from booster.masters.formats import Format
 from booster.masters.offload import HostMemory
 from booster.masters.quantized_state import StateQuantizer, dequantized
-from booster.model.dtensors import around, empty_handle, inner_tensor, is_dtensor, local_shard
+from booster.model.dtensors import dtensor_around, empty_handle, inner_tensor, is_dtensor, local_shard
 from booster.tensors.flat import ALIGNMENT, Piece, aligned, flat_like, renumber
 
 _ADDRESS = torch.Tensor.data_ptr
@@ -171,7 +171,7 @@ class Bucket:
             tensor.data = value
         if grads is not None:
             for handle, grad in zip(self.handles, self.handles_of(grads) if self.whole else (grads,), strict=True):
-                handle.grad = around(grad, handle) if self._divided else grad
+                handle.grad = dtensor_around(grad, handle) if self._divided else grad
 
     def detach(self) -> None:
         """Take data and gradients from the handles. What an optimizer put in the place of the data is copied to it."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from booster.masters.rounding import rounded
 from booster.model.dtensors import is_dtensor
-from booster.model.modules import names_of
+from booster.model.modules import parameter_names
 from booster.shards import Shards
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class LoadedWeights:
 
     def _names(self, model: nn.Module) -> dict[str, list[str]]:
         """Return all names in `model` of each parameter of interest, by the name that masters know."""
-        return {name: names for names in names_of(model).values() for name in names if name in self._wanted}
+        return {name: names for names in parameter_names(model).values() for name in names if name in self._wanted}
 
     def take(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """Return the values for `names`, and forget them."""

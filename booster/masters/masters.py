@@ -22,7 +22,7 @@ from booster.masters.offload import HostMemory, can_offload
 from booster.masters.options import MasterOptions
 from booster.masters.rounding import RoundingRNG, rounded
 from booster.masters.states import as_of_master, signature, state_of_bucket, state_of_params
-from booster.model.dtensors import around, is_dtensor, local_shard
+from booster.model.dtensors import dtensor_around, is_dtensor, local_shard
 from booster.model.optimizer_kinds import check_attributes, kind_of
 from booster.shards.base import State
 from booster.tensors.flat import Piece, bucket_size, cut, cut_apart, flat_like, is_dense, pack, shaped_like
@@ -338,7 +338,7 @@ class Masters:
         for param in params:
             own = [master for _, master in sorted(pieces[param], key=lambda found: found[0])]
             layout = local_shard(param) if is_dtensor(param) else self.layouts[param]
-            values[param] = around(shaped_like(own[0] if len(own) == 1 else torch.cat(own), layout), param)
+            values[param] = dtensor_around(shaped_like(own[0] if len(own) == 1 else torch.cat(own), layout), param)
         return values
 
     def states_of(self, buckets: Iterable[Bucket]) -> dict[torch.Tensor, State]:

@@ -224,7 +224,7 @@ def estimate_placed(
     device: of the rank.
     options: how the optimizer steps, see `UpdateOptions`.
     """
-    known: Any = plugin.memory_layout
+    known: Any = plugin.divides_as
     if known is None:
         raise ValueError(
             f"what a rank holds under this {type(plugin).__name__} is not known to the estimate; it knows {list(PLANS)}, as "

@@ -18,7 +18,7 @@ from booster.common import arguments
 from booster.common.arguments import as_fraction
 from booster.common.text import listed
 from booster.common.torch_internals.tensor_internals import BatchNorm
-from booster.model.modules import matcher, parents, places_of, repeated_blocks
+from booster.model.modules import matcher, parents, repeated_blocks, tensor_places
 from booster.tensors.cast_regions import NewTensors, cast_floats, disabled
 from booster.tensors.trees import HALF_DTYPES
 from booster.tensors.weak import ForwardDepth, ForwardProxy, as_weak, strip_weak
@@ -305,7 +305,7 @@ def is_batch_norm(name: str, module: nn.Module) -> bool:
 def check_untied(model: nn.Module, names: Iterable[str]) -> None:
     """Raise ValueError if a module of `names` shares a parameter or buffer with one that stays in half precision."""
     kept = {id(model.get_submodule(name)) for name in names}
-    for tensor, places in places_of(model, buffers=True).items():
+    for tensor, places in tensor_places(model, buffers=True).items():
         by_side = {any(id(module) in kept for module in place.path): place.name for place in reversed(places)}
         if tensor.is_floating_point() and len(by_side) == 2:
             raise ValueError(

@@ -30,7 +30,7 @@ from booster.mixed_precision.keep_fp32 import (
     selected_buffers,
 )
 from booster.mixed_precision.products import product_modules
-from booster.model.modules import bare, parents, places_of
+from booster.model.modules import bare, parents, tensor_places
 from booster.model.params import Done, set_tensors
 from booster.shards import Shards
 from booster.tensors.trees import HALF_DTYPES
@@ -270,7 +270,7 @@ def dtypes_read(model: nn.Module, half: torch.dtype | None, *, weights: bool) ->
         return {}
     products = frozenset() if weights else product_modules(model, placed=True)
     found: dict[str, torch.dtype] = {}
-    for tensor, places in places_of(model).items():
+    for tensor, places in tensor_places(model).items():
         kept = any(isinstance(vars(module).get("forward"), Float32Forward) for p in places for module in p.path)
         read = weights or any(place.name.rpartition(".")[0] in products for place in places)
         if tensor.dtype == torch.float32 and read and not kept:

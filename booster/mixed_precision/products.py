@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from booster.mixed_precision.keep_fp32 import Float32Forward
-from booster.model.modules import places_of
+from booster.model.modules import tensor_places
 
 # Of each, the forward that hands these parameters of its own to functions which autocast runs in half, and to no others.
 _PRODUCTS: tuple[tuple[Any, frozenset[str]], ...] = (
@@ -40,7 +40,7 @@ def product_modules(model: nn.Module, *, placed: bool = False) -> frozenset[str]
     `keep_fp32`. A forward that reads the weight of such a module by itself, or leaves autocast by itself, is not seen.
     placed: those, too, whose forward a plugin wrapped to run it on a part.
     """
-    places = [(tensor, place) for tensor, found in places_of(model).items() for place in found]
+    places = [(tensor, place) for tensor, found in tensor_places(model).items() for place in found]
     refused = {
         place.holder
         for tensor, place in places

@@ -39,7 +39,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def around(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def dtensor_around(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """Return a tensor laid out as `whole`, of which this rank holds `local`; where `whole` is no DTensor, `local`."""
     if not is_dtensor(whole):
         return local
@@ -55,7 +55,7 @@ def empty_handle(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a float32 leaf of the shape and layout of `like`, without storage: a parameter, or a DTensor."""
     empty = torch.zeros((), dtype=torch.float32, device=device).expand(local_shard(like).shape)
     # Not as a parameter: `to_local` of one returns another tensor each time.
-    return around(empty, like).requires_grad_() if is_dtensor(like) else nn.Parameter(empty)
+    return dtensor_around(empty, like).requires_grad_() if is_dtensor(like) else nn.Parameter(empty)
 
 
 def inner_tensor(handle: torch.Tensor) -> torch.Tensor:

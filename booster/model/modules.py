@@ -137,7 +137,7 @@ class TensorPlace(NamedTuple):
         return self.path[-1]
 
 
-def places_of(model: nn.Module, *, buffers: bool = False) -> dict[torch.Tensor, list[TensorPlace]]:
+def tensor_places(model: nn.Module, *, buffers: bool = False) -> dict[torch.Tensor, list[TensorPlace]]:
     """Return every parameter of `model`, and with `buffers` every buffer, with all its places, in the model's order.
 
     A tensor of a module that is registered under two names has two places, too.
@@ -148,7 +148,7 @@ def places_of(model: nn.Module, *, buffers: bool = False) -> dict[torch.Tensor, 
     return found
 
 
-def names_of(model: nn.Module) -> dict[torch.Tensor, list[str]]:
+def parameter_names(model: nn.Module) -> dict[torch.Tensor, list[str]]:
     """Return all names of each parameter of `model`, in the order in which a state dict is loaded."""
     names: dict[torch.Tensor, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):

@@ -129,7 +129,7 @@ class Plugin(ABC):
         return f"{type(self).__name__} does not say when a gradient is complete on all ranks"
 
     @property
-    def memory_layout(self) -> str | None:
+    def divides_as(self) -> str | None:
         """Return the name under which `booster.memory` knows what a rank holds here; None: it does not know."""
         return None
 
@@ -235,7 +235,7 @@ class Plugin(ABC):
 class SingleDevice(Plugin):
     """No parallelism: every process trains its own model."""
 
-    memory_layout = "single"
+    divides_as = "single"
     release_refusal = None
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:

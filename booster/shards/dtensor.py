@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from booster.common.text import listed
 from booster.common.torch_internals.tensor_internals import gather_full, local_tensor, local_tensors, placed_differently
-from booster.model.dtensors import around
+from booster.model.dtensors import dtensor_around
 from booster.model.optimizer_kinds import check_attributes, kind_of, known, unknown
 from booster.ranks.agreement import all_names
 from booster.ranks.messages import reduced
@@ -99,7 +99,7 @@ class DTensorShards(Shards):
                 params[:] = own
             for param, shard, grad in given:
                 if shard.grad is not grad:
-                    param.grad = None if shard.grad is None else around(shard.grad, param)
+                    param.grad = None if shard.grad is None else dtensor_around(shard.grad, param)
                 shard.grad = None
             for shard, address in zip(map(_SECOND, given), addresses, strict=True):
                 if shard.data_ptr() != address:  # by `shard.data = ...`
@@ -286,7 +286,7 @@ class DTensorShards(Shards):
         if value.shape != shard.shape:
             return value
         # A view into a bucket of states would drag the bucket along, and torch.save refuses a DTensor of one.
-        return around(value.clone() if value.storage_offset() else value, param)
+        return dtensor_around(value.clone() if value.storage_offset() else value, param)
 
     def _cut_entry(self, value: Any, param: torch.Tensor | None) -> Any:
         if param is None or not isinstance(value, torch.Tensor) or value.shape != param.shape or value.dim() == 0:
@@ -366,7 +366,7 @@ def add_up_terms(params: Iterable[Any]) -> None:
         dist.all_reduce(total, group=mesh.get_group())
         sums = total.to(dtype).split([each.numel() for each in local])
         for param, each in zip(several, sums, strict=True):
-            param.grad = around(each.view(param.to_local().shape), param)
+            param.grad = dtensor_around(each.view(param.to_local().shape), param)
 
 
 def _own_gradient(param: Any) -> torch.Tensor | None:

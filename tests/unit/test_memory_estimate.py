@@ -366,7 +366,7 @@ def test_a_sparse_buffer_counts_by_its_indices_and_values():
 
 def test_a_booster_says_what_it_cannot_estimate_or_count():
     class Tensors(SingleDevice):
-        memory_layout = None
+        divides_as = None
 
     booster = Booster("cpu", plugin=Tensors())
     with pytest.raises(ValueError, match="what a rank holds under this Tensors is not known"):

@@ -26,7 +26,7 @@ from booster.common.untrusted_files import JsonForm, check_form
 from booster.interface.model import ModelWrapper, extras_of
 from booster.masters.loaded_weights import LoadedWeights
 from booster.model.dtensors import local_shard
-from booster.model.modules import names_of, parents
+from booster.model.modules import parameter_names, parents
 from booster.tensors.trees import HALF_DTYPES
 
 _logger = logging.getLogger(__name__)
@@ -75,7 +75,10 @@ def _kept(kind: str, module: nn.Module, into: SaveContext) -> dict[str, Any]:
 def _frozen_names(module: nn.Module) -> frozenset[str]:
     """Return all names of parameters of `module` that do not train, as users know them."""
     return frozenset(
-        name for param, names in names_of(user_module(module)).items() if not param.requires_grad for name in names
+        name
+        for param, names in parameter_names(user_module(module)).items()
+        if not param.requires_grad
+        for name in names
     )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from booster.common.torch_internals.tensor_internals import sparse_values, version
 from booster.masters.masters import Masters
 from booster.mixed_precision.apex.gradients import NO_CLOSURE, ApexGradients
-from booster.model.dtensors import around, local_shard
+from booster.model.dtensors import dtensor_around, local_shard
 from booster.tensors.grads import gradient_values, own_memory, scale_values, unscale_values
 from booster.update.context import UpdateContext
 from booster.update.gradients import Gradients
@@ -96,7 +96,7 @@ class ApexMasterGradients(ApexGradients):
                 continue
             master = nn.Parameter(values[param].detach())
             total = self._sums.get(param)
-            master.grad = None if total is None else around(total, param)
+            master.grad = None if total is None else dtensor_around(total, param)
             yield master
 
     @property
@@ -180,7 +180,7 @@ class ApexMasterGradients(ApexGradients):
         grad = param.grad
         if grad is None or grad.is_sparse or grad.requires_grad:
             with torch.set_grad_enabled(total.requires_grad):
-                param.grad = around(total.to(param.dtype), param)
+                param.grad = dtensor_around(total.to(param.dtype), param)
         else:
             own_memory([param])
             local_shard(param.grad).copy_(total.detach())  # type: ignore[arg-type]

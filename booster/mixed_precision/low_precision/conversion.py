@@ -23,7 +23,7 @@ from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.operands import QuantizedWeights
 from booster.mixed_precision.low_precision.recipes import Recipe
 from booster.mixed_precision.policy import DtypePolicy
-from booster.model.modules import bare, places_of
+from booster.model.modules import bare, tensor_places
 from booster.ranks.agreement import gather
 
 # Under the name that docs/low_precision.md gives users.
@@ -258,7 +258,7 @@ def _shown(name: str) -> str:
 def _read_alone(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
     """Return those of `names` of linear layers whose weight none but such layers read."""
     layers = {model.get_submodule(name) for name in names}
-    places = places_of(model)
+    places = tensor_places(model)
     alone = {tensor for tensor, found in places.items() if all(place.holder in layers for place in found)}
     return frozenset(name for name in names if model.get_submodule(name).weight in alone)
 

@@ -125,7 +125,7 @@ class TorchDDPPlugin(Plugin):
         return None
 
     @property
-    def memory_layout(self) -> str | None:
+    def divides_as(self) -> str | None:
         if self.group is None:
             return "single"
         return None if self._ddp_options["gradient_as_bucket_view"] or self._fp8 is not None else "ddp"

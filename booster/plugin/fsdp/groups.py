@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from booster.model.modules import places_of
+from booster.model.modules import tensor_places
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,7 @@ def _torn(model: nn.Module, homes: dict[int, int], in_fp32: dict[int, nn.Module]
     """Return the ids of blocks that hold a parameter which another group holds too."""
     users: dict[torch.Tensor, dict[int, tuple[str, bool]]] = {}
     # By path, because a module that is in two blocks shares its parameters too.
-    for param, places in places_of(model).items():
+    for param, places in tensor_places(model).items():
         for place in places:
             inner = [module for module in place.path if homes[id(module)] == id(module) or id(module) in in_fp32]
             home = homes[id(inner[-1])] if inner else id(model)

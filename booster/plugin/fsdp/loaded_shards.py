@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from booster.mixed_precision.policy import DtypePolicy
-from booster.model.dtensors import around
+from booster.model.dtensors import dtensor_around
 from booster.shards.dtensor import check_own
 from booster.shards.fully_sharded import forget_scales, reshard
 from booster.tensors.trees import HALF_DTYPES
@@ -75,4 +75,4 @@ def _refined(master: Any, weight: Any, dtype: torch.dtype) -> Any:
         return weight
     kept, given = master.detach().to_local(), weight.to_local().float()
     rounded = kept.to(dtype).float()
-    return around(torch.where((rounded == given) | (kept + kept == rounded + given), kept, given), master)
+    return dtensor_around(torch.where((rounded == given) | (kept + kept == rounded + given), kept, given), master)

@@ -192,7 +192,7 @@ class TorchFSDPPlugin(ShardingPlugin):
     release_refusal = None
 
     @property
-    def memory_layout(self) -> str | None:
+    def divides_as(self) -> str | None:
         if not self.stores_float32:
             return "single"
         plain = self._options == {"reshard_after_forward": True, "cpu_offload": False} and self._reduce_dtype is None

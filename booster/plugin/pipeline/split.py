@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from booster.model.modules import parents, places_of
+from booster.model.modules import parents, tensor_places
 from booster.plugin.forward_order import names_in_forward, side_of
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -105,7 +105,7 @@ def holders(model: nn.Module, split: Split) -> dict[str, list[tuple[str, int]]]:
     def stage_of(name: str) -> int:
         return next((owned[around] for around in parents(name) if around in owned), 0)
 
-    tensors = places_of(model).values()
+    tensors = tensor_places(model).values()
     return {places[0].name: [(place.name, stage_of(place.name)) for place in places] for places in tensors}
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from booster.model.dtensors import around, local_shard
+from booster.model.dtensors import dtensor_around, local_shard
 from booster.ranks.agreement import gather
 
 
@@ -78,7 +78,7 @@ class TiedWeights:
         for name, param in self.params.items():
             # Every rank sums in the order of ranks, so that copies stay equal to the bit.
             total = torch.stack([parts[name][rank] for rank in sorted(parts[name])]).sum(0).to(param.dtype)
-            summed: Any = around(total, param)
+            summed: Any = dtensor_around(total, param)
             if isinstance(param.grad, DTensor) and param.grad.placements != summed.placements:
                 param.grad = param.grad.redistribute(placements=summed.placements) + summed
             elif param.grad is not None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from booster.common import arguments
 from booster.frozen import FrozenLinear
-from booster.model.modules import matcher, places_of
+from booster.model.modules import matcher, tensor_places
 from booster.plugin.forward_order import names_in_forward, side_of
 from booster.plugin.tensor_parallel.attention import HeadParallel
 from booster.plugin.tensor_parallel.known_plans import derive_by_shape, derive_plan, within_adapters
@@ -354,7 +354,7 @@ Slots = list[tuple[str, nn.Module, str]]  # name of the parameter, its module, i
 def tied_slots(model: nn.Module) -> list[Slots]:
     """Return the places of every parameter of `model` that is in more than one."""
     found = []
-    for places in places_of(model).values():
+    for places in tensor_places(model).values():
         # A module that is registered twice is one slot.
         slots = {(id(place.holder), place.own): (place.name, place.holder, place.own) for place in reversed(places)}
         found.append(list(reversed(slots.values())))

@@ -165,8 +165,8 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
         return super().release_refusal
 
     @property
-    def memory_layout(self) -> str | None:
-        known = super().memory_layout  # None where there are views of buckets, as under reduce_scatter
+    def divides_as(self) -> str | None:
+        known = super().divides_as  # None where there are views of buckets, as under reduce_scatter
         return f"zero{self._stage}" if known == "ddp" else known
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
