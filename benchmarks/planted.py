@@ -46,7 +46,7 @@ from booster.interface.model import extras_of
 from booster.mixed_precision import Autopilot, NVFP4MixedPrecision, PrecisionSchedule
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import HighPrecision
-from booster.numerics.record.run import Run, read_run
+from booster.numerics.record.recorded_run import Run, read_run
 
 DIM, LENGTH, BATCH, VOCABULARY = 64, 16, 16, 32
 STEPS = 120

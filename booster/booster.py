@@ -316,7 +316,7 @@ class Booster:
                 guard_raw_calls(one, several_ranks=self.plugin.group is not None)
             for watching in (self._records, self._watcher):
                 if watching is not None:
-                    watching.follow(one, *own)
+                    watching.attach(one, *own)
         if not isinstance(model, (list, tuple)):
             self._run.attach(boosted, wrappers)
         if loader is not None:
@@ -384,7 +384,7 @@ class Booster:
         if self._shown_loss is not None:
             self._shown_loss.keep(loss if weight == 1.0 else loss.detach() * weight)
         if self._watcher is not None:
-            self._watcher.tape.end_pass(loss, optimizers, divisor)
+            self._watcher.log.end_pass(loss, optimizers, divisor)
 
     def execute_pipeline(
         self,
@@ -551,12 +551,12 @@ class Booster:
         call it alike. Cost: about three steps for a replay; one to some ten of them, and a copy of what they write to.
         Raises what `forward` raises, and TypeError for a `forward` that returns no loss.
         """
-        from booster.numerics.diagnosis.diagnose import diagnose
+        from booster.numerics.diagnosis.diagnosis import diagnose
         from booster.numerics.diagnosis.replay import replayed_scale
 
         arguments.function("forward", forward, "a function that computes and returns the loss")
         optimizers = refusals.check_boosted_optimizers(optimizer, "diagnose")
-        with nullcontext() if self._watcher is None else self._watcher.tape.paused():
+        with nullcontext() if self._watcher is None else self._watcher.log.paused():
             replay = self._replay(forward, optimizers, replayed_scale(optimizers))
             return diagnose(replay, group=self.plugin.group, device=self.device)
 
@@ -581,7 +581,7 @@ class Booster:
         arguments.function("train_step", train_step, "a function that makes one training step of a batch")
         optimizers = self._boosted.all_optimizers("capturable")
         batch, roots = to_device(example_batch, self.device), self._boosted.modules()
-        with nullcontext() if self._watcher is None else self._watcher.tape.paused(), self._unrecorded():
+        with nullcontext() if self._watcher is None else self._watcher.log.paused(), self._unrecorded():
             return reads_of(train_step, batch, roots=roots, optimizers=optimizers, device=self.device)
 
     def capture(self, train_step: Callable[..., Any], *example_batch: Any, max_graphs: int = 8) -> Callable[..., Any]:
@@ -1054,12 +1054,12 @@ class Booster:
 
     def _note_measurement(self, model: int, found: Measurement) -> None:
         if self._records is not None:
-            self._records.tell(model, found)
+            self._records.add_look(model, found)
 
     def _note_precision(self, phase: Phase, why: str) -> None:
         self._checkpoints.note(precision=repr(phase.precision))
         if self._records is not None:
-            self._records.go_over(phase.precision, self._boosted.wrappers(), repr(phase), why)
+            self._records.on_precision_switch(phase.precision, self._boosted.wrappers(), repr(phase), why)
 
     def _resumed(self, loaded: Loaded) -> Loaded:
         """Have the run go on where `loaded` was saved."""

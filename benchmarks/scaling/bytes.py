@@ -27,9 +27,9 @@ from benchmarks.scaling.decoder import PRECISIONS, Axis, Model, axis_shape, laye
 from benchmarks.scaling.formulas import Memory, held_memory, receive_buffers
 from benchmarks.scaling.job import MICRO_BATCH, Case, Decoder, loss_of, make_precision, run_step
 from benchmarks.scaling.moments import BUCKET, Load, Moments, step_moments
+from benchmarks.scaling.plan import Plan
 from benchmarks.scaling.traffic import Message, data_parallel_messages, pipeline_messages, tensor_parallel_messages
 from booster import Booster
-from booster.memory.plan import Plan
 from booster.plugin.ddp.gradient_reducer import MOST_IN_FLIGHT
 from booster.tensors.flat import SMALLEST_BUCKET, bucket_size
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from booster.memory.plan import Plan
+from benchmarks.scaling.plan import Plan
 
 Axis = Literal["dp", "replicate", "tp", "pp"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.scaling.decoder import Model, Precision, boundary_bytes
-from booster.memory.plan import Plan
+from benchmarks.scaling.plan import Plan
 
 ADAM_STATES = 8  # bytes a parameter: two float32 moments
 LOGIT = 12  # bytes a logit at the peak: float32 logits, their log-softmax, and its gradient

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.scaling.decoder import PRECISIONS, Model, hybrid
-from booster.memory.plan import Plan, ddp, fsdp, zero
+from benchmarks.scaling.plan import Plan, ddp, fsdp, zero
 from booster.mixed_precision import BF16MixedPrecision, BF16NaiveMixedPrecision, MixedPrecision
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 

@@ -15,7 +15,7 @@ from benchmarks.scaling.formulas import (
     logit_bytes,
     receive_buffers,
 )
-from booster.memory.plan import Plan
+from benchmarks.scaling.plan import Plan
 from booster.plugin.ddp.gradient_reducer import MOST_IN_FLIGHT
 from booster.tensors.flat import bucket_size
 

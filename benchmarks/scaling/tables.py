@@ -21,6 +21,7 @@ from benchmarks.scaling.decoder import (
 )
 from benchmarks.scaling.formulas import activations, held_memory, layer_activations
 from benchmarks.scaling.moments import Load, step_moments
+from benchmarks.scaling.plan import Plan, ddp, fsdp, zero
 from benchmarks.scaling.traffic import (
     H100,
     Message,
@@ -32,7 +33,6 @@ from benchmarks.scaling.traffic import (
     sent_bytes,
     tensor_parallel_messages,
 )
-from booster.memory.plan import Plan, ddp, fsdp, zero
 
 GB = 1e9
 SEQUENCES = 1024  # of one step, over all ranks: 4.2 million tokens

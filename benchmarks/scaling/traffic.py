@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.scaling.decoder import Axis, Model, Precision, axis_shape, boundary_bytes
-from booster.memory.plan import Plan
+from benchmarks.scaling.plan import Plan
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 

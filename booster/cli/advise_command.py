@@ -59,10 +59,10 @@ def advise(argv: Sequence[str]) -> int:
     for name, value in _DEFAULTS.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    from booster.memory.named import named_parts
+    from booster.memory.named_jobs import named_parts
     from booster.numerics import Budget
     from booster.numerics.choosing.advise import advise as advised
-    from booster.numerics.record.run import as_json
+    from booster.numerics.record.record_file import as_json
 
     with exit_on("advise", OSError, ValueError, TypeError, ImportError, status=2):
         most = None if options.max_memory_mib is None else int(options.max_memory_mib * 2**20)

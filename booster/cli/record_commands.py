@@ -33,7 +33,8 @@ def report(argv: Sequence[str]) -> int:
         parser.error("the following arguments are required: FOLDER")
     if options.html is True:
         options.html = options.folder / "report.html"
-    from booster.numerics.record.run import as_json, read_run
+    from booster.numerics.record.record_file import as_json
+    from booster.numerics.record.recorded_run import read_run
     from booster.numerics.reports.page import page
     from booster.numerics.reports.summary import summarise
     from booster.numerics.reports.terminal import show
@@ -61,7 +62,8 @@ def compare(argv: Sequence[str]) -> int:
     parser.add_argument("a", type=values.file_path, metavar="RUN_A", help="a folder that was given to Booster.record")
     parser.add_argument("b", type=values.file_path, metavar="RUN_B", help="another")
     options = parser.parse_args(list(argv))
-    from booster.numerics.record.run import as_json, read_run
+    from booster.numerics.record.record_file import as_json
+    from booster.numerics.record.recorded_run import read_run
     from booster.numerics.reports.compare import compare as compared
 
     with exit_on("compare", OSError, ValueError, status=2):

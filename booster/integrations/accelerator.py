@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.integrations.trained import Trained
+from booster.integrations.trainer_job import TrainerJob
 from booster.interface.model import ModelWrapper
 from booster.model.modules import bare
 
 
-def accelerator_around(plain: Any, trained: Trained, owner: Any) -> Any:
+def accelerator_around(plain: Any, trained: TrainerJob, owner: Any) -> Any:
     """Return an Accelerator with everything that `plain` knows, whose models, backward passes and clips are those of `trained`.
 
     owner: the Trainer, whose `model` waits to be trained.
@@ -33,7 +33,7 @@ def _accelerator_class() -> Any:
     class BoosterAccelerator(Accelerator):
         """Data loaders, ranks and gathers are Accelerate's; models, optimizers and gradients are Booster's."""
 
-        trained: Trained
+        trained: TrainerJob
         owner: Any
 
         def prepare(self, *args: Any, device_placement: Any = None) -> Any:

@@ -22,9 +22,8 @@ from torch import nn
 from booster.booster import Booster
 from booster.common import arguments
 from booster.integrations.accelerator import accelerator_around
-from booster.integrations.callbacks import unscales_gradients
-from booster.integrations.knobs import Given, check_arguments, phases_of, plugin_of, precision_of
-from booster.integrations.trained import Trained
+from booster.integrations.trainer_arguments import Given, check_arguments, phases_of, plugin_of, precision_of
+from booster.integrations.trainer_job import TrainerJob
 from booster.plugin import Plugin
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def __getattr__(name: str) -> Any:
 @functools.cache
 def _boosted_class(trainer: Any) -> Any:
     class BoostedTrainer(trainer):
-        trained_by_booster: Trained
+        trained_by_booster: TrainerJob
         accelerator: Any
 
         def __init__(
@@ -85,7 +84,7 @@ def _boosted_class(trainer: Any) -> Any:
             self._has_reference = any(isinstance(each, nn.Module) for each in (*args[1:], kwargs.get("ref_model")))
             self._whole_weights: dict[str, Any] | None = None
             super().__init__(*args, **kwargs)
-            self.callback_handler.callbacks.insert(0, unscales_gradients(self))
+            self.callback_handler.callbacks.insert(0, _callback_class()(self))
 
         @property
         def booster(self) -> Booster:
@@ -95,7 +94,7 @@ def _boosted_class(trainer: Any) -> Any:
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
             plain = self.accelerator
-            self.trained_by_booster = Trained(
+            self.trained_by_booster = TrainerJob(
                 _booster_for(self.args, *self._asked, plain, self.model, has_reference=self._has_reference)
             )
             self.accelerator = accelerator_around(plain, self.trained_by_booster, self)
@@ -151,6 +150,28 @@ def _boosted_class(trainer: Any) -> Any:
     BoostedTrainer.__name__ = BoostedTrainer.__qualname__ = f"Boosted{trainer.__name__}"
     BoostedTrainer.__doc__ = f"{trainer.__name__} under a Booster; see `booster.integrations.trainer.boosted_trainer`."
     return BoostedTrainer
+
+
+@functools.cache
+def _callback_class() -> Any:
+    from transformers import TrainerCallback
+
+    class UnscalesGradients(TrainerCallback):
+        """Divides gradients by the loss scale, and clips them, before another callback reads them between clip and step.
+
+        Not where no callback reads any, as then the step does it in the same pass over the gradients.
+        """
+
+        def __init__(self, trainer: Any) -> None:
+            self._trainer = trainer
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            plain = TrainerCallback.on_pre_optimizer_step
+            others = (type(each) for each in self._trainer.callback_handler.callbacks if each is not self)
+            if any(each.on_pre_optimizer_step is not plain for each in others):
+                self._trainer.optimizer.unscale_grads()
+
+    return UnscalesGradients
 
 
 def _booster_for(

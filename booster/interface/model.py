@@ -16,8 +16,8 @@ from torch import nn
 from booster.common import arguments
 from booster.common.misuse import RawCallGuard
 from booster.common.torch_internals.autograd_internals import graph_task
+from booster.interface.call_log import CallLog
 from booster.interface.error_hints import hint
-from booster.interface.tape import Tape
 from booster.interface.transparent import TransparentModule
 from booster.model.dtensors import is_part
 from booster.model.modules import bare, fast_path_off, wait_for_weights
@@ -48,8 +48,8 @@ class _Forward:
 
     def __get__(self, model: PrecisionModule | None, kind: Any = None) -> Callable[..., Any]:
         if model is None:
-            return PrecisionModule._taped
-        bound = model._run if model._tape is None else model._taped
+            return PrecisionModule._logged
+        bound = model._run if model._call_log is None else model._logged
         return bound if torch.compiler.is_compiling() else _BoundForward(bound)
 
 
@@ -67,7 +67,7 @@ class PrecisionModule(TransparentModule):
     _output_dtype: torch.dtype | None
     _cast = staticmethod(cast_floats)  # what becomes of outputs
     _cast_in = staticmethod(cast_inputs)  # and of inputs
-    _tape: Tape | None = None
+    _call_log: CallLog | None = None
     _raw_calls: RawCallGuard | None = None
     _passed_over = False  # by a path of torch's own, which reads weights; see `model.fast_path`
 
@@ -80,12 +80,14 @@ class PrecisionModule(TransparentModule):
 
     forward = _Forward()
 
-    def _taped(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs) if self._tape is None else self._tape.call(self._run, self, args, kwargs)
+    def _logged(self, *args: Any, **kwargs: Any) -> Any:
+        return (
+            self._run(*args, **kwargs) if self._call_log is None else self._call_log.call(self._run, self, args, kwargs)
+        )
 
-    def keep_calls(self, tape: Tape) -> None:
-        """Keep what every call was given on `tape` from now on."""
-        self.__dict__["_tape"] = arguments.instance("tape", tape, Tape, "a booster.interface.tape.Tape")
+    def keep_calls(self, log: CallLog) -> None:
+        """Keep what every call was given in `log` from now on."""
+        self.__dict__["_call_log"] = arguments.instance("log", log, CallLog, "a booster.interface.call_log.CallLog")
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing():
@@ -305,15 +307,17 @@ class CriterionWrapper:
     def __init__(self, criterion: Callable[..., Any], precision: ForwardPrecision) -> None:
         self.criterion = criterion
         self._precision = precision
-        self._tape: Tape | None = None
+        self._call_log: CallLog | None = None
 
-    def keep_calls(self, tape: Tape) -> None:
-        """Keep what every call was given on `tape` from now on."""
-        self._tape = arguments.instance("tape", tape, Tape, "a booster.interface.tape.Tape")
+    def keep_calls(self, log: CallLog) -> None:
+        """Keep what every call was given in `log` from now on."""
+        self._call_log = arguments.instance("log", log, CallLog, "a booster.interface.call_log.CallLog")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (
-            self._compute(*args, **kwargs) if self._tape is None else self._tape.call(self._compute, self, args, kwargs)
+            self._compute(*args, **kwargs)
+            if self._call_log is None
+            else self._call_log.call(self._compute, self, args, kwargs)
         )
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from booster.common import arguments
 from booster.masters.offload import can_offload
 from booster.masters.options import MasterOptions
-from booster.memory.passes import Passes, run_passes
-from booster.memory.plan import Plan, ddp, fsdp, zero
-from booster.memory.released import Arrivals, Bucketed, Released, Sizes, Whole
-from booster.memory.stepped import Stepped, stepped
+from booster.memory.fake_passes import run_passes
+from booster.memory.gradient_arrivals import Bucketed, GradientArrivals, Sizes, StepsInBackward, Unsharded
+from booster.memory.step_memory import StepMemory, step_memory
 from booster.mixed_precision import MixedPrecision, make
 from booster.plugin import base
 from booster.plugin.zero.plugin import check_gathers
@@ -25,14 +24,15 @@ from booster.tensors.grads import PIECE
 from booster.update.outcome import UpdateOptions
 
 Plugin = Literal["single", "ddp", "zero1", "zero2", "fsdp"]
-PLANS: dict[str, Callable[[int], Plan]] = {
-    "single": lambda n: Plan(),
-    "ddp": ddp,
-    "zero1": lambda n: zero(n, 1),
-    "zero2": lambda n: zero(n, 2),
-    "fsdp": fsdp,
+PLUGINS: dict[str, tuple[bool, bool]] = {
+    "single": (False, False),
+    "ddp": (False, False),
+    "zero1": (False, True),
+    "zero2": (True, True),
+    "fsdp": (True, True),
 }
-_ZERO_BUCKETS = 3  # of whole gradients that ZeRO-2 has at once
+"""By plugin, whether its ranks shard gradients, and whether they shard states."""
+_ZERO_BUCKETS = 3  # of unsharded gradients, which ZeRO-2 has at once
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Estimate:
     world_size: number of ranks.
     weights: with buffers.
     masters: float32 copies of half weights, or what is kept of them; for a small model on a CPU also the scratch of a step.
-    gradients: of all parameters, as they lie after backward.
+    gradients: of all parameters, after backward.
     states: of the optimizer.
     inputs: the batch.
     communication: buffers that stay between steps.
 
-    held: what is there after a step, gradients included: the sum of those.
+    held: what is there after a step, gradients included: the sum of those above.
     activations: alive between forward and backward.
     peak: the highest point of a step.
     temporaries: by how much that is above what is held.
@@ -123,85 +123,81 @@ def estimate(
     Memory that a kernel takes for itself while it runs is not seen. Raises ValueError where training would be refused, or
     where the forward reads numbers out of tensors.
     """
-    plan = _plan(plugin, world_size)
+    arguments.choice("plugin", plugin, list(PLUGINS))
+    arguments.count("world_size", world_size)
+    if plugin == "single" and world_size != 1:
+        raise ValueError(f"world_size={world_size} needs a plugin that uses ranks; choose one of {list(PLUGINS)[1:]}")
+    gradient_shards, state_shards = (world_size if sharded else 1 for sharded in PLUGINS[plugin])
+    fully_sharded = plugin == "fsdp"
     device = checked_device(device)
     own = make(precision, "precision").on(device)
-    sharded = plan.engine == "fully_shard"
     arguments.choice("release_gradients", release_gradients, (False, "exact", "previous_norm"))
     arguments.flag("clips", clips)
     bucket_bytes = arguments.number("bucket_cap_mb", bucket_cap_mb, above=0) * 2**20
     own = own.with_kept(offload=arguments.flag("offload_states", offload_states))
     if own.kept.offload:
         MasterOptions(offload=True).check(optimizer)
-    options, fused = own.masters_on(device), fused_optimizer
+    options = own.masters_on(device)
     policy = own.policy_for(model)
     if plugin in ("zero1", "zero2"):
         check_gathers(policy)
     if options is None and own.has_own_update:
         raise ValueError(f"what {type(own).__name__} keeps beside weights is not known to the estimate")
-    if sharded and options is not None and policy.store is None:  # float32 shards are the masters
+    if fully_sharded and options is not None and policy.store is None:
+        # Float32 shards are the masters. Masters of their own remain where they or the states are kept in another form.
         kept_so = options.states != "fp32" or (options.offload and can_offload(device))
         options = dataclasses.replace(options, master_weights="auto") if kept_so else None
 
-    def step_of(sizes: Sizes, shapes: tuple[tuple[int, ...], ...] = (), idle: tuple[bool, ...] = ()) -> Stepped:
-        may_fuse = fused and own.may_fuse(optimizer)
-        released = bool(release_gradients)
-        return stepped(
-            optimizer, sizes, options, fused=may_fuse, released=released, device=device, shapes=shapes, idle=idle
-        )
+    def step_of(sizes: Sizes, **known: Any) -> StepMemory:
+        may_fuse = fused_optimizer and own.may_fuse(optimizer)
+        in_backward = bool(release_gradients)
+        return step_memory(optimizer, sizes, options, fused=may_fuse, in_backward=in_backward, device=device, **known)
 
-    def arrivals_of(params: Sequence[torch.Tensor]) -> Arrivals:
-        if plan.dp == 1:
-            return Whole(params)
+    def arrivals_of(params: Sequence[torch.Tensor]) -> GradientArrivals:
+        if world_size == 1:
+            return Unsharded(params)
         return Bucketed(
             params,
-            world_size=plan.dp,
-            parts=plan.state_shards,
-            slices=plan.gradient_shards > 1,
+            world_size=world_size,
+            shards=state_shards,
+            reduce_scatter=gradient_shards > 1,
             bucket_bytes=bucket_bytes,
         )
 
-    released = None
+    in_backward = None
     if release_gradients:
         twice = release_gradients == "exact" and (clips or own.make_scaler().enabled)
-        released = Released(twice, PIECE, lambda sizes: (step_of(sizes).temporaries, step_of(sizes).part))
-    shards = world_size if sharded else None
-    passes = run_passes(model, own, batch, criterion, device, shards, released, arrivals_of)
-    name = precision if isinstance(precision, str) else "fp32" if precision is None else type(own).__name__
-    divisor = 1 if sharded else plan.state_shards
+        in_backward = StepsInBackward(twice, PIECE, step_of)
+    passes = run_passes(
+        model, own, batch, criterion, device, world_size if fully_sharded else None, in_backward, arrivals_of
+    )
+    divisor = 1 if fully_sharded else state_shards  # shards of `fully_shard` were counted as such
     sizes = tuple((dtype, -(-n // divisor)) for dtype, n in passes.sizes)
-    step = step_of(sizes, passes.shapes if divisor == 1 else (), passes.idle if divisor == 1 else ())
-    if released is not None:  # what it takes was followed in time
-        step = dataclasses.replace(step, temporaries=0)
-    return _estimate(name, plugin, plan, passes, step, bucket_bytes)
-
-
-def _estimate(name: str, plugin: str, plan: Plan, passes: Passes, step: Stepped, bucket_bytes: float) -> Estimate:
-    gradients = passes.gradients // (1 if plugin == "fsdp" else plan.gradient_shards)
-    communication = passes.gradients if plugin in ("ddp", "zero1") and plan.dp > 1 else 0  # DDP's buckets
-    weights = passes.weights + passes.buffers
+    step = step_of(sizes) if divisor > 1 else step_of(sizes, shapes=passes.shapes, idle=passes.idle)
+    gradients = passes.gradients // (1 if fully_sharded else gradient_shards)
     found = Estimate(
-        name,
-        plugin,
-        plan.world_size,
-        weights,
-        step.masters,
-        gradients,
-        step.states,
-        passes.inputs,
-        communication,
-        passes.activations,
+        precision=precision if isinstance(precision, str) else "fp32" if precision is None else type(own).__name__,
+        plugin=plugin,
+        world_size=world_size,
+        weights=passes.weights + passes.buffers,
+        masters=step.masters,
+        gradients=gradients,
+        states=step.states,
+        inputs=passes.inputs,
+        communication=passes.gradients if plugin in ("ddp", "zero1") and world_size > 1 else 0,  # DDP's buckets
+        activations=passes.activations,
         peak=0,
         host=step.host,
     )
-    fixed = found.held - gradients
-    during = passes.highest
+    highest = passes.highest
     if plugin == "zero2" and passes.gradients > _ZERO_BUCKETS * bucket_bytes:
-        during = int(passes.highest - passes.gradients + gradients + _ZERO_BUCKETS * bucket_bytes)
-    elif plugin == "zero2" and plan.dp > 1:
-        # At the end of a bucket: its gradients as they are sent and as they come, from which the rank's part is summed.
-        during = max(passes.highest, 2 * passes.gradients)
-    return dataclasses.replace(found, peak=fixed + max(during, gradients + step.temporaries))
+        highest = int(passes.highest - passes.gradients + gradients + _ZERO_BUCKETS * bucket_bytes)
+    elif plugin == "zero2" and world_size > 1:
+        # At the end of a bucket: its gradients as they are sent and as they come, from which the rank's shard is summed.
+        highest = max(passes.highest, 2 * passes.gradients)
+    # With the optimizer in backward, the passes have followed what its steps take.
+    stepping = gradients + (0 if in_backward is not None else step.temporaries)
+    return dataclasses.replace(found, peak=found.held - gradients + max(highest, stepping))
 
 
 def estimate_placed(
@@ -227,7 +223,7 @@ def estimate_placed(
     known: Any = plugin.divides_as
     if known is None:
         raise ValueError(
-            f"what a rank holds under this {type(plugin).__name__} is not known to the estimate; it knows {list(PLANS)}, as "
+            f"what a rank holds under this {type(plugin).__name__} is not known to the estimate; it knows {list(PLUGINS)}, as "
             "their plugins are without further options: booster.memory.estimate(..., plugin='fsdp', world_size=8)"
         )
     return estimate(
@@ -279,7 +275,8 @@ def compare(
     return [
         estimate(model, optimizer, batch, criterion, precision=precision, plugin=plugin, world_size=size, **where)
         for precision in precisions
-        for plugin, size in _placements(plugins, world_sizes)
+        for plugin in plugins
+        for size in ((1,) if plugin == "single" else world_sizes)
     ]
 
 
@@ -298,17 +295,3 @@ def checked_device(device: str | torch.device) -> torch.device:
             "temporaries it says what kernels for CPUs take"
         )
     return found
-
-
-def _placements(plugins: Iterable[Plugin], world_sizes: Sequence[int]) -> Iterator[tuple[Plugin, int]]:
-    for plugin in plugins:
-        for size in (1,) if plugin == "single" else world_sizes:
-            yield plugin, size
-
-
-def _plan(plugin: str, world_size: int) -> Plan:
-    arguments.choice("plugin", plugin, list(PLANS))
-    arguments.count("world_size", world_size)
-    if plugin == "single" and world_size != 1:
-        raise ValueError(f"world_size={world_size} needs a plugin that uses ranks; choose one of {list(PLANS)[1:]}")
-    return PLANS[plugin](world_size)

@@ -314,10 +314,10 @@ from torch import nn
 
 import booster
 from booster import Booster
-from booster.numerics.diagnosis import meeting
+from booster.numerics.diagnosis import replay
 from booster.plugin import TorchFSDPPlugin
 
-meeting.PATIENCE = timedelta(seconds=2)
+replay.PATIENCE = timedelta(seconds=2)
 booster.launch_from_torch(backend="gloo")
 rank = torch.distributed.get_rank()
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from booster import Booster
-from booster.memory.tracker import StorageTracker
+from booster.memory.measured_memory import StorageTracker
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 

@@ -13,9 +13,9 @@ from benchmarks.scaling import bytes as scaling_bytes
 from benchmarks.scaling.decoder import PRECISIONS, Model, hybrid, stage_parameters
 from benchmarks.scaling.formulas import accumulated_bytes, layer_activations
 from benchmarks.scaling.job import cases, hybrid_plugin
+from benchmarks.scaling.plan import Plan, ddp, fsdp, zero
 from benchmarks.scaling.traffic import sent_bytes
 from booster import Booster
-from booster.memory.plan import Plan, ddp, fsdp, zero
 from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
 
 HALF = "naive, fp32 masters"

@@ -15,9 +15,9 @@ from booster.cli import main
 from booster.memory import estimate
 from booster.mixed_precision import FP32, BF16MixedPrecision, FP16TorchMixedPrecision, hardware
 from booster.numerics import Budget, advise
-from booster.numerics.choosing import subject
+from booster.numerics.choosing import trained_subject
 from booster.numerics.choosing.advice import Row, ranked
-from booster.numerics.choosing.subject import gradient_error
+from booster.numerics.choosing.trained_subject import gradient_error
 
 INPUTS = torch.linspace(-1, 1, 32 * 16).view(32, 16)
 LABELS = torch.arange(32) % 4
@@ -103,8 +103,8 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(subject, "clock", lambda device: self.now)
-        monkeypatch.setattr(subject, "product_ratio", lambda dtype, device: 1.0)
+        monkeypatch.setattr(trained_subject, "clock", lambda device: self.now)
+        monkeypatch.setattr("booster.numerics.choosing.advise.product_ratio", lambda dtype, device: 1.0)
 
     @contextmanager
     def takes(self, seconds, inner):

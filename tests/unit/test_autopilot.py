@@ -19,7 +19,7 @@ from booster.mixed_precision import Autopilot, MXFP8MixedPrecision, NVFP4MixedPr
 from booster.mixed_precision.low_precision.autopilot import LIMIT
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import HighPrecision
-from booster.numerics.record.run import read_run
+from booster.numerics.record.recorded_run import read_run
 from booster.numerics.reports.page import page
 from booster.numerics.reports.terminal import show
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from booster import Booster
 from booster.facade import foreign_names as checks
-from booster.memory.estimate import PLANS
+from booster.memory.estimate import PLUGINS
 from booster.mixed_precision import (
     BF16MixedPrecision,
     DtypePolicy,
@@ -88,7 +88,7 @@ def test_strings_of_a_class_of_their_own_are_strings():
 
 
 def test_the_names_of_parallelisms_are_those_that_an_estimate_takes():
-    assert set(checks._PLUGINS) == set(PLANS)
+    assert set(checks._PLUGINS) == set(PLUGINS)
 
 
 # ---- device ----

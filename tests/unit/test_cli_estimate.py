@@ -10,7 +10,7 @@ from test_memory_estimate import JOB, OF_CPUS
 
 from booster import memory
 from booster.cli import main
-from booster.memory.drawn import _COLOURS
+from booster.memory.estimate_table import _COLOURS
 
 ROOT = Path(__file__).parents[2]
 

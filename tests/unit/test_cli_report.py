@@ -10,7 +10,7 @@ from test_page import step
 from test_record import INF, recorded
 
 from booster.cli import main
-from booster.numerics.record.run import Run
+from booster.numerics.record.recorded_run import Run
 from booster.numerics.reports.terminal import _show_rounded, show, sparkline
 
 

@@ -13,7 +13,7 @@ from test_record import recorded
 from booster import Booster
 from booster.cli import main
 from booster.numerics import read_run
-from booster.numerics.record.run import LineFile
+from booster.numerics.record.record_file import LineFile
 
 
 def written(folder, **changes):

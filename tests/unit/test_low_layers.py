@@ -7,7 +7,7 @@ from torch import nn
 from booster import Booster
 from booster.mixed_precision import FP8MixedPrecision, Int8MixedPrecision, MXFP8MixedPrecision, NVFP4MixedPrecision
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
-from booster.numerics.record.run import read_run
+from booster.numerics.record.recorded_run import read_run
 from booster.numerics.reports.summary import summarise
 
 

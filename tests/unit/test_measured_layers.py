@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.waits import as_on_a_gpu
 from booster import Booster
-from booster.integrations.trained import Trained
+from booster.integrations.trainer_job import TrainerJob
 from booster.interface.model import extras_of
 from booster.mixed_precision import Autopilot, FP8MixedPrecision, Int8MixedPrecision, MXFP8MixedPrecision
 from booster.mixed_precision.half import HalfPrecision
@@ -196,7 +196,7 @@ def test_a_compiled_model_follows_the_choice_of_a_checkpoint(tmp_path):
 def test_a_trainers_checkpoint_holds_the_choice_as_well(tmp_path):
     runs = [boosted(times) for times in (TIMES, dict.fromkeys(TIMES, FAST))]
     for booster, model, optimizer, _ in runs:
-        trained = Trained(booster)
+        trained = TrainerJob(booster)
         trained.model, trained.optimizer = model, optimizer
         if booster is runs[0][0]:
             trained.save_optimizer(str(tmp_path))

@@ -7,8 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from booster.common.store_barrier import StoreBarrier
-from booster.numerics.diagnosis import meeting
-from booster.numerics.diagnosis.meeting import Meeting, RanksApart
+from booster.numerics.diagnosis import replay
+from booster.numerics.diagnosis.replay import RanksApart, ReplayBarrier
 
 
 def meet(*failed):
@@ -16,7 +16,7 @@ def meet(*failed):
     store = dist.HashStore()
 
     def attend(rank):
-        own = Meeting(StoreBarrier(store, "a series", rank, len(failed)))
+        own = ReplayBarrier(StoreBarrier(store, "a series", rank, len(failed)))
         return [own.any(each) for each in failed[rank]]
 
     with ThreadPoolExecutor(len(failed)) as threads:
@@ -30,20 +30,20 @@ def test_all_ranks_learn_whether_any_failed_in_each_meeting_of_a_series():
 
 @pytest.mark.parametrize("failed", [True, False])
 def test_a_rank_that_nobody_joins_raises_and_names_who_is_missing(failed, monkeypatch):
-    monkeypatch.setattr(meeting, "PATIENCE", timedelta(seconds=0.05))
+    monkeypatch.setattr(replay, "PATIENCE", timedelta(seconds=0.05))
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.05))
     StoreBarrier(store, "a series", 2, 3).post(1, False)
     with pytest.raises(RanksApart, match=r"on rank 0 of the group, and ranks \[1\] did not come to its end"):
-        Meeting(StoreBarrier(store, "a series", 0, 3)).any(failed)
+        ReplayBarrier(StoreBarrier(store, "a series", 0, 3)).any(failed)
 
 
 def test_a_rank_that_comes_when_another_has_given_up_hears_that_it_failed(monkeypatch):
-    monkeypatch.setattr(meeting, "PATIENCE", timedelta(seconds=0.05))
+    monkeypatch.setattr(replay, "PATIENCE", timedelta(seconds=0.05))
     store = dist.HashStore()
     with pytest.raises(RanksApart):
-        Meeting(StoreBarrier(store, "a series", 0, 2)).any(True)
-    assert Meeting(StoreBarrier(store, "a series", 1, 2)).any(False)
+        ReplayBarrier(StoreBarrier(store, "a series", 0, 2)).any(True)
+    assert ReplayBarrier(StoreBarrier(store, "a series", 1, 2)).any(False)
 
 
 def test_words_said_at_the_same_time_are_all_heard_in_every_store(tmp_path):
@@ -103,7 +103,7 @@ def test_a_meeting_of_twice_the_ranks_is_twice_the_requests_and_leaves_nothing_b
         stores = [Counting(inner) for _ in range(size)]
 
         def attend(rank):
-            own = Meeting(StoreBarrier(stores[rank], "a series", rank, size))
+            own = ReplayBarrier(StoreBarrier(stores[rank], "a series", rank, size))
             return [own.any(False) for _ in range(meetings)]
 
         with ThreadPoolExecutor(size) as threads:

@@ -19,8 +19,8 @@ from booster.memory import (
     show,
     what_to_change,
 )
-from booster.memory.sharding import Sharding
-from booster.memory.tracker import StorageTracker
+from booster.memory.fully_sharded_memory import FullySharded
+from booster.memory.measured_memory import StorageTracker
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP8MixedPrecision, FP16ApexMixedPrecision, hardware
 from booster.mixed_precision.policy import DtypePolicy
 from booster.plugin import SingleDevice
@@ -122,10 +122,10 @@ def test_a_gather_in_fp8_takes_more_for_a_while_and_leaves_the_bytes_that_layers
     """The rank's message, those of all ranks, and of one weight the bytes and the numbers that they are decoded to."""
     model, found = nn.Sequential(nn.Linear(64, 2048), nn.Linear(2048, 10)), {}
     for layers in (frozenset(), frozenset({"0"})):
-        sharding = Sharding(model, DtypePolicy(fp8_weights=layers), 4, torch.device("cpu"))
+        sharding = FullySharded(model, DtypePolicy(fp8_weights=layers), 4, torch.device("cpu"))
         (group,) = sharding._groups
         with StorageTracker(model.parameters()) as tracker:
-            sharding._gather(group)
+            sharding._all_gather(group)
         found[layers] = tracker.now, tracker.highest
     (wide, wide_highest), (low, low_highest) = found.values()
     number, rest = 64 * 2048, 2048 + 3 * 2048 * 4 + 3 * 4  # ten rows on four ranks are three on each

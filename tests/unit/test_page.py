@@ -14,7 +14,7 @@ from booster.cli import main
 from booster.common.text import shortened
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 from booster.numerics import read_run
-from booster.numerics.record.run import Run, Step
+from booster.numerics.record.recorded_run import Run, Step
 from booster.numerics.reports.page import page
 from booster.numerics.reports.pictures import Band, bars, lines, map_of
 

@@ -11,7 +11,7 @@ from torch import nn
 from booster import Booster
 from booster.facade import precision_scheduler as course
 from booster.mixed_precision import FP16ApexMixedPrecision, MixedPrecision, PrecisionSchedule
-from booster.numerics.record.run import read_run
+from booster.numerics.record.recorded_run import read_run
 from booster.numerics.reports.page import page
 from booster.numerics.reports.summary import summarise
 

@@ -18,7 +18,7 @@ from booster.mixed_precision import (
 )
 from booster.mixed_precision.keep_fp32 import SKIPS, WINDOW, RunPins
 from booster.numerics import Diagnosis
-from booster.numerics.diagnosis.skips import culprit
+from booster.numerics.diagnosis.skips import blamed_module
 from booster.plugin import Plugin
 
 torch.manual_seed(0)
@@ -165,7 +165,7 @@ def diagnosis(kind, module="a.b", modules=("Model", "a", "a.b"), remedies=()):
     ],
 )
 def test_the_culprit_is_the_module_that_float32_helps(found, name):
-    assert culprit(found) == name
+    assert blamed_module(found) == name
 
 
 def test_skips_count_within_the_window_and_by_module():

@@ -17,6 +17,7 @@ from benchmarks.scaling.formulas import (
     layer_activations,
 )
 from benchmarks.scaling.moments import Load, step_moments
+from benchmarks.scaling.plan import Plan, ddp, fsdp, zero
 from benchmarks.scaling.traffic import (
     H100,
     bandwidth,
@@ -27,7 +28,6 @@ from benchmarks.scaling.traffic import (
     sent_bytes,
     tensor_parallel_messages,
 )
-from booster.memory.plan import Plan, ddp, fsdp, zero
 
 FP32, AUTOCAST = PRECISIONS["fp32"], PRECISIONS["autocast"]
 MASTERS, SPLIT, NONE = (PRECISIONS[f"naive, {form}"] for form in ("fp32 masters", "split", "no masters"))

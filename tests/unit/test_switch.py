@@ -10,7 +10,7 @@ from switching import PRECISIONS, Job, Net, compared, differences
 from torch import nn
 
 from booster import Booster
-from booster.memory.tracker import StorageTracker
+from booster.memory.measured_memory import StorageTracker
 from booster.mixed_precision import (
     BF16MixedPrecision,
     FP16ApexMixedPrecision,

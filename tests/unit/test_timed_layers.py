@@ -12,7 +12,7 @@ from booster.cli.advise_command import advise
 from booster.mixed_precision import Ends, Int8MixedPrecision
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.numerics import time_layers
-from booster.numerics.choosing import layers
+from booster.numerics.choosing import timed_layers
 
 SCRIPT = """
 import torch
@@ -47,7 +47,7 @@ def prescribed(monkeypatch):
             return 2e-6
         return 3e-6 if layer.out_features == 64 else 1e-6
 
-    monkeypatch.setattr(layers, "seconds", seconds)
+    monkeypatch.setattr(timed_layers, "seconds", seconds)
     return seen
 
 

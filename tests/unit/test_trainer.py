@@ -456,8 +456,8 @@ def test_what_contradicts_or_cannot_be_honoured_is_refused_by_name_in_the_constr
 
 
 def test_arguments_that_need_another_machine_are_refused_too(tmp_path):
-    from booster.integrations.knobs import check_arguments, plugin_of
     from booster.integrations.trainer import BoosterTrainer
+    from booster.integrations.trainer_arguments import check_arguments, plugin_of
     from booster.mixed_precision import FP16TorchMixedPrecision, make
     from booster.plugin import SingleDevice
 
@@ -487,7 +487,7 @@ def test_arguments_that_need_another_machine_are_refused_too(tmp_path):
 
 def test_what_each_rank_alone_carries_is_refused_since_checkpoints_would_lose_it():
     from booster import Booster
-    from booster.integrations.trained import Trained
+    from booster.integrations.trainer_job import TrainerJob
     from booster.plugin import SingleDevice
 
     class Carries(SingleDevice):
@@ -496,20 +496,20 @@ def test_what_each_rank_alone_carries_is_refused_since_checkpoints_would_lose_it
 
     model = llama()
     with pytest.raises(ValueError, match="error_feedback=True of fp8_communication"):
-        Trained(Booster("cpu", "fp32", Carries())).prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        TrainerJob(Booster("cpu", "fp32", Carries())).prepare(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
 def test_all_that_checkpoints_hold_is_kept_by_those_of_a_trainer_or_refused():
     from booster.checkpoint.parts import PARTS
 
     by_transformers = {"Modules", "StatefulObjects", "Random"}
-    by_booster = {"Optimizers", "ScaleHistory", "LayerChoices", "PinnedModules"}  # of integrations/trained.py
+    by_booster = {"Optimizers", "ScaleHistory", "LayerChoices", "PinnedModules"}  # of integrations/trainer_job.py
     refused = {"ErrorFeedback"}
     assert {part.__name__ for part in PARTS} == by_transformers | by_booster | refused
 
 
 def test_layers_that_were_chosen_by_measuring_are_chosen_so_in_a_run_that_goes_on(tmp_path):
-    from booster.integrations.trained import Trained
+    from booster.integrations.trainer_job import TrainerJob
     from booster.interface.model import extras_of
     from booster.mixed_precision.low_precision.conversion import ChosenLayers
 
@@ -519,7 +519,7 @@ def test_layers_that_were_chosen_by_measuring_are_chosen_so_in_a_run_that_goes_o
         extras_of(trainer.model_wrapped).choice = ChosenLayers({}, {(32, 64): wide})
         found.append(trainer.trained_by_booster)
     first, other = found
-    assert isinstance(first, Trained)
+    assert isinstance(first, TrainerJob)
     first.save_optimizer(str(tmp_path / "checkpoint"))
     assert other.load_optimizer(str(tmp_path / "checkpoint"))
     assert extras_of(other.model).choice.state_dict() == {"low": [], "wide": [[32, 64]]}

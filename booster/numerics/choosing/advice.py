@@ -11,7 +11,7 @@ from typing import Any, Literal
 from booster.common import arguments
 from booster.common.text import columns, listed
 from booster.mixed_precision import MixedPrecision
-from booster.numerics.choosing.subject import LayerError
+from booster.numerics.choosing.trained_subject import LayerError
 
 Status = Literal["measured", "rehearsed", "refused", "left out"]
 _LEAST_NOISE = 0.02  # of a step's time: what timings are never better than
@@ -57,14 +57,23 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One precision. status: "measured"; "rehearsed": this device emulates it, so that its time and memory say nothing;
-    "refused": it does not run here, or not with this model; "left out": the budget was used up. note: why.
+    """One precision.
 
-    rank: from 1, of those that may be advised. seconds: median of a step. ratio: of the time of float32's steps beside it,
-    the median, and its quartiles. peak, held: bytes, in a step and after it. loss_error: relative. gradient_error, cosine:
-    of all gradients, at whichever of the two points it was worse. layers: the same by module, the worst first. loss_scale:
-    at which gradients were finite. skipped: of the timed steps. finite: loss and gradients were. product: the time of a matrix
-    product in the dtype that it computes in, relative to float32; None where it is multiplied in float32.
+    status: "measured"; "rehearsed": this device emulates it, so that its time and memory say nothing; "refused": it does not
+        run here, or not with this model; "left out": the budget was used up.
+    note: why.
+    rank: from 1, of those that may be advised.
+    seconds: median of a step.
+    ratio, quartiles: of the time of float32's steps next to it, the median, and its quartiles.
+    peak, held: bytes, in a step and after it.
+    loss_error: relative.
+    gradient_error, cosine: of all gradients, at whichever of the two points it was worse.
+    layers: the same by module, the worst first.
+    loss_scale: at which gradients were finite.
+    skipped: of the timed steps.
+    finite: loss and gradients were.
+    product: the time of a matrix product in the dtype that it computes in, relative to float32; None where it is multiplied in
+        float32.
     """
 
     name: str

@@ -19,9 +19,15 @@ from booster.common.devices import resolve_device
 from booster.common.random_states import seeded
 from booster.mixed_precision import LowPrecision, MixedPrecision, TF32MixedPrecision, available, make
 from booster.mixed_precision.hardware import KINDS
-from booster.numerics.choosing import subject
 from booster.numerics.choosing.advice import IN_FLOAT32, Advice, Budget, Row, ranked
-from booster.numerics.choosing.subject import GradientError, LossAndGradients, Subject, Task, gradient_error
+from booster.numerics.choosing.trained_subject import (
+    GradientError,
+    LossAndGradients,
+    Subject,
+    Task,
+    gradient_error,
+    product_ratio,
+)
 
 _SETTLING = 5  # float32 steps between the two points at which gradients are compared
 _WARM_UP = 2
@@ -119,7 +125,7 @@ class _Point:
 
 
 class _Measurement:
-    """Measures one precision after another, all beside float32. noise: see `Advice`; known after `of_fp32`."""
+    """Measures one precision after another, each in turns with float32. noise: see `Advice`; known after `of_fp32`."""
 
     noise = 0.0
 
@@ -141,7 +147,7 @@ class _Measurement:
             first.step()
         self._points.append(self._point(first))
         peak, held = first.memory()
-        ratios, seconds = self._beside(Subject(self._task, self._fp32))
+        ratios, seconds = self._in_turns(Subject(self._task, self._fp32))
         middle, quartiles = _spread(ratios)
         # 1.57 IQR / sqrt(n) is how far medians may be apart by chance (McGill, Tukey and Larsen 1978).
         self.noise = max(abs(middle - 1.0), 1.57 * (quartiles[1] - quartiles[0]) / math.sqrt(len(ratios)))
@@ -171,8 +177,6 @@ class _Measurement:
                 return Row(name=name, status="refused", note="out of memory, beside the float32 model")
             return Row(name=name, status="refused", note=str(error).strip().splitlines()[0])
 
-    # ------------------------------------------------------------------ inside
-
     def _measured(self, name: str, precision: MixedPrecision) -> Row:
         later = Subject(self._task, precision, self._points[1].weights).gradients()
         trained = Subject(self._task, precision)
@@ -196,7 +200,7 @@ class _Measurement:
             trained.step()
         peak, held = trained.memory()
         trained.num_skipped = 0
-        ratios, seconds = self._beside(trained)
+        ratios, seconds = self._in_turns(trained)
         middle, quartiles = _spread(ratios)
         dtype = precision.policy.param or precision.policy.compute
         widened = frozenset() if precision.half_products is None else precision.half_products.kinds
@@ -207,7 +211,7 @@ class _Measurement:
             note=f"{'products' if len(widened) == len(KINDS) else ', '.join(sorted(widened))} {IN_FLOAT32}"
             if widened
             else "",
-            product=None if dtype is None else subject.product_ratio(dtype, self._task.device),
+            product=None if dtype is None else product_ratio(dtype, self._task.device),
             seconds=seconds,
             ratio=middle,
             quartiles=quartiles,
@@ -224,22 +228,19 @@ class _Measurement:
     def _error(self, found: LossAndGradients, point: _Point) -> GradientError:
         return gradient_error(found.grads, point.exact.grads, whole=self._whole)
 
-    def _beside(self, other: Subject) -> tuple[list[float], float]:
-        """Steps of float32 and of `other` in turns; returns the ratio of each pair, and the median of the other's seconds."""
+    def _in_turns(self, other: Subject) -> tuple[list[float], float]:
+        """Return the ratio of each pair of steps, of `other` and of float32, and the median of the seconds of `other`."""
         for each in (self._reference, other):
             each.step()
         ratios, seconds = [], []
         for turn in range(self._steps):
             if turn >= _LEAST_ROUNDS and time.perf_counter() > self._end:
                 break
-            if turn % 2:
-                mine = other.timed_step()
-                exact = self._reference.timed_step()
-            else:
-                exact = self._reference.timed_step()
-                mine = other.timed_step()
-            ratios.append(mine / exact)
-            seconds.append(mine)
+            # Which of the two comes first alternates: the second finds warm caches.
+            pair = (other, self._reference) if turn % 2 else (self._reference, other)
+            times = {subject: subject.timed_step() for subject in pair}
+            ratios.append(times[other] / times[self._reference])
+            seconds.append(times[other])
         return ratios, statistics.median(seconds)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from booster.numerics.diagnosis.nonfinite_trace import SUMS, NonFiniteInput, NonFiniteResult, is_intended
 from booster.numerics.diagnosis.places import Numbers
 from booster.numerics.diagnosis.replay import Outcome
-from booster.numerics.diagnosis.watch import SUMS, Event, Leaf, is_intended
 
 _ORDER = ("forward", "loss", "backward")
 _NORMALISES = frozenset({"_softmax", "_safe_softmax", "_log_softmax", "logsumexp"})  # what masks are for
@@ -19,13 +18,17 @@ _TRANSPARENT = frozenset({"mean", "sum", "view", "reshape", "_to_copy", "clone",
 
 @dataclass(frozen=True)
 class Cause:
-    """The first operation that made a bad number, as one rank saw it; what ranks tell each other.
+    """The first operation that made a bad number, as one rank saw it; what ranks send each other.
 
-    kind: "data", "weights", "loss", "overflow" or "operation"; too large a loss scale is not told from an overflow here.
-    foreign: the number came from another rank. alone: every way back leads to this operation. repair: what `Watch` has to
-    repair: its result, and those of the same operation in the same module, as of other micro-batches. exact: see `Event`.
-    stage: of a pipeline. chain: the modules, the outermost first. passed: modules that the bad number went through
-    afterwards, in order.
+    Fields that `Diagnosis` has too mean the same there.
+
+    Attributes:
+        kind: "data", "weights", "loss", "overflow" or "operation"; too large a loss scale counts as an overflow here.
+        exact: see `NonFiniteResult`.
+        foreign: the number came from another rank.
+        alone: every way back leads to this operation.
+        repair: what `NonFiniteTrace` has to repair: its result, and those of the same operation in the same module, as of other
+            micro-batches.
     """
 
     rank: int
@@ -37,12 +40,12 @@ class Cause:
     inputs: tuple[Numbers, ...]
     output: Numbers | None
     rows: tuple[int, ...]
-    chain: tuple[str, ...]
+    modules: tuple[str, ...]
     passed: tuple[str, ...]
     source: str
-    node: str
+    autograd_node: str
     of: str
-    name: str
+    parameter: str
     micro_batch: int
     exact: float | None
     foreign: bool
@@ -59,17 +62,13 @@ class Cause:
         """Whether both are of one operation in one place of the program, maybe on two ranks."""
         return all(getattr(self, name) == getattr(other, name) for name in ("kind", "operation", "module", "direction"))
 
-    def dump(self) -> dict[str, Any]:
-        """Return it as what JSON holds."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def read(cls, data: dict[str, Any]) -> Cause:
-        """Return the inverse of `dump`, after a passage through JSON."""
+        """Return the inverse of `dataclasses.asdict`, after a passage through JSON."""
         fields = dict(data)
         fields["inputs"] = tuple(Numbers.read(each) for each in fields["inputs"])
         fields["output"] = fields["output"] and Numbers.read(fields["output"])
-        for name in ("rows", "chain", "passed", "repair"):
+        for name in ("rows", "modules", "passed", "repair"):
             fields[name] = tuple(fields[name])
         return cls(**fields)
 
@@ -77,38 +76,38 @@ class Cause:
 def cause_of(outcome: Outcome, rank: int) -> Cause | None:
     """Return the earliest cause of the bad numbers in `outcome`; None if there are none, or none can be traced."""
     cause = _traced(outcome, outcome.sinks, rank)
-    if cause is not None and cause.foreign and outcome.watch.sent:
+    if cause is not None and cause.foreign and outcome.trace.sent:
         # A stage of a pipeline gets back a bad loss, or gradient, of what it sent.
-        sent = _traced(outcome, outcome.watch.sent, rank)
+        sent = _traced(outcome, outcome.trace.sent, rank)
         cause = sent if sent is not None and not sent.foreign else cause
     return cause
 
 
-def _traced(outcome: Outcome, sinks: Sequence[Event | Leaf], rank: int) -> Cause | None:
+def _traced(outcome: Outcome, sinks: Sequence[NonFiniteResult | NonFiniteInput], rank: int) -> Cause | None:
     # With each event, whether the infinities in it, if they were meant for a mask, were taken for numbers.
-    waiting = [(sink, False) for sink in sinks if isinstance(sink, Event)]
-    seen: set[tuple[Event, bool]] = set()
-    found: list[tuple[Event, Leaf | None]] = []
+    waiting = [(sink, False) for sink in sinks if isinstance(sink, NonFiniteResult)]
+    seen: set[tuple[NonFiniteResult, bool]] = set()
+    found: list[tuple[NonFiniteResult, NonFiniteInput | None]] = []
     while waiting:
         event, misused = waiting.pop()
         if (event, misused) in seen:
             continue
         seen.add((event, misused))
-        if event.besides is not None:
-            waiting.append((event.besides, misused))
+        if event.earlier is not None:
+            waiting.append((event.earlier, misused))
         if event.intended and not misused:
             continue
         worse = [parent for parent in event.parents if misused or not is_intended(parent, event.name)]
-        leaves = [parent for parent in worse if isinstance(parent, Leaf)]
+        leaves = [parent for parent in worse if isinstance(parent, NonFiniteInput)]
         if leaves:
             found.append((event, leaves[0]))
         elif not worse:
             found.append(_reader_of_data(event) or (event, None))
-        waiting += [(parent, parent.intended) for parent in worse if isinstance(parent, Event)]
+        waiting += [(parent, parent.intended) for parent in worse if isinstance(parent, NonFiniteResult)]
     if found:
         # What collectives brought comes last: it was made elsewhere, or an operation here fed it.
         event, leaf = min(found, key=lambda pair: (pair[0].foreign, pair[0].index))
-        alike = [(end, of) for end, of in found if _site(end) == _site(event) and (of is None) == (leaf is None)]
+        alike = [(end, of) for end, of in found if _is_same_site(end, event) and (of is None) == (leaf is None)]
         repair = {end.index for end, _ in alike} | {of.key for _, of in alike if of is not None}
         return _cause(outcome, event, leaf, rank, repair, alone=len({end for end, _ in found}) == 1)
     if not seen:
@@ -117,19 +116,21 @@ def _traced(outcome: Outcome, sinks: Sequence[Event | Leaf], rank: int) -> Cause
     return _cause(outcome, event, None, rank, {event.index}, alone=False)
 
 
-def _site(event: Event) -> tuple[Any, ...]:
-    return event.operation, event.place.modules, event.place.source, event.place.backward
+def _is_same_site(a: NonFiniteResult, b: NonFiniteResult) -> bool:
+    return a.operation == b.operation and all(
+        getattr(a.place, name) == getattr(b.place, name) for name in ("modules", "source", "backward")
+    )
 
 
-def _reader_of_data(event: Event) -> tuple[Event, Leaf] | None:
-    """Of an operation that made NaN of infinities that looked like a mask's: what read them, if they were in the data."""
+def _reader_of_data(event: NonFiniteResult) -> tuple[NonFiniteResult, NonFiniteInput] | None:
+    """Return, of an operation that made NaN of infinities like a mask's, what read them, if they were in the data."""
     if event.name in _NORMALISES:
         return None
     waiting, seen = [event], {event}
     while waiting:
         now = waiting.pop()
         for parent in now.parents:
-            if isinstance(parent, Leaf):
+            if isinstance(parent, NonFiniteInput):
                 return (now, parent) if not parent.name else None
             if parent not in seen:
                 seen.add(parent)
@@ -137,28 +138,31 @@ def _reader_of_data(event: Event) -> tuple[Event, Leaf] | None:
     return None
 
 
-def _where_masks_came_out(sinks: Sequence[Event | Leaf]) -> Event:
-    """Of infinities that were meant for a mask all the way: the operation that chose them."""
-    event = next(sink for sink in sinks if isinstance(sink, Event))
+def _where_masks_came_out(sinks: Sequence[NonFiniteResult | NonFiniteInput]) -> NonFiniteResult:
+    """Return, of infinities that were meant for a mask all the way, the operation that chose them."""
+    event = next(sink for sink in sinks if isinstance(sink, NonFiniteResult))
     while True:
-        parents = [parent for parent in event.parents if isinstance(parent, Event)]
-        if not parents or (event.name not in _TRANSPARENT and not _all_bad(parents[0])):
+        parents = [parent for parent in event.parents if isinstance(parent, NonFiniteResult)]
+        before = parents[0].output if parents else None
+        all_bad = before is not None and before.num_bad == math.prod(before.shape)
+        if not parents or (event.name not in _TRANSPARENT and not all_bad):
             return event
         event = parents[0]
 
 
-def _all_bad(event: Event) -> bool:
-    return event.output is not None and event.output.num_bad == math.prod(event.output.shape)
-
-
 def _cause(
-    outcome: Outcome, event: Event, leaf: Leaf | None, rank: int, repair: Collection[int], *, alone: bool
+    outcome: Outcome,
+    event: NonFiniteResult,
+    leaf: NonFiniteInput | None,
+    rank: int,
+    repair: Collection[int],
+    *,
+    alone: bool,
 ) -> Cause:
     place = event.place
-    last = outcome.watch.last_in_model.get(event.micro_batch, -1)
+    last = outcome.trace.last_in_model.get(event.micro_batch, -1)
     after = place.is_loss or event.index > last
     direction = "backward" if place.backward else "loss" if not place.inside and after else "forward"
-    chain = place.modules
     if leaf is not None:
         kind = "weights" if leaf.name else "data"
     elif event.exact is not None and math.isfinite(event.exact):
@@ -169,12 +173,14 @@ def _cause(
         # The backward of what the loss is made of is the loss's doing too.
         kind = "loss" if not place.inside and direction != "forward" else "operation"
     name = leaf.name if leaf is not None else ""
-    module, owner = chain[-1] if chain else "", name.rpartition(".")[0]
-    if owner and (len(chain) < 2 or owner.startswith(f"{module}.")):  # read before its module is called, as shards are
+    module, owner = place.modules[-1] if place.modules else "", name.rpartition(".")[0]
+    if owner and (
+        len(place.modules) < 2 or owner.startswith(f"{module}.")
+    ):  # read before its module is called, as shards are
         module = owner
     passed: dict[str, None] = {}
-    reached: set[Event | Leaf] = {event}
-    for later in outcome.watch.events:
+    reached: set[NonFiniteResult | NonFiniteInput] = {event}
+    for later in outcome.trace.results:
         if not reached.isdisjoint(later.parents):
             reached.add(later)
             if later.place.modules and later.place.modules[-1] != module:
@@ -190,12 +196,12 @@ def _cause(
         inputs=tuple(event.inputs),
         output=None if event.foreign and leaf is None else shown,  # when it was seen, nothing had been brought yet
         rows=tuple(leaf.rows if leaf is not None else event.rows),
-        chain=chain,
+        modules=place.modules,
         passed=tuple(passed),
         source=place.source,
-        node=place.node,
+        autograd_node=place.node,
         of=place.of,
-        name=name,
+        parameter=name,
         micro_batch=event.micro_batch,
         exact=event.exact,
         foreign=event.foreign,

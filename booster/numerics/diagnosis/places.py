@@ -1,13 +1,9 @@
-"""Where an operation comes from: the modules that are being called, and the line of the user's code.
-
-What is in a tensor, in a few numbers that outlive it and travel between ranks.
-
-Which parameter or buffer a tensor is part of, also where many share one memory.
-"""
+"""What is said of a bad number: the modules and the line of the user's code, its range, the parameter that holds it."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,10 +28,18 @@ from booster.tensors.micro_batch import at_stage
 
 @dataclass(frozen=True)
 class Place:
-    """modules: names of those called, the outermost first. inside: whether one of them is of the boosted model. source:
-    "file:line in function" of the user's code, "" if there is none. backward: inside autograd's engine, and not a forward
-    pass that it computes again. node: the class of the autograd node then. of: the operation that made the node. stage,
-    micro_batch: of a pipeline. is_loss: a pipeline's criterion computes."""
+    """Where one operation comes from.
+
+    Attributes:
+        modules: names of those being called, the outermost first.
+        inside: one of them is of the boosted model.
+        source: "file:line in function" of the user's code, "" if there is none.
+        backward: inside autograd's engine, and not a forward pass that it computes again.
+        node: the class of the autograd node then.
+        of: the operation that made the node.
+        stage, micro_batch: of a pipeline.
+        is_loss: a pipeline's criterion computes.
+    """
 
     modules: tuple[str, ...] = ()
     inside: bool = False
@@ -48,14 +52,16 @@ class Place:
     is_loss: bool = False
 
 
-class Places:
-    """Tells where each operation of one replay comes from.
+class PlaceFinder:
+    """Finds where each operation of one replay comes from.
 
     Python's own stack says which modules are being called, in order and with what their hooks do, so nothing is hooked. Of a
     backward pass it says nothing: there, the number of the autograd node leads back to the operation that made it.
 
-    names: of the modules of boosted models. criteria: of those of boosted criteria. params: of parameters, with the module that
-    has each. end: the code that starts the replay; what called it is not part of it.
+    names: of the modules of boosted models.
+    criteria: of those of boosted criteria.
+    params: of parameters, with the module that has each.
+    end: the code that starts the replay; what called it is not part of it.
     """
 
     def __init__(
@@ -74,7 +80,7 @@ class Places:
         self._made: dict[int, tuple[Place, str]] = {}  # by number of the autograd node
 
     def of(self, operation: str) -> Place:
-        """Return the place of the operation that runs now, which is called `operation`; to be asked once for every one."""
+        """Return the place of the operation that runs now, called `operation`. To be called once for each."""
         node = running_node() if graph_task() != -1 else None
         place = self._of_stack(self._forward_ends if node is None else self._backward_ends)
         if node is None or place.modules:
@@ -100,8 +106,9 @@ class Places:
         while frame is not None:
             code = frame.f_code
             if code is self._call:
-                name, of_model = self._name(frame.f_locals["self"])
-                inside = inside or of_model
+                module = frame.f_locals["self"]
+                inside = inside or id(module) in self._names
+                name = self._names.get(id(module)) or self._criteria.get(id(module)) or type(module).__name__
                 if not modules or modules[-1] != name:
                     modules.append(name)
             elif code is at_stage.__code__:
@@ -112,12 +119,6 @@ class Places:
                 source = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
             frame = frame.f_back
         return Place(tuple(reversed(modules)), inside, source, **at)
-
-    def _name(self, module: nn.Module) -> tuple[str, bool]:
-        name = self._names.get(id(module))
-        if name is not None:
-            return name, True
-        return self._criteria.get(id(module)) or type(module).__name__, False
 
 
 @dataclass(frozen=True)
@@ -143,16 +144,13 @@ class Numbers:
         return self.num_nan + self.num_inf
 
     def __str__(self) -> str:
-        numel = 1
-        for size in self.shape:
-            numel *= size
         bad = [f"{count} {what}" for count, what in ((self.num_nan, "NaN"), (self.num_inf, "inf")) if count]
-        finite = f"{self.low:.3g} to {self.high:.3g}" if self.num_bad < numel else "nothing finite"
+        finite = f"{self.low:.3g} to {self.high:.3g}" if self.num_bad < math.prod(self.shape) else "nothing finite"
         return f"{self.dtype} {list(self.shape)}: {', '.join([finite, *bad])}"
 
     @classmethod
     def read(cls, data: dict[str, Any]) -> Numbers:
-        """Return what `dataclasses.asdict` made `data` of, also after a passage through JSON."""
+        """Return the inverse of `dataclasses.asdict`, also after a passage through JSON."""
         return cls(**{**data, "shape": tuple(data["shape"])})
 
 
@@ -176,7 +174,7 @@ def bad_rows(tensor: torch.Tensor, most: int = 8) -> list[int]:
 
 
 class MemoryNames:
-    """Names of tensors by where in memory they are on this rank; of two in one place, the first."""
+    """Names of tensors by their memory on this rank, which several may share; of two in one place, the first."""
 
     def __init__(self) -> None:
         self._spans: dict[int, list[tuple[int, int, str]]] = {}
@@ -192,7 +190,7 @@ class MemoryNames:
             )
 
     def of(self, tensor: torch.Tensor) -> str:
-        """Return the name of what holds the first inf or NaN of a plain `tensor`; "" where nothing has one."""
+        """Return the name of the part that holds the first inf or NaN of a plain `tensor`; "" where none does."""
         spans = self._spans.get(storage_key(tensor), [])
         if len(spans) < 2:  # the usual case, without a search
             return spans[0][2] if spans else ""

@@ -1,33 +1,42 @@
-"""A training step run once more under watch, with nothing left changed.
+"""A training step run once more under a trace, with nothing left changed, on all ranks or on none.
 
-A region after which everything is as it was: weights, buffers, gradients, random states, and what an update knows.
+`unchanged` is a region after which weights, buffers, gradients, random states and the update's own counters are what they were.
+`Replay` runs the step inside it, as often as asked. A rank that raises would leave the others in a collective; `ReplayBarrier`
+lets ranks ask each other by the store of the process group, between the passes, whether any did.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from booster.common import arguments
 from booster.common.random_states import random_state, set_random_state
 from booster.common.snapshot import ContainerSnapshot, MemorySnapshot
+from booster.common.store_barrier import StoreBarrier
 from booster.common.torch_internals.autograd_internals import compiler_is_loaded
+from booster.common.torch_internals.tensor_internals import default_store
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.model.dtensors import is_dtensor
 from booster.model.modules import bare
-from booster.numerics.diagnosis.places import MemoryNames, Places
-from booster.numerics.diagnosis.watch import Event, Leaf, Watch
+from booster.numerics.diagnosis.nonfinite_trace import NonFiniteInput, NonFiniteResult, NonFiniteTrace
+from booster.numerics.diagnosis.places import MemoryNames, PlaceFinder
+from booster.ranks.messages import gather_bytes
 from booster.tensors.cast_regions import region
 from booster.tensors.trees import HALF_DTYPES, tensors
 from booster.update.update import Update
 
-_OF_TORCH = frozenset(nn.Module().__dict__)  # children, parameters and hooks: nobody adds one while it computes
+_OF_TORCH = frozenset(nn.Module().__dict__)  # children, parameters and hooks, which no forward pass adds
+PATIENCE = timedelta(seconds=60)  # of a rank that failed, for the others to come
 
 
 def _keep_all(containers: ContainerSnapshot, value: Any) -> None:
@@ -41,10 +50,9 @@ def _keep_all(containers: ContainerSnapshot, value: Any) -> None:
 def unchanged(modules: Iterable[nn.Module], updates: Iterable[Update], scale: float) -> Iterator[MemorySnapshot]:
     """Inside there are no gradients; afterwards, gradients and all else are what and where they were.
 
+    modules: those that compute. Their buffers come back, and plain attributes such as counters, with what is in lists, dicts
+        and sets among them. Other memory comes back if the `MemorySnapshot` that this yields keeps it before it is written.
     scale: that `updates` multiply losses by inside.
-    modules: those that compute: their buffers come back, and plain attributes such as counters, with what is in lists, dicts
-    and sets among them. Other memory comes back where
-    the `MemorySnapshot` that this yields was told of it before it was written.
     """
     modules, updates = list(modules), list(updates)
     memory, random = MemorySnapshot(), random_state()
@@ -92,22 +100,57 @@ def _without_gradients(params: Iterable[Any]) -> Iterator[None]:
             param.grad = grad
 
 
-Forward = Callable[[], Any]
-
-
 @dataclass
 class Outcome:
     """What one replay found.
 
-    sinks: what made the inf or NaN in the loss, or, where that is finite, in gradients. bad: whether either holds one. loss:
-    None where this rank has none. largest_gradient: of this rank, with its loss scale.
+    Attributes:
+        sinks: what made the inf or NaN in the loss, or, where that is finite, in gradients.
+        bad: whether either holds one.
+        loss: None where this rank has none.
+        largest_gradient: of this rank, with its loss scale.
     """
 
-    watch: Watch
-    sinks: list[Event | Leaf]
+    trace: NonFiniteTrace
+    sinks: list[NonFiniteResult | NonFiniteInput]
     bad: bool
     loss: float | None
     largest_gradient: float
+
+
+class RanksApart(Exception):
+    """This rank failed while others wait for it in a collective, which nothing but the end of this process ends."""
+
+
+class ReplayBarrier:
+    """Rounds in which all ranks say whether they failed, by the store, so that none waits in a collective."""
+
+    def __init__(self, rounds: StoreBarrier) -> None:
+        self._rounds, self._number = rounds, 0
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> ReplayBarrier:
+        """Return the barrier of all ranks of `group`. A small collective."""
+        name = f"booster/meeting/{gather_bytes(os.urandom(16), group)[0].hex()}"
+        return cls(StoreBarrier(default_store(), name, dist.get_rank(group), dist.get_world_size(group)))
+
+    def any(self, failed: bool) -> bool:
+        """Return whether any rank failed, once all have come. A rank that failed waits `PATIENCE` for them, others as long as
+        the store does.
+
+        Raises RanksApart where some have not come by then: they may wait for this rank in a collective, until the timeout of
+        the process group.
+        """
+        self._number += 1
+        self._rounds.post(self._number, failed)
+        posted = self._rounds.wait(self._number, PATIENCE if failed else None)
+        missing = [rank for rank in range(self._rounds.size) if rank not in posted]
+        if missing:
+            raise RanksApart(
+                f"a replay {'raised' if failed else 'ended'} on rank {self._rounds.rank} of the group, and ranks {missing} "
+                "did not come to its end: they may wait for this rank in a collective, which the end of this process ends"
+            )
+        return any(posted.values())
 
 
 class StoppedElsewhere(Exception):
@@ -115,17 +158,24 @@ class StoppedElsewhere(Exception):
 
 
 class Replay:
-    """Runs `forward` and its backward pass under `Watch`, as often as asked, each time from the same state.
+    """Runs `forward` and its backward pass under `NonFiniteTrace`, as often as asked, each time from the same state.
 
     forward: computes and returns the loss; or runs backward passes too, by boosted optimizers, and returns the loss, the
-    dictionary of `execute_pipeline`, or in place of the loss what it is computed from. models: boosted ones, by the label that
-    tells them apart, "" for a single one. criteria: boosted modules. scale: of the loss. quiet: inside it nobody counts what
-    layers compute. is_partial: whether a model lies on several ranks, in stages.
+        dictionary of `execute_pipeline`, or in place of the loss what it is computed from.
+    models: boosted ones, by their labels, "" for a single one.
+    criteria: boosted modules.
+    scale: of the loss.
+    quiet: makes a context in which what layers compute is not recorded.
+
+    Attributes:
+        modules: of the models, by the name that a diagnosis gives them.
+        roots: the models.
+        is_partial: a model is in stages, on several ranks.
     """
 
     def __init__(
         self,
-        forward: Forward,
+        forward: Callable[[], Any],
         optimizers: Sequence[OptimizerWrapper],
         models: Mapping[str, ModelWrapper],
         criteria: Sequence[nn.Module],
@@ -172,10 +222,13 @@ class Replay:
         within: Callable[[], AbstractContextManager[Any]] = nullcontext,
         agree: Callable[[bool], bool] = bool,
     ) -> Outcome:
-        """Replay the step. scale: of the loss; None means its own. repair: see `Watch`. within: what it is computed in.
+        """Replay the step.
 
+        scale: of the loss; None means its own.
+        repair: see `NonFiniteTrace`.
+        within: makes a context in which it is computed.
         agree: called after the forward pass, and again after the backward pass, with whether it raised; returns whether it did
-        on any rank.
+            on any rank.
         """
         scale = self.scale if scale is None else scale
         with unchanged(self._wrappers, self._updates, scale) as memory, self._quiet(), within():
@@ -185,28 +238,30 @@ class Replay:
         self, scale: float, repair: Collection[int], memory: MemorySnapshot, agree: Callable[[bool], bool]
     ) -> Outcome:
         counted = self._updates[0]
-        watch = Watch(
-            Places(self._names, self._criteria, self._params, _call.__code__),
+        trace = NonFiniteTrace(
+            PlaceFinder(self._names, self._criteria, self._params, _call.__code__),
             self._memory_names,
             memory.keep,
             repair=repair,
             micro_batch=lambda: counted.gradients.num_backwards,
         )
-        loss = _together(lambda: _call(watch, self._forward), agree)
+        loss = _together(lambda: _call(trace, self._forward), agree)
         if isinstance(loss, Mapping):
             loss = loss.get("loss")
         if not counted.gradients.num_backwards:
-            _together(lambda: _call(watch, lambda: self._backward(loss, scale)), agree)
+            _together(lambda: _call(trace, lambda: self._backward(loss, scale)), agree)
         value = float(loss.detach()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
         bad_roots = [root.detach() for root in tensors(loss) if not bool(root.isfinite().all())]
         gradients = self._gradients()
         bad = [grad for grad in gradients if not bool(grad.isfinite().all())]
         largest = max((float(grad.abs().max()) for grad in gradients if grad.numel()), default=0.0)
-        made_by = [watch.origin_of(tensor) for tensor in (bad_roots or bad)]
+        made_by = [trace.origin_of(tensor) for tensor in (bad_roots or bad)]
         sinks = [origin for origin in made_by if origin is not None]
         if not sinks and (bad_roots or bad):  # it reached them by ways that no operation shows
-            sinks = [event for event in watch.events if event.place.backward is not bool(bad_roots)] or [*watch.events]
-        return Outcome(watch, sinks, bool(bad_roots or bad), value, largest)
+            sinks = [event for event in trace.results if event.place.backward is not bool(bad_roots)] or [
+                *trace.results
+            ]
+        return Outcome(trace, sinks, bool(bad_roots or bad), value, largest)
 
     def _backward(self, loss: Any, scale: float) -> None:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -243,16 +298,16 @@ def _together(function: Callable[[], Any], agree: Callable[[bool], bool]) -> Any
         agree(True)
         raise
     if agree(False):
-        # What comes next has collectives, in which this rank would wait for the one that is not there.
+        # What comes next has collectives, in which this rank would wait for the missing one.
         raise StoppedElsewhere
     return result
 
 
-def _call(watch: Watch, function: Callable[[], Any]) -> Any:
-    """Call `function` under `watch`; what is above this on Python's stack is not the user's computation."""
+def _call(trace: NonFiniteTrace, function: Callable[[], Any]) -> Any:
+    """Call `function` under `trace`; what is above this on Python's stack is not the user's computation."""
     # Compiled code shows no operations. Importing the compiler where nothing is compiled would take seconds.
     eager = torch.compiler.set_stance("force_eager") if compiler_is_loaded() else nullcontext()
-    with watch, eager:
+    with trace, eager:
         return function()
 
 

@@ -1,6 +1,7 @@
-"""Skipped steps that are diagnosed by themselves: replayed from what the step's tape kept.
+"""Skipped steps that are diagnosed as training goes on: replayed from what the step's log of calls kept.
 
-`keep_fp32="auto"`: skipped steps are diagnosed, and a module that several begin in is pinned to float32.
+`SkipWatcher` logs each diagnosis. `PinningWatcher`, for `keep_fp32="auto"`, also counts where they begin, and pins a module to
+float32 in which several do.
 """
 
 from __future__ import annotations
@@ -14,15 +15,13 @@ import torch
 import torch.distributed as dist
 
 from booster.common import arguments
+from booster.interface.call_log import CallLog, LoggedCall, LoggedPass
 from booster.interface.model import CriterionWrapper, ModelWrapper, extras_of
 from booster.interface.optimizer import OptimizerWrapper, gradients_of, update_of
-from booster.interface.tape import Call, Pass, Tape
 from booster.logging import get_dist_logger
 from booster.mixed_precision.keep_fp32 import SKIPS, WINDOW
-from booster.numerics.diagnosis.diagnose import diagnose
-from booster.numerics.diagnosis.diagnosis import Diagnosis
-from booster.numerics.diagnosis.meeting import RanksApart
-from booster.numerics.diagnosis.replay import Replay
+from booster.numerics.diagnosis.diagnosis import Diagnosis, diagnose
+from booster.numerics.diagnosis.replay import RanksApart, Replay
 from booster.ranks import agreement
 from booster.tensors.cast_regions import region
 from booster.update.backward import begin_backward, end_backward, run_backward
@@ -35,9 +34,10 @@ _logger = get_dist_logger("booster.numerics")
 class SkipWatcher:
     """Diagnoses steps that were skipped, the "first", "every" one or so many, and logs each as one WARNING.
 
-    make_replay: of a function that runs the passes of a step, for so many optimizers, at a loss scale. group: ranks that skip
-    together, and replay together. Whatever goes wrong in a replay is logged, and never ends the training, unless ranks were
-    left waiting for one another.
+    make_replay: makes the replay of a function that runs the passes of a step, of its optimizers and loss scale.
+    group: ranks that skip together, and replay together.
+
+    Whatever goes wrong in a replay is logged, and never ends the training, unless ranks were left waiting for one another.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SkipWatcher:
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
-        self.tape = Tape(device)
+        self.log = CallLog(device)
         self.diagnoses: list[Diagnosis] = []
         if isinstance(diagnose, str):
             self._left = {"first": 1, "every": None}[arguments.choice("diagnose", diagnose, ("first", "every"))]
@@ -56,13 +56,13 @@ class SkipWatcher:
         self._make_replay, self._group, self._device = make_replay, group, device
         self._waiting: dict[OptimizerWrapper, Callable[[], None]] = {}
 
-    def follow(self, model: ModelWrapper, criterion: Any, optimizers: Iterable[OptimizerWrapper]) -> None:
+    def attach(self, model: ModelWrapper, criterion: Any, optimizers: Iterable[OptimizerWrapper]) -> None:
         """Keep the calls of a boosted model and criterion, and diagnose the skipped steps of `optimizers`."""
         for each in (model, criterion):
             if isinstance(each, (ModelWrapper, CriterionWrapper)):
-                each.keep_calls(self.tape)
+                each.keep_calls(self.log)
         for optimizer in optimizers:
-            update_of(optimizer).gradients.listen(_Steps(self, optimizer))
+            update_of(optimizer).gradients.listen(_StepsOf(optimizer, self))
             if not optimizer.always_looks:
                 _logger.warning(
                     "diagnose replays steps that are skipped, and without a loss scaler a step is skipped only where "
@@ -72,37 +72,35 @@ class SkipWatcher:
 
     def keep_pipeline(self, run: Callable[[], Any], optimizers: Sequence[OptimizerWrapper]) -> Any:
         """Return `run()`, the forward and backward passes of a pipeline, which can be run again as a whole."""
-        state = self.tape.random_state()
-        with self.tape.paused():
+        state = self.log.random_state()
+        with self.log.paused():
             result = run()
-        self.tape.end_pipeline(run, optimizers, state)
+        self.log.end_pipeline(run, optimizers, state)
         return result
 
     def after_step(self, optimizer: OptimizerWrapper, result: StepResult, decides_on_device: bool) -> None:
-        """A step is made or skipped; which of them may be known later."""
-        passes = self.tape.take(optimizer)
+        """The step is made or skipped; which of them may be known later."""
+        passes = self.log.pop_passes(optimizer)
         if not passes or result.decision is True:
             return
         if self._group is not None and decides_on_device:
-            # Whoever reads a counter settles the step, maybe one rank alone, and a replay is a collective.
-            self._waiting[optimizer] = lambda: self._settled(passes, result)
+            # A rank may read the result of the step alone, and a replay is a collective: it waits for the next step.
+            self._waiting[optimizer] = lambda: self._on_result(passes, result)
         else:
-            optimizer.when_synced(lambda: self._settled(passes, result))
+            optimizer.when_synced(lambda: self._on_result(passes, result))
 
     def before_step(self, optimizer: OptimizerWrapper) -> None:
         """The next step of `optimizer` begins, on all ranks."""
         if optimizer in self._waiting:
             self._waiting.pop(optimizer)()
 
-    # ------------------------------------------------------------------ inside
-
-    def _settled(self, passes: list[Pass], result: StepResult) -> None:
+    def _on_result(self, passes: list[LoggedPass], result: StepResult) -> None:
         if result.applied or self._left == 0:
             return
         if self._left is not None:
             self._left -= 1
             if self._left == 0:
-                self.tape.stop()
+                self.log.stop()
         try:
             found = self._diagnose(passes, result.loss_scale)
         except RanksApart:
@@ -113,50 +111,51 @@ class SkipWatcher:
         self.diagnoses.append(found)
         _logger.warning(f"a step was skipped. {found}", ranks=[0])
 
-    def _diagnose(self, passes: list[Pass], scale: float) -> Diagnosis:
-        whole = all(each.run is not None or (each.link is not None and not _is_cut(each)) for each in passes)
+    def _diagnose(self, passes: list[LoggedPass], scale: float) -> Diagnosis:
+        whole = all(
+            each.run is not None or (each.link is not None and not any(call.loose for call in each.calls))
+            for each in passes
+        )
         whole = not agreement.largest(float(not whole), self._group)
         written = any(call.was_written_to for each in passes for call in each.calls)
         written = bool(agreement.largest(float(written), self._group))
         notes = ["An input was written to in place since, so the replay may differ from the step."] if written else []
-        with self.tape.paused():
-            replay = self._make_replay(lambda: _again(passes, whole, scale), passes[0].optimizers, scale)
+        with self.log.paused():
+            replay = self._make_replay(lambda: _run_again(passes, whole, scale), passes[0].optimizers, scale)
             found = diagnose(replay, group=self._group, device=self._device)
         if not whole:
             notes.append(f"What computes the loss is not in the replay. {_ADVICE}")
             if found.kind is None:
-                found = dataclasses.replace(found, **_outside(passes))
+                found = dataclasses.replace(found, **_outside_of_calls(passes))
         certain = found.certain and not written
         return dataclasses.replace(found, certain=certain, notes=(*found.notes, *notes))
 
 
-class _Steps:
-    """Tells the watcher of one optimizer's steps; see `StepListener`."""
+class _StepsOf:
+    """Hands the steps of one optimizer to its watcher; see `StepListener`."""
 
-    def __init__(self, watcher: SkipWatcher, optimizer: OptimizerWrapper) -> None:
-        self._watcher, self._optimizer = watcher, weakref.ref(optimizer)
+    def __init__(self, optimizer: OptimizerWrapper, watcher: SkipWatcher) -> None:
+        self._optimizer, self._watcher = weakref.ref(optimizer), watcher
 
     def after_backward(self, loss: torch.Tensor | None) -> None:
         pass
 
     def before_step(self, update: Any, number: int) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None:
+        if (optimizer := self._optimizer()) is not None:
             self._watcher.before_step(optimizer)
 
     def after_step(self, update: Any, number: int, result: StepResult) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None:
+        if (optimizer := self._optimizer()) is not None:
             self._watcher.after_step(optimizer, result, update.decision.on_device)
 
 
-def _is_cut(of: Pass) -> bool:
-    """Return whether something outside of the calls lies between them."""
-    return any(call.loose for call in of.calls)
+def _run_again(passes: list[LoggedPass], whole: bool, scale: float) -> Any:
+    """Run the passes of a step once more.
 
+    whole: the loss is computed again too; otherwise the gradients of the models' outputs are those of the step.
 
-def _again(passes: list[Pass], whole: bool, scale: float) -> Any:
-    """Run the passes of a step once more. Returns the last loss, or, where losses are not known, what the models returned."""
+    Returns the last loss, or, where losses are not known, what the models returned.
+    """
     result: Any = None
     for each in passes:
         members = gradients_of(each.optimizers)
@@ -164,7 +163,7 @@ def _again(passes: list[Pass], whole: bool, scale: float) -> Any:
         if each.run is not None:
             result = each.run()
             continue
-        made: dict[Call, list[torch.Tensor]] = {}
+        made: dict[LoggedCall, list[torch.Tensor]] = {}
         for call in each.calls:
             made[call] = call.again(made, linked=whole)
         if whole and each.link is not None:
@@ -183,8 +182,8 @@ def _again(passes: list[Pass], whole: bool, scale: float) -> Any:
     return result
 
 
-def _outside(passes: list[Pass]) -> dict[str, Any]:
-    """What can be said of a step whose models and criteria made nothing bad."""
+def _outside_of_calls(passes: list[LoggedPass]) -> dict[str, Any]:
+    """Return what can be said of a step in which models and criteria made nothing bad."""
     for index, each in enumerate(passes):
         loss = None if each.loss is None else each.loss.double()
         if loss is not None and not bool(loss.isfinite().all()):
@@ -200,7 +199,7 @@ _COMPILED = "_orig_mod."  # what torch.compile puts before the names of a model
 
 
 class PinningWatcher(SkipWatcher):
-    """Diagnoses every skipped step, as `SkipWatcher` does, and tells the pins of the model in which it began.
+    """Diagnoses every skipped step, and adds the module in which it began to the pins of its model.
 
     models: the boosted ones by label, as diagnoses name their modules. All ranks of `group` pin alike: where they do not
     name one and the same module, none does.
@@ -216,33 +215,30 @@ class PinningWatcher(SkipWatcher):
         super().__init__("every", make_replay, group, device)
         self._models = models
 
-    def follow(self, model: ModelWrapper, criterion: Any, optimizers: Iterable[OptimizerWrapper]) -> None:
-        """As `SkipWatcher.follow`. Raises ValueError for a second model of one class, which names would not tell apart."""
+    def attach(self, model: ModelWrapper, criterion: Any, optimizers: Iterable[OptimizerWrapper]) -> None:
+        """As `SkipWatcher.attach`. Raises ValueError for a second model of one class: names would mean either."""
         kinds = [type(each.unwrap()).__name__ for each in self._models().values()]
         if len(set(kinds)) < len(kinds):
             raise ValueError(
                 f"keep_fp32='auto' names modules of models by the class of the model, and two of these are alike: {kinds}; use "
                 "a Booster for each"
             )
-        super().follow(model, criterion, optimizers)
+        super().attach(model, criterion, optimizers)
 
-    # ------------------------------------------------------------------ inside
-
-    def _settled(self, passes: list[Pass], result: StepResult) -> None:
+    def _on_result(self, passes: list[LoggedPass], result: StepResult) -> None:
         before = len(self.diagnoses)
-        super()._settled(passes, result)
+        super()._on_result(passes, result)
         if result.applied:
             return
-        own = culprit(self.diagnoses[-1]) if len(self.diagnoses) > before else ""
+        own = blamed_module(self.diagnoses[-1]) if len(self.diagnoses) > before else ""
         own = own.replace(_COMPILED, "")
-        told = set(agreement.gather(own, self._group))
-        if len(told) > 1 or not own:
+        if len(set(agreement.gather(own, self._group))) > 1 or not own:
             return
         optimizer = passes[0].optimizers[0]
         step = optimizer.num_applied + optimizer.num_skipped
         for label, model in self._models().items():
             name = own.removeprefix(f"{label}.") if label else own
-            if label and name == own:
+            if label and name == own:  # of another model
                 continue
             pins = extras_of(model).pins
             if pins is not None and pins.note(name, step):
@@ -254,7 +250,7 @@ class PinningWatcher(SkipWatcher):
                 )
 
 
-def culprit(found: Diagnosis) -> str:
+def blamed_module(found: Diagnosis) -> str:
     """Return the module that `found` blames and float32 would help; "" where there is none.
 
     The innermost module with which, computed in float32, the replay was finite; where no single module was enough, because

@@ -1,13 +1,14 @@
 """What helps against the cause of a bad step, tried by replaying it; on several ranks all try the same together.
 
-A module that computes in float32 for the time of a trial.
+Three things are tried: a smaller loss scale, one module in float32 (`in_float32`), and zeros in place of what the cause made.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,44 +19,44 @@ from torch import nn
 
 from booster.common.random_states import random_state, set_random_state
 from booster.numerics.diagnosis.cause import Cause, cause_of
-from booster.numerics.diagnosis.meeting import Meeting, RanksApart
-from booster.numerics.diagnosis.replay import Replay, StoppedElsewhere
+from booster.numerics.diagnosis.replay import RanksApart, Replay, ReplayBarrier, StoppedElsewhere
 from booster.ranks import agreement
 from booster.tensors.cast_regions import CastMode, cast_floats, disabled
 from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
 
 
 @contextmanager
-def in_float32(module: nn.Module | None, device_type: str, *, alike: bool = False) -> Iterator[None]:
-    """Inside, `module`, if there is one, computes in float32 with its weights widened, and takes what it did before.
+def in_float32(module: nn.Module | None, device_type: str, *, same_dtypes: bool = False) -> Iterator[None]:
+    """Inside, `module`, if there is one, computes in float32 with its weights cast, and takes what it did before.
 
-    It returns the half dtype of its weights, where they have one. alike: without, it returns the dtypes that it did before,
-    as another rank expects them, and is computed twice to know them. Where its code wants half precision and raises, it
+    It returns the half-precision dtype of its weights, where they have one. Where its code wants half precision and raises, it
     computes as before: on several ranks, one that raises would leave others waiting.
+
+    same_dtypes: without such weights, it returns the dtypes that it did before, as another rank expects them, and is computed
+        twice to know them.
     """
     if module is None:
         yield
         return
-    changed = {child: child.__dict__.get("forward") for child in module.modules()}
+    before = {child: child.__dict__.get("forward") for child in module.modules()}
     switch = _Switch()
-    for child in changed:
+    for child in before:
         if child._parameters:
-            child.__dict__["forward"] = _WithWideWeights(child, child.forward, switch)
-    module.__dict__["forward"] = _Wide(module, module.forward, switch, device_type, alike)
+            child.__dict__["forward"] = partial(_forward_with_float32_weights, child, child.forward, switch)
+    module.__dict__["forward"] = _Float32Forward(module, module.forward, switch, device_type, same_dtypes)
     try:
         yield
     finally:
-        for child, forward in changed.items():
+        for child, forward in before.items():
             child.__dict__.pop("forward", None)
             if forward is not None:
                 child.__dict__["forward"] = forward
 
 
 class _Switch:
-    """Whether weights are widened at present."""
+    """Whether weights are cast to float32 at present."""
 
-    def __init__(self) -> None:
-        self.is_on = False
+    is_on = False
 
     @contextmanager
     def turned(self, on: bool) -> Iterator[None]:
@@ -66,63 +67,60 @@ class _Switch:
             self.is_on = before
 
 
-class _Wide:
+class _Float32Forward:
     """The forward of a module in float32; see `in_float32`."""
 
     def __init__(
-        self, module: nn.Module, forward: Callable[..., Any], switch: _Switch, device_type: str, alike: bool
+        self, module: nn.Module, forward: Callable[..., Any], switch: _Switch, device_type: str, same_dtypes: bool
     ) -> None:
         self._module, self._forward, self._switch = module, forward, switch
-        self._device_type, self._alike = device_type, alike
+        self._device_type, self._same_dtypes = device_type, same_dtypes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Looked up now: sharded weights are gathered, in half, for the time of a call.
+        # Asked now: sharded weights are gathered, in half precision, for the time of a call.
         half = next((param.dtype for param in self._module.parameters() if param.dtype in HALF_DTYPES), None)
         try:
-            if not self._alike or half is not None:
-                return cast_floats(self._wide(args, kwargs), half)
+            if not self._same_dtypes or half is not None:
+                return cast_floats(self._in_float32(args, kwargs), half)
             before = random_state()
             with torch.no_grad(), self._switch.turned(False):
                 dtypes = iter([tensor.dtype for tensor in tensors(self._forward(*args, **kwargs))])
             set_random_state(before)
-            return map_tensors(lambda tensor: tensor.to(next(dtypes)), self._wide(args, kwargs))
+            return map_tensors(lambda tensor: tensor.to(next(dtypes)), self._in_float32(args, kwargs))
         except (RuntimeError, TypeError, ValueError):  # as `keep_fp32` would find out too
             with self._switch.turned(False):
                 return self._forward(*args, **kwargs)
 
-    def _wide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        autocast: AbstractContextManager[Any] = (
-            torch.autocast(self._device_type, enabled=False)
-            if torch.is_autocast_enabled(self._device_type)
-            else nullcontext()
-        )
+    def _in_float32(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_on = torch.is_autocast_enabled(self._device_type)
+        autocast = torch.autocast(self._device_type, enabled=False) if is_on else nullcontext()
         with autocast, disabled(CastMode), self._switch.turned(True):
             return self._forward(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
 
 
-class _WithWideWeights:
-    """The forward of a module whose own half parameters are float32 for its time."""
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], switch: _Switch) -> None:
-        self._module, self._forward, self._switch = module, forward, switch
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own: dict[str, Any] = self._module._parameters
-        before = dict(own)
-        half = [name for name, param in before.items() if param is not None and param.dtype in HALF_DTYPES]
-        if not self._switch.is_on:
-            return self._forward(*args, **kwargs)
-        try:
-            for name in half:
-                own[name] = _Widened.apply(before[name])
-            # Of a module inside that is kept in float32, half activations may come.
-            return self._forward(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
-        finally:
-            own.update(before)
+def _forward_with_float32_weights(
+    module: nn.Module, forward: Callable[..., Any], switch: _Switch, *args: Any, **kwargs: Any
+) -> Any:
+    """Call `forward` of `module`; the module's own half-precision parameters are float32 meanwhile, if the switch is on."""
+    if not switch.is_on:
+        return forward(*args, **kwargs)
+    own: dict[str, Any] = module._parameters
+    before = dict(own)
+    try:
+        for name, param in before.items():
+            if param is not None and param.dtype in HALF_DTYPES:
+                own[name] = _AsFloat32.apply(param)
+        # A module inside that is kept in float32 may give half-precision activations.
+        return forward(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
+    finally:
+        own.update(before)
 
 
-class _Widened(torch.autograd.Function):
-    """A half parameter in float32. Its gradient is not narrowed as it is: a parameter kept in float32 has one in float32."""
+class _AsFloat32(torch.autograd.Function):
+    """A half-precision parameter in float32, with a gradient cut at its largest number.
+
+    A parameter that is kept in float32 has a float32 gradient, which would not overflow there.
+    """
 
     @staticmethod
     def forward(ctx: Any, param: torch.Tensor) -> torch.Tensor:
@@ -140,11 +138,15 @@ _MAX_SCALES = 12
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What one replay shows, on all ranks alike but for `own`.
+class ReplayFindings:
+    """What one replay found, on all ranks alike but for `own`.
 
-    bad: whether any rank's loss or gradient was. cause: that all ranks name. own: of this rank's bad numbers, as it sees it.
-    loss: the mean of the ranks that have one. largest_gradient: of all ranks, with its loss scale.
+    Attributes:
+        bad: any rank's loss or gradient was.
+        cause: that all ranks name.
+        own: of this rank's bad numbers, as it sees it.
+        loss: the mean of the ranks that have one.
+        largest_gradient: of all ranks, with its loss scale.
     """
 
     bad: bool
@@ -158,17 +160,17 @@ class ReplayError(RuntimeError):
     """Another rank could not replay the step."""
 
 
-class Trials:
-    """Replays of one step on all ranks of `group`, and what they agree that it shows. Made on all of them together."""
+class ReplayTrials:
+    """Replays of one step on all ranks of `group`, and what they agree on. Made on all of them together."""
 
     def __init__(self, replay: Replay, group: dist.ProcessGroup | None, device_type: str) -> None:
         self._replay = replay
         self._group = group
         self._device_type = device_type
         self._rank = dist.get_rank() if group is not None else 0
-        self._meeting = None if group is None else Meeting.of(group)
+        self._barrier = None if group is None else ReplayBarrier.of(group)
 
-    def run(self, **how: Any) -> Evidence:
+    def run(self, **how: Any) -> ReplayFindings:
         """Replay on all ranks. If it raises on any, all raise: there its own error, elsewhere `ReplayError`.
 
         Raises `RanksApart` where others wait in a collective for a rank that raised.
@@ -176,10 +178,10 @@ class Trials:
         problem: Exception | None = None
         own: Cause | None = None
         try:
-            outcome = self._replay.run(agree=self._meet, **how)
+            outcome = self._replay.run(agree=self._any_failed, **how)
             own = cause_of(outcome, self._rank)
             report: dict[str, Any] = {"bad": outcome.bad, "loss": outcome.loss, "largest": outcome.largest_gradient}
-            report["cause"] = None if own is None else own.dump()
+            report["cause"] = None if own is None else dataclasses.asdict(own)
         except StoppedElsewhere:
             report = {"error": ""}
         except RanksApart:
@@ -187,26 +189,26 @@ class Trials:
         except Exception as error:
             problem = error  # raised once the others know
             report = {"error": f"{type(error).__name__}: {error}"}
-        told = agreement.gather(report, self._group)
+        reports = agreement.gather(report, self._group)
         if problem is not None:
             raise problem
-        for rank, each in enumerate(told):
+        for rank, each in enumerate(reports):
             if each.get("error"):
                 raise ReplayError(f"rank {rank} of the group could not replay the step: {each['error']}")
-        causes = [Cause.read(each["cause"]) for each in told if each["cause"] is not None]
-        losses = [each["loss"] for each in told if each["loss"] is not None]
-        return Evidence(
-            bad=any(each["bad"] for each in told),
+        causes = [Cause.read(each["cause"]) for each in reports if each["cause"] is not None]
+        losses = [each["loss"] for each in reports if each["loss"] is not None]
+        return ReplayFindings(
+            bad=any(each["bad"] for each in reports),
             cause=min(causes, key=lambda cause: cause.order, default=None),
             own=own,
             loss=sum(losses) / len(losses) if losses else None,
-            largest_gradient=max(each["largest"] for each in told),
+            largest_gradient=max(each["largest"] for each in reports),
         )
 
-    def _meet(self, failed: bool) -> bool:
-        return failed if self._meeting is None else self._meeting.any(failed)
+    def _any_failed(self, failed: bool) -> bool:
+        return failed if self._barrier is None else self._barrier.any(failed)
 
-    def first(self) -> Evidence:
+    def first(self) -> ReplayFindings:
         """Replay the step as it is."""
         self._first = self.run()
         return self._first
@@ -218,10 +220,10 @@ class Trials:
             scale = 2.0 ** math.floor(math.log2(scale)) / 2.0 ** _excess(overflow)
             if scale < 1.0:
                 return None
-            shown = self.run(scale=scale)
-            if not shown.bad:
+            findings = self.run(scale=scale)
+            if not findings.bad:
                 return scale
-            found = shown.cause
+            found = findings.cause
             if found is None or found.kind != "overflow" or found.direction != "backward":
                 return None
             overflow = found
@@ -230,18 +232,18 @@ class Trials:
     def module_in_float32(self, cause: Cause) -> str | None:
         """Return the innermost module around the cause that, computed in float32, makes all finite."""
         named = self._replay.modules
-        for name in reversed(cause.chain):
+        for name in reversed(cause.modules):
             in_stages = self._replay.is_partial
-            if not agreement.any_rank(name in named, self._group) or (
-                in_stages and self.is_root(name)
-            ):  # no rank calls all of it
+            if not agreement.any_rank(name in named, self._group):
+                continue
+            if in_stages and self.is_root(name):  # no rank calls all of it
                 continue
             module = named.get(name)  # None where another stage has it
             try:
-                shown = self.run(within=partial(in_float32, module, self._device_type, alike=in_stages))
+                findings = self.run(within=partial(in_float32, module, self._device_type, same_dtypes=in_stages))
             except (RuntimeError, TypeError, ValueError):
                 continue
-            if not shown.bad:
+            if not findings.bad:
                 return name
         return None
 
@@ -258,17 +260,17 @@ class Trials:
                 return False
             if own is not None and own.is_alike(named):
                 repair.update(own.repair)
-            shown = self.run(repair=frozenset(repair))
-            if not shown.bad:
+            findings = self.run(repair=frozenset(repair))
+            if not findings.bad:
                 return True
-            if shown.cause is None:
+            if findings.cause is None:
                 return False
-            named, own = shown.cause, shown.own
+            named, own = findings.cause, findings.own
         return False
 
 
 def _excess(cause: Cause) -> int:
-    """By how many powers of two the result of the cause is too large for its format; at least 1."""
+    """Return by how many powers of two the result of the cause is too large for its format; at least 1."""
     if not cause.exact or not math.isfinite(cause.exact):
         return 1
     largest = torch.finfo(getattr(torch, cause.dtype)).max

@@ -1,6 +1,7 @@
-"""Writing down what a run does, step by step, without making it wait.
+"""Records while they are written: `Records` opens them for one Booster, and each `Record` listens to the steps of optimizers.
 
-The records that one Booster is writing.
+A step's numbers may live on a device. They are copied to the host while training goes on, and the line of the step waits in a
+queue until its copies are there.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from booster.common.installed import version_of
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.mixed_precision import MixedPrecision
-from booster.numerics.record.activations import Activations, Taken, check_patterns
-from booster.numerics.record.low_layers import LowLayers, TakenLow
-from booster.numerics.record.run import SCHEMA, LineFile
+from booster.numerics.record.layer_counts import ActivationCounts, OperandCounts, PendingCounts, check_patterns
+from booster.numerics.record.record_file import SCHEMA, LineFile
 from booster.numerics.record.samples import Sample
 from booster.plugin import Plugin
 from booster.ranks.coordinator import DistCoordinator
@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 Line = dict[str, Any]
 Tracker = Callable[[dict[str, float], int], Any]
 
-_MOST_WAITING = 64
+_MOST_PENDING = 64  # steps; a device further behind is waited for
 
 
 class Record:
@@ -65,8 +65,9 @@ class Record:
     ) -> None:
         self.folder = folder
         self.every = every
-        self.activations = Activations(activations) if activations and every is not None else None
-        self.low_layers = None if every is None else LowLayers()
+        self._counters: list[ActivationCounts | OperandCounts] = [] if every is None else [OperandCounts()]
+        if activations and every is not None:
+            self._counters.insert(0, ActivationCounts(activations))
         self._sampled_next: dict[str, bool] = {}
         self._policy = precision.policy
         self._group = plugin.group
@@ -76,34 +77,33 @@ class Record:
         self._tracker_failed = False
         self._number = 0
         self._optimizers: list[weakref.ref[OptimizerWrapper]] = []
-        self._waiting: deque[_Waiting] = deque()
+        self._pending: deque[_PendingStep] = deque()
         self.latest: dict[str, float] = {}
         """The numbers of the last step written, by name, as a tracker gets them."""
-        self._close = weakref.finalize(self, _finish, self._file, self._waiting)
+        self._close = weakref.finalize(self, _finish, self._file, self._pending)
         self.write([_header(ranks, precision, plugin, device)])
 
     def attach(self, optimizer: OptimizerWrapper) -> None:
         """Write down what `optimizer` does from now on, under its number, from 0."""
-        update_of(optimizer).gradients.listen(_Track(self, str(self._number)))
+        update_of(optimizer).gradients.listen(_RecordListener(self, str(self._number)))
         self._optimizers.append(weakref.ref(optimizer))
         self.expect(str(self._number), self.every is not None)
         self._number += 1
 
     def attach_model(self, model: ModelWrapper) -> None:
-        """Count what the modules of `model` that were asked for return from now on."""
-        for looking in self._looking:
-            looking.attach(model)
+        """Count what the chosen modules of `model` compute from now on."""
+        for counter in self._counters:
+            counter.attach(model)
 
-    def go_over(self, precision: MixedPrecision, models: Sequence[ModelWrapper], said: str, why: str) -> None:
-        """Write down that the run goes on in `precision`, as `said`, and `why`; the layers of `models` of now are looked at.
-
-        Waits for the device.
-        """
+    def on_precision_switch(
+        self, precision: MixedPrecision, models: Sequence[ModelWrapper], said: str, why: str
+    ) -> None:
+        """Write that the run goes on in `precision`, as `said`, and `why`. Waits for the device."""
         self._policy = precision.policy
-        for looking in self._looking:
-            looking.close()
+        for counter in self._counters:  # the switch replaced layers
+            counter.detach()
             for model in models:
-                looking.attach(model)
+                counter.attach(model)
         if self.closed:
             return
         self.flush()
@@ -121,17 +121,16 @@ class Record:
             self._stop(error)
 
     def expect(self, name: str, sampled: bool) -> None:
-        """Take note of whether the next step of the optimizer `name` is `sampled`."""
+        """Say whether the next step of the optimizer `name` is `sampled`."""
         self._sampled_next[name] = sampled
-        for looking in self._looking:
-            looking.on = any(self._sampled_next.values())
+        for counter in self._counters:
+            counter.on = any(self._sampled_next.values())
 
-    def take(self, loss_scale: Any) -> list[Taken | TakenLow]:
+    def collect(self, loss_scale: Any) -> list[PendingCounts]:
         """Return what was counted in layers since the last call. loss_scale: of the backward pass."""
-        found: list[Taken | TakenLow] = [] if self.activations is None else [self.activations.take(loss_scale)]
-        return found if self.low_layers is None else [*found, self.low_layers.take()]
+        return [counter.collect(loss_scale) for counter in self._counters]
 
-    def looks_at(self, update: Update, number: int, first: bool) -> bool:
+    def is_sampled(self, update: Update, number: int, first: bool) -> bool:
         """Whether gradients and weights are sampled in step `number` of `update`, the `first` of this process or another.
 
         Where all ranks hold the same, one of them does it.
@@ -147,28 +146,22 @@ class Record:
             return param.dtype
         if policy.compute is not None:
             return policy.compute
-        if (
-            policy.param is not None
-        ):  # a float32 weight under it is a kept one, or the shard of one that is gathered in half
+        if policy.param is not None:
+            # A float32 weight under it is a kept one, or the shard of one that is gathered in half precision.
             return policy.param if update.shards.sharded else param.dtype
         return torch.float16 if update.gradients.scaler.enabled else param.dtype
 
-    @property
-    def _looking(self) -> list[Activations | LowLayers]:
-        """What looks at layers in sampled steps."""
-        return [each for each in (self.activations, self.low_layers) if each is not None]
-
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context in which no layer is looked at."""
-        before = [(looking, looking.on) for looking in self._looking]
-        for looking, _ in before:
-            looking.on = False
+        """A context in which nothing is counted in layers."""
+        before = [counter.on for counter in self._counters]
+        for counter in self._counters:
+            counter.on = False
         try:
             yield
         finally:
-            for looking, was in before:
-                looking.on = was
+            for counter, was_on in zip(self._counters, before, strict=True):
+                counter.on = was_on
 
     @property
     def closed(self) -> bool:
@@ -176,15 +169,15 @@ class Record:
 
     def flush(self) -> None:
         """Write all steps made so far. Waits for the device."""
-        self._settle(wait=True)
+        self._write_pending(wait=True)
 
     def close(self) -> None:
         """Write all steps made so far and close the file; later steps are not written. Waits for the device."""
         if not self.closed:
             self.flush()
             self._close()
-        for looking in self._looking:
-            looking.close()
+        for counter in self._counters:
+            counter.detach()
 
     def __enter__(self) -> Record:
         return self
@@ -192,25 +185,25 @@ class Record:
     def __exit__(self, *error: Any) -> None:
         self.close()
 
-    def add(self, waiting: _Waiting) -> None:
-        """Write what is `waiting` as soon as its numbers are there."""
+    def add(self, step: _PendingStep) -> None:
+        """Write `step` as soon as its numbers are there."""
         if self.closed:
             return
-        self._waiting.append(waiting)
-        self._settle(wait=False)
+        self._pending.append(step)
+        self._write_pending(wait=False)
 
-    def _settle(self, *, wait: bool) -> None:
-        while self._waiting and (wait or len(self._waiting) > _MOST_WAITING or self._waiting[0].ready()):
-            lines = self._waiting.popleft().lines()
+    def _write_pending(self, *, wait: bool) -> None:
+        while self._pending and (wait or len(self._pending) > _MOST_PENDING or self._pending[0].ready()):
+            lines = self._pending.popleft().lines()
             self.write(lines)
             if self.closed:
                 return
             for line in lines:
                 if line["kind"] == "step":
                     self.latest = flat(line)
-                    self._tell_tracker(line["step"])
+                    self._call_tracker(line["step"])
 
-    def _tell_tracker(self, step: int) -> None:
+    def _call_tracker(self, step: int) -> None:
         """Call the tracker. Where it raises, as of a network that is gone, training goes on: the other ranks would wait."""
         if self._tracker is None:
             return
@@ -221,7 +214,7 @@ class Record:
                 self._tracker_failed = True
                 _logger.warning(
                     "the tracker of the record in %s raised in step %d; training goes on, and so does the record. It is called "
-                    "in later steps too, and what it raises there is not told again",
+                    "in later steps too, and what it raises there is not logged again",
                     self.folder,
                     step,
                     exc_info=True,
@@ -231,16 +224,18 @@ class Record:
         """Close the file, say why, and let the training go on."""
         _logger.warning("the record in %s ends here, and training goes on: %s", self.folder, error)
         self._close.detach()
-        self._waiting.clear()
+        self._pending.clear()
         self._file.close()
-        for looking in self._looking:
-            looking.close()
+        for counter in self._counters:
+            counter.detach()
 
 
-class _Waiting:
-    """Lines of one step whose numbers may be on their way from a device.
+class _PendingStep:
+    """Lines of one step; its numbers may be on their way from a device.
 
-    line: what is known. numbers: 0-dim tensors by key. result: asked, once they are there, for what only a skip has.
+    line: what is known.
+    numbers: 0-dim tensors by key.
+    result: asked, once they are there, for what only a skip has.
     sample: of this step, if there is one.
     """
 
@@ -249,7 +244,10 @@ class _Waiting:
     ) -> None:
         self._line = line
         self._keys = list(numbers)
-        self._copies = [HostCopy(packed) for packed in _packed(list(numbers.values()))]
+        flat = [number.detach().double().reshape(1) for number in numbers.values()]
+        if len({number.device for number in flat}) == 1:
+            flat = [torch.cat(flat)]  # so that one copy leaves the device
+        self._copies = [HostCopy(packed) for packed in flat]
         self._result = result
         self._sample = sample
 
@@ -277,10 +275,10 @@ class _Waiting:
 
 
 class _Sampled(NamedTuple):
-    """What was looked at in one step."""
+    """What was counted in one step."""
 
     gradients: Sample
-    layers: Sequence[Taken | TakenLow]
+    layers: Sequence[PendingCounts]
 
     def ready(self) -> bool:
         return self.gradients.ready() and all(each.ready() for each in self.layers)
@@ -289,8 +287,8 @@ class _Sampled(NamedTuple):
         return [*self.gradients.lines(applied), *(line for each in self.layers for line in each.lines())]
 
 
-class _Track:
-    """What listens to one optimizer; see `StepListener`."""
+class _RecordListener:
+    """Listens to one optimizer; see `StepListener`."""
 
     def __init__(self, record: Record, name: str) -> None:
         self._record = record
@@ -302,7 +300,7 @@ class _Track:
 
     @property
     def closed(self) -> bool:
-        """Whether nobody needs to be told any more."""
+        """Whether the listener may be dropped."""
         return self._record.closed
 
     def after_backward(self, loss: torch.Tensor | None) -> None:
@@ -312,9 +310,9 @@ class _Track:
     def before_step(self, update: Update, number: int) -> None:
         self._clip = update.gradients.carried[1]
         record = self._record
-        if record.looks_at(update, number, self._first):
+        if record.is_sampled(update, number, self._first):
             sample = Sample(update, lambda param: record.format_of(update, param))
-            self._sample = _Sampled(sample, record.take(update.gradients.carried[2]))
+            self._sample = _Sampled(sample, record.collect(update.gradients.carried[2]))
         self._first = False
 
     def after_step(self, update: Update, number: int, result: StepResult) -> None:
@@ -325,13 +323,12 @@ class _Track:
             return
         if sample is not None:
             sample.gradients.after(result.decision)
-        self._record.expect(self._name, self._record.looks_at(update, number + 1, False))
+        self._record.expect(self._name, self._record.is_sampled(update, number + 1, False))
         line: Line = {"kind": "step", "optimizer": self._name, "step": number, "time": time.time()}
         numbers: dict[str, Any] = {**({} if clip is None else {"clip": clip}), **result.pending}
-        if len(losses) == 1:
-            numbers["loss"] = losses[0]
-        elif losses:
-            numbers["loss"] = _mean(losses)
+        if losses:
+            mean = torch.stack([loss.double().reshape(()) for loss in losses]).mean() if len(losses) > 1 else losses[0]
+            numbers["loss"] = mean
         elif isinstance(result.loss, (float, torch.Tensor)):  # that of a closure
             numbers["loss"] = result.loss
         for key, value in list(numbers.items()):
@@ -344,7 +341,7 @@ class _Track:
         rates = [group.get("lr") for group in update.optimizer.param_groups]
         if not any(isinstance(rate, torch.Tensor) and rate.is_cuda for rate in rates):
             line["lr"] = [_rate(rate) for rate in rates]
-        self._record.add(_Waiting(line, numbers, result.without_loss(), sample))
+        self._record.add(_PendingStep(line, numbers, result.without_loss(), sample))
 
 
 def _header(ranks: DistCoordinator, precision: MixedPrecision, plugin: Plugin, device: torch.device) -> Line:
@@ -383,21 +380,7 @@ def _rate(rate: Any) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _packed(numbers: list[torch.Tensor]) -> list[torch.Tensor]:
-    """`numbers` as few tensors, so that few copies leave a device."""
-    if not numbers:
-        return []
-    devices = {number.device for number in numbers}
-    if len(devices) > 1:
-        return [number.detach().double().reshape(1) for number in numbers]
-    return [torch.stack([number.detach().double().reshape(()) for number in numbers])]
-
-
-def _mean(losses: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([loss.double().reshape(()) for loss in losses]).mean()
-
-
-def _finish(file: LineFile, waiting: deque[_Waiting]) -> None:
+def _finish(file: LineFile, waiting: deque[_PendingStep]) -> None:
     """Write what waits and close, also where nobody closed the record before the interpreter ends."""
     try:
         while waiting:
@@ -414,29 +397,31 @@ class Records:
         self._precision, self._plugin, self._device = precision, plugin, device
         self._open: list[Record] = []
 
-    def tell(self, model: int, look: Any) -> None:
-        """Write into every open record what an autopilot measured of the `model`-th boosted one; see `Measurement`."""
-        own, said = {"time": time.time(), "model": model}, look._asdict()
-        changes = said.pop("changes")
-        lines = [{"kind": "look", **own, **said}]
+    def add_look(self, model: int, look: Any) -> None:
+        """Write into every open record what an autopilot measured in the `model`-th boosted model, and changed."""
+        own, measured = {"time": time.time(), "model": model}, look._asdict()
+        changes = measured.pop("changes")
+        lines = [{"kind": "look", **own, **measured}]
         lines += [{"kind": "pilot", **own, **change._asdict()} for change in changes]
         for record in self._open:
             record.write(lines)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context in which what layers compute is of no step, and is not looked at."""
+        """A context in which what layers compute is of no step, and is not counted."""
         with ExitStack() as stack:
             for record in self._open:
                 stack.enter_context(record.paused())
             yield
 
-    def go_over(self, precision: MixedPrecision, models: Sequence[ModelWrapper], said: str, why: str) -> None:
-        """Write down in every open record that the run goes on in `precision`, as `said`, and `why`."""
+    def on_precision_switch(
+        self, precision: MixedPrecision, models: Sequence[ModelWrapper], said: str, why: str
+    ) -> None:
+        """Write into every open record that the run goes on in `precision`, as `said`, and `why`."""
         self._precision = precision
         for record in self._open:
             if not record.closed:
-                record.go_over(precision, models, said, why)
+                record.on_precision_switch(precision, models, said, why)
 
     def open(
         self,
@@ -476,18 +461,16 @@ class Records:
             activations=patterns,
             tracker=tracker,
         )
-        _attach(record, models, optimizers)
         self._open.append(record)
+        for optimizer in optimizers:
+            record.attach(optimizer)
+        for model in models:
+            record.attach_model(model)
         return record
 
-    def follow(self, model: ModelWrapper, criterion: Any, optimizers: Iterable[OptimizerWrapper]) -> None:
+    def attach(self, model: ModelWrapper, criterion: Any, optimizers: Iterable[OptimizerWrapper]) -> None:
         """Write down what these do too, in every record that is open."""
         for record in self._open:
-            _attach(record, [model], optimizers)
-
-
-def _attach(record: Record, models: Iterable[ModelWrapper], optimizers: Iterable[OptimizerWrapper]) -> None:
-    for optimizer in optimizers:
-        record.attach(optimizer)
-    for model in models:
-        record.attach_model(model)
+            for optimizer in optimizers:
+                record.attach(optimizer)
+            record.attach_model(model)

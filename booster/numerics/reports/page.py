@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from html import escape
 
 from booster.common.text import raised
-from booster.numerics.record.run import Run, Step
+from booster.numerics.record.recorded_run import Run, Step
 from booster.numerics.record.underflow import Underflow, edges
 from booster.numerics.reports.pictures import STYLE, Band, bars, lines, map_of
 from booster.numerics.reports.summary import MOST_CULPRITS, STILL, WORTH_SAYING, OptimizerSummary, by_tensor, summarise
@@ -44,14 +44,14 @@ def page(run: Run) -> str:
     name = run.folder.resolve().name
     body = [
         f"<h1>{escape(name)}</h1>",
-        f"<p>{escape(summary.told)}; began {began}</p>",
+        f"<p>{escape(summary.heading)}; began {began}</p>",
     ]
     body += [f'<p class="note">{escape(note)}</p>' for note in summary.notes]
     body += [
         f"<p>After step {switch['step']}: {escape(switch['precision'])}, by {escape(switch['why'])}</p>"
         for switch in summary.switches
     ]
-    body += [f"<p>{escape(sentence)}</p>" for sentence in summary.flown()]
+    body += [f"<p>{escape(sentence)}</p>" for sentence in summary.autopilot_sentences()]
     for each in summary.optimizers:
         if len(summary.optimizers) > 1:
             body.append(f"<h2>Optimizer {escape(each.name)}</h2>")

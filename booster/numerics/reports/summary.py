@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from booster.common.text import counted
-from booster.numerics.record.run import Looked, Rounded, Run, Step
+from booster.numerics.record.recorded_run import AutopilotLook, RoundedOperand, Run, Step
 from booster.numerics.record.underflow import Underflow, best_scale
 
 MOST_CULPRITS = 10
@@ -23,14 +23,18 @@ _REASONS = {
 
 @dataclass
 class OptimizerSummary:
-    """One optimizer's steps. seconds_per_step: the median between steps. clipped: the share of applied steps that were.
+    """One optimizer's steps.
 
-    loss, grad_norm: (first, last, smallest, largest) of the finite ones, or None. scale: the same of the loss scale.
-    nonfinite_losses: steps whose loss was inf or NaN.
-    skips_by_culprit: how often each parameter's gradient was not finite when a step was skipped, most often first.
-    num_samples: steps in which gradients and weights were looked at. num_nonfinite: of these, in which gradients held an inf or
-    NaN. groups: norms of each parameter group in the last one.
-    tensors: each parameter (and activation) over all samples. best_scale: see `underflow.best_scale`, over all samples.
+    Attributes:
+        seconds_per_step: the median between steps.
+        loss, grad_norm, scale: (first, last, smallest, largest) of the finite ones, or None; scale is the loss scale.
+        clipped: the share of applied steps that were.
+        skips_by_culprit: how often each parameter's gradient was not finite when a step was skipped, most often first.
+        num_samples, num_nonfinite: sampled steps, and those of them in which gradients held an inf or NaN.
+        groups: norms of each parameter group in the last sample.
+        tensors: each parameter and activation over all samples.
+        best_scale: see `underflow.best_scale`, over all samples.
+        nonfinite_losses: steps with a loss that was inf or NaN.
     """
 
     name: str
@@ -54,17 +58,17 @@ class OptimizerSummary:
 
     def skips(self) -> list[str]:
         """A sentence for each reason of skipped steps, and one on culprits where there are many and none stands out."""
-        told = []
-        for reason, count in self.skips_by_reason.items():
-            why = f": {_REASONS[reason]}" if reason in _REASONS else ""
-            told.append(f"Skipped {counted(count, 'step')}, {reason}{why}.")
+        said = [
+            f"Skipped {counted(count, 'step')}, {reason}{': ' + _REASONS[reason] if reason in _REASONS else ''}."
+            for reason, count in self.skips_by_reason.items()
+        ]
         if self.none_stands_out:
             count = next(iter(self.skips_by_culprit.values()))
-            told.append(
+            said.append(
                 f"All {len(self.skips_by_culprit)} parameters that are named held an inf or NaN equally often, in "
                 f"{counted(count, 'step')}."
             )
-        return told
+        return said
 
     @property
     def none_stands_out(self) -> bool:
@@ -100,9 +104,12 @@ class OptimizerSummary:
 
 @dataclass
 class TensorSummary:
-    """One tensor over the samples of a run. Shares are means; headroom: the smallest, in bits; best_scale: of this tensor.
+    """One tensor over the samples of a run. Shares are means.
 
-    wider: kept in a wider format than `format`, so that nothing of it underflowed there.
+    Attributes:
+        headroom: the smallest, in bits.
+        best_scale: of this tensor.
+        wider: it is kept in a wider format than `format`, so that nothing of it underflowed there.
     """
 
     name: str
@@ -120,8 +127,13 @@ class TensorSummary:
 
 @dataclass
 class Summary:
-    """What `summarise` returns; switches: to another precision, with step, precision and why; rounded: see
-    `_rounded`; `as_dict` is what `booster report --json` prints."""
+    """What `summarise` returns; `as_dict` is what `booster report --json` prints.
+
+    Attributes:
+        switches: to another precision, with step, precision and why.
+        rounded: mean shares of each operand of each low-precision layer.
+        piloted, looks: what an autopilot changed, and what its looks took, by model.
+    """
 
     folder: str
     about: dict[str, Any]
@@ -133,16 +145,16 @@ class Summary:
     looks: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def told(self) -> str:
+    def heading(self) -> str:
         """Precision, plugin, ranks and device, in a line."""
         ranks = counted(self.about.get("world_size", 1), "rank")
-        told = (self.about.get("precision"), self.about.get("plugin"), ranks, self.about.get("device"))
-        return ", ".join(str(part) for part in told if part)
+        parts = (self.about.get("precision"), self.about.get("plugin"), ranks, self.about.get("device"))
+        return ", ".join(str(part) for part in parts if part)
 
-    def flown(self) -> list[str]:
+    def autopilot_sentences(self) -> list[str]:
         """A sentence for each product that an autopilot made wide, or low again, and what looking at each model took."""
         several = len({each["model"] for each in (*self.looks, *self.piloted)}) > 1
-        told = [
+        said = [
             f"After step {change['step']}: {change['role']} of {change['name']}{_of_model(change, several)} "
             f"{'wide' if change['wide'] else 'low again'}, noise {change['noise']:.2f} of the signal, "
             f"{change['ahead']:.2f} by the next look."
@@ -151,11 +163,11 @@ class Summary:
         for looks in self.looks:
             often = f"{counted(looks['looks'], 'look')} at {counted(looks['layers'], 'layer')}"
             often += f" and {looks['again']} again" if looks["again"] else ""
-            told.append(
+            said.append(
                 f"Autopilot{_of_model(looks, several)}: {often}, {looks['operations']:.1%} of the operations of their "
                 f"products; wide {looks['wide']:.0%} of the products, at most {looks['most_wide']:.0%}."
             )
-        return told
+        return said
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain containers."""
@@ -181,31 +193,30 @@ def summarise(run: Run) -> Summary:
     )
 
 
-def _looks(looks: Sequence[Looked]) -> list[dict[str, Any]]:
+def _looks(looks: Sequence[AutopilotLook]) -> list[dict[str, Any]]:
     """Of each model how often its autopilot looked, at how many layers, how often again at what grew, what all of it took, and
     how much was wide, in the mean and at most."""
-    told = []
+    found = []
     for model in sorted({look.model for look in looks}):
         own = [look for look in looks if look.model == model]
-        whole = [look for look in own if not look.again] or own
-        wide = [look.wide for look in whole]
-        told.append(
+        first = [look for look in own if not look.again] or own
+        found.append(
             {
                 "model": model,
-                "looks": len(whole),
-                "layers": max(look.layers for look in whole),
-                "again": len(own) - len(whole),
-                "operations": sum(look.operations for look in own) / len(whole),
-                "wide": sum(wide) / len(wide),
+                "looks": len(first),
+                "layers": max(look.layers for look in first),
+                "again": len(own) - len(first),
+                "operations": sum(look.operations for look in own) / len(first),
+                "wide": sum(look.wide for look in first) / len(first),
                 "most_wide": max(look.wide for look in own),
             }
         )
-    return told
+    return found
 
 
 def _rounded(run: Run) -> list[dict[str, Any]]:
     """Shares of each operand of each low-precision layer, means over the samples, those with most in the top bin first."""
-    found: dict[tuple[str, str, str, str], list[Rounded]] = {}
+    found: dict[tuple[str, str, str, str], list[RoundedOperand]] = {}
     for each in run.rounded:
         found.setdefault((each.name, each.product, each.operand, each.format), []).append(each)
     rows = [

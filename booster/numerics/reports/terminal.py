@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from booster.common.text import print_table, shortened
-from booster.numerics.record.run import Run, Step
+from booster.numerics.record.recorded_run import Run, Step
 from booster.numerics.reports.summary import STILL, WORTH_SAYING, OptimizerSummary, TensorSummary, summarise
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -33,14 +33,14 @@ def show(run: Run, console: Any = None) -> None:
     console = console or Console()
     summary = summarise(run)
     console.print(f"[bold]{escape(summary.folder)}[/bold]")
-    console.print(escape(summary.told), style="dim", highlight=False)
+    console.print(escape(summary.heading), style="dim", highlight=False)
     for note in summary.notes:
         console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False)
     for switch in summary.switches:
         console.print(
             f"after step {switch['step']}: {escape(switch['precision'])}, by {escape(switch['why'])}", highlight=False
         )
-    for sentence in summary.flown():
+    for sentence in summary.autopilot_sentences():
         console.print(escape(sentence), highlight=False)
     for each in summary.optimizers:
         _show_optimizer(console, each, run.steps[each.name], several=len(summary.optimizers) > 1)

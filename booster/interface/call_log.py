@@ -1,4 +1,9 @@
-"""What a training step called: enough to call it again, kept by reference until the step is over."""
+"""What a training step called: enough to call it again, kept by reference until the step is over.
+
+A `CallLog` belongs to a `SkipWatcher`. Boosted models and criteria call through it, and each backward pass ends in it. When the
+step turns out to have been skipped, its `LoggedPass`es are run again under a trace; when not, they are dropped. Nothing is
+copied, so a step pays a few references a call.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +23,10 @@ _MANY = 64  # calls after which those that lead nowhere are looked for
 
 
 @dataclass(eq=False, slots=True)
-class Link:
+class OutputRef:
     """Output number `output` of `call`, or a view of it: size, stride and offset, None for the output itself."""
 
-    call: Call
+    call: LoggedCall
     output: int
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
 
@@ -32,18 +37,24 @@ class Link:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class LoggedCall:
     """One call of a boosted model or criterion that records gradients.
 
-    links: of tensors among the arguments, in the order of `trees.tensors`, those that earlier calls returned; None elsewhere.
-    versions: of the arguments then, which tell of writes since. loose: an argument has a graph that no link explains. grads: of
-    the outputs, as they came in the backward pass, by number. reached: they came in the present pass.
+    Attributes:
+        run: does it again, where the log is paused.
+        links: of tensors among the arguments, in the order of `trees.tensors`, those that earlier calls returned; None
+            elsewhere.
+        versions: of the arguments then, which count writes since.
+        loose: an argument has a graph that no link explains.
+        random: the random state before.
+        grads: of the outputs, as they came in the backward pass, by number.
+        reached: they came in the present pass.
     """
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    links: list[Link | None]
+    links: list[OutputRef | None]
     versions: list[int]
     loose: bool
     random: tuple[Any, ...]
@@ -51,8 +62,8 @@ class Call:
     grads: dict[int, torch.Tensor] = field(default_factory=dict)
     reached: bool = False
 
-    def again(self, made: dict[Call, list[torch.Tensor]], *, linked: bool) -> list[torch.Tensor]:
-        """Call once more, from the random state of then, and return the tensors that come out.
+    def again(self, made: dict[LoggedCall, list[torch.Tensor]], *, linked: bool) -> list[torch.Tensor]:
+        """LoggedCall once more, from the random state of then, and return the tensors that come out.
 
         made: outputs of calls that were made again. linked: take arguments from there; otherwise they are the old ones.
         """
@@ -76,46 +87,51 @@ class Call:
 
 
 @dataclass(eq=False)
-class Pass:
-    """One backward pass. calls: those that its gradients reached, in order. link: where the loss came from; None if no call
-    returned it. run: does the whole pass again, for a pipeline; then there are no calls."""
+class LoggedPass:
+    """One backward pass.
+
+    Attributes:
+        calls: those that its gradients reached, in order.
+        link: where the loss came from; None if no call returned it.
+        run: does the whole pass again, for a pipeline; then there are no calls.
+    """
 
     optimizers: tuple[Any, ...]
-    calls: list[Call]
-    link: Link | None
+    calls: list[LoggedCall]
+    link: OutputRef | None
     loss: torch.Tensor | None
     divisor: float
     run: Callable[[], Any] | None = None
 
 
-class Tape:
-    """Keeps the calls and backward passes of each optimizer's present step. device: whose random state belongs to a call."""
+class CallLog:
+    """Keeps the calls and backward passes of each optimizer's present step. device: its random state belongs to a call."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._calls: list[Call] = []
-        self._passes: list[Pass] = []
+        self._calls: list[LoggedCall] = []
+        self._passes: list[LoggedPass] = []
         self._inside = False
         self._stopped = False
-        self._made: dict[int, Link] = {}  # by memory of the outputs
+        self._made: dict[int, OutputRef] = {}  # by memory of the outputs
 
     def call(
         self, run: Callable[..., Any], again: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return `run(*args, **kwargs)`, and keep the call, unless nothing would lead gradients back or it is inside another.
 
-        again: what does the same later, where the tape is paused.
+        again: what does the same later, where the log is paused.
         """
         if self._inside or self._stopped or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return run(*args, **kwargs)
-        links: list[Link | None] = []
+        links: list[OutputRef | None] = []
         versions, loose = [], False
         for tensor in _given(args, kwargs):
             versions.append(version(tensor))
             link = None if tensor.grad_fn is None else self._link(tensor)
             links.append(link)
             loose = loose or (link is None and tensor.grad_fn is not None)
-        call = Call(again, args, kwargs, links, versions, loose, _random(self._device))
+        call = LoggedCall(again, args, kwargs, links, versions, loose, _random(self._device))
         self._inside = True
         try:
             result = run(*args, **kwargs)
@@ -127,8 +143,8 @@ class Tape:
         for number, tensor in enumerate((result,) if isinstance(result, torch.Tensor) else tensors(result)):
             call.outputs.append(weakref.ref(tensor))
             if tensor.requires_grad:
-                self._made[storage_key(tensor)] = Link(call, number)
-                tensor.register_hook(_Keep(call, number))
+                self._made[storage_key(tensor)] = OutputRef(call, number)
+                tensor.register_hook(_KeepGradient(call, number))
         return result
 
     def end_pass(self, loss: torch.Tensor, optimizers: Sequence[Any], divisor: float) -> None:
@@ -138,7 +154,7 @@ class Tape:
         calls = [call for call in self._calls if call.reached]
         for call in calls:
             call.reached = False
-        self._passes.append(Pass(tuple(optimizers), calls, self._link(loss), loss.detach(), divisor))
+        self._passes.append(LoggedPass(tuple(optimizers), calls, self._link(loss), loss.detach(), divisor))
 
     def end_pipeline(self, run: Callable[[], Any], optimizers: Sequence[Any], state: tuple[Any, ...]) -> None:
         """A pipeline ran its passes; `run` does it again, from the random state `state`."""
@@ -149,7 +165,7 @@ class Tape:
             _set_random(state)
             return run()
 
-        self._passes.append(Pass(tuple(optimizers), [], None, None, 1.0, again))
+        self._passes.append(LoggedPass(tuple(optimizers), [], None, None, 1.0, again))
 
     def random_state(self) -> tuple[Any, ...]:
         """Return the random state of now, for `end_pipeline`."""
@@ -172,10 +188,10 @@ class Tape:
         self._made.clear()
 
     def __reduce__(self) -> Any:
-        return _no_tape, ()  # a copy of a boosted model is not recorded
+        return _no_log, ()  # a copy of a boosted model is not recorded
 
-    def take(self, optimizer: Any) -> list[Pass]:
-        """Return the passes that `optimizer` took part in since its last step, and forget them, and calls before them."""
+    def pop_passes(self, optimizer: Any) -> list[LoggedPass]:
+        """Return the passes that `optimizer` took part in since its last step, and forget them with the calls before them."""
         taken = [each for each in self._passes if optimizer in each.optimizers]
         self._passes = [each for each in self._passes if optimizer not in each.optimizers]
         if not self._passes:
@@ -189,7 +205,7 @@ class Tape:
         kept = set(self._calls)
         self._made = {key: link for key, link in self._made.items() if link.call in kept}
 
-    def _link(self, tensor: torch.Tensor) -> Link | None:
+    def _link(self, tensor: torch.Tensor) -> OutputRef | None:
         found = self._made.get(storage_key(tensor))
         output = None if found is None else found.call.outputs[found.output]()
         if found is None or output is None:
@@ -198,15 +214,15 @@ class Tape:
             return found
         if tensor.dtype != output.dtype or tensor._base is not (output if output._base is None else output._base):
             return None
-        return Link(found.call, found.output, (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())))
+        return OutputRef(found.call, found.output, (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())))
 
 
-class _Keep:
-    """A hook that keeps the gradient of an output. It does not keep the output."""
+class _KeepGradient:
+    """A hook that keeps the gradient of an output, and not the output."""
 
     __slots__ = ("_call", "_number")
 
-    def __init__(self, call: Call, number: int) -> None:
+    def __init__(self, call: LoggedCall, number: int) -> None:
         self._call, self._number = call, number
 
     def __call__(self, grad: torch.Tensor) -> None:
@@ -239,5 +255,5 @@ def _set_random(state: tuple[Any, ...]) -> None:
         torch.cuda.set_rng_state(of_device, device)
 
 
-def _no_tape() -> None:
+def _no_log() -> None:
     return None

@@ -1,4 +1,8 @@
-"""What one Trainer trains: the model and the optimizer that its Booster boosted, and their checkpoints."""
+"""What one Trainer trains: the model and the optimizer that its Booster boosted, and their checkpoints.
+
+The Trainer keeps the user's model, and a model that was boosted from it. It evaluates and generates through either, so hooks on
+the user's own one run its calls in the precision too.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,11 @@ from torch.optim import Optimizer
 
 from booster.booster import Booster
 from booster.common.text import listed
-from booster.integrations.region_hooks import RegionHooks
-from booster.interface.model import ModelWrapper, extras_of, remove_raw_call_guard
+from booster.interface.model import ModelWrapper, extras_of, precision_of, remove_raw_call_guard
 from booster.interface.optimizer import OptimizerWrapper
 from booster.model.dtensors import is_dtensor, is_part
 from booster.model.modules import bare
+from booster.tensors.cast_regions import region
 
 _logger = logging.getLogger(__name__)
 OPTIMIZER = "booster_optimizer"
@@ -27,7 +31,7 @@ OPTIMIZER = "booster_optimizer"
 _OF_TRAINER = "optimizer.pt"
 
 
-class Trained:
+class TrainerJob:
     """The boosted model and optimizer of one Trainer, made when it first trains; None until then."""
 
     def __init__(self, booster: Booster) -> None:
@@ -184,8 +188,37 @@ class Trained:
         )
 
 
+class RegionHooks:
+    """Hooks on the user's model that run each of its calls as those of `boosted` are, but without a plugin's wrapper.
+
+    Trainers evaluate, generate and take log-probabilities through the model that they were given, and not through what was
+    made of it. Inside a call of `boosted` they enter the same region again, which changes no number. A compiled model is
+    traced without them, inside the region of `boosted`.
+    """
+
+    def __init__(self, model: nn.Module, boosted: ModelWrapper) -> None:
+        self._boosted = boosted
+        self._open: list[AbstractContextManager[Any]] = []
+        model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        model.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if torch.compiler.is_compiling():
+            return None
+        context = region(precision_of(self._boosted).forward_context)
+        context.__enter__()
+        self._open.append(context)
+        return self._boosted.cast_inputs(args), self._boosted.cast_inputs(kwargs)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling() or not self._open:
+            return None
+        self._open.pop().__exit__(None, None, None)
+        return self._boosted.cast_outputs(output)
+
+
 def generate_together(model: nn.Module) -> None:
-    """Have ranks that hold parts of `model` generate in step, and gather the weights that `generate` itself reads."""
+    """Have ranks that hold shards of `model` generate in step, and gather the weights that `generate` itself reads."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     for module in model.modules():
@@ -195,6 +228,6 @@ def generate_together(model: nn.Module) -> None:
 
 
 def id_of_memory(tensor: Any) -> int:
-    """Return what tells one divided weight from another: where this rank's part lies, or the tensor where that is empty."""
+    """Return what identifies a sharded weight: the address of this rank's shard, or the tensor where that is empty."""
     local = tensor.to_local()
     return local.data_ptr() if local.numel() else id(tensor)

@@ -13,9 +13,9 @@ from torch import nn
 
 from booster.common.frames import where_raised
 from booster.common.torch_internals import tensor_internals
-from booster.memory.released import Arrivals, Released, Sizes, Whole
-from booster.memory.sharding import Sharding
-from booster.memory.tracker import StorageTracker
+from booster.memory.fully_sharded_memory import FullySharded
+from booster.memory.gradient_arrivals import GradientArrivals, Sizes, StepsInBackward
+from booster.memory.measured_memory import StorageTracker
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.policy import cast_parameters
 from booster.model.meta import copy_on_meta
@@ -25,11 +25,16 @@ from booster.tensors.micro_batch import MicroBatch
 
 @dataclass(frozen=True)
 class Passes:
-    """Bytes. weights, buffers, inputs: of tensors that are there before; gradients: there after it; activations: alive
-    between forward and backward; highest: beside what is there before, at the highest point.
+    """Bytes, and what the optimizer is to step.
 
-    sizes: elements of each trainable parameter, by the dtype that it is stored in. shapes: theirs, in the same order, and
-    idle: which of them backward does not reach; both empty under `shards`.
+    Attributes:
+        weights, buffers, inputs: of tensors that are there before.
+        gradients: that are there after backward.
+        activations: alive between forward and backward.
+        highest: above what is there before, at the highest point.
+        sizes: dtype and elements of each trainable parameter.
+        shapes: of these parameters; empty where they are shards.
+        idle: which of them backward does not reach; likewise.
     """
 
     weights: int
@@ -49,30 +54,32 @@ def run_passes(
     batch: Any,
     criterion: Callable[..., Any],
     device: torch.device,
-    shards: int | None = None,
-    released: Released | None = None,
-    arrivals_of: Callable[[Sequence[torch.Tensor]], Arrivals] = Whole,
+    shards: int | None,
+    in_backward: StepsInBackward | None,
+    arrivals_of: Callable[[Sequence[torch.Tensor]], GradientArrivals],
 ) -> Passes:
     """Run `criterion(model(*inputs), target)` and its backward under `precision`, as on `device`, on copies without memory.
 
-    shards: so many ranks divide the weights by `fully_shard`, and what is told is that of one rank. released: how gradients
-    are stepped on within backward. arrivals_of: when gradients of parameters that are whole are complete for that.
+    shards: over so many ranks `fully_shard` shards the weights, and the result is one rank's; None: it does not.
+    in_backward: how parameters are stepped within backward; None: they are not.
+    arrivals_of: when gradients are complete there, if nothing is sharded.
+
     Nothing of the arguments changes. Raises ValueError for a model that does not copy, or whose forward reads numbers out of
     tensors, which have none here.
     """
     precision.check(model)
-    placed = copy_on_meta(model, "an estimate")
     policy = precision.policy_for(model)
-    placed = cast_parameters(precision.convert(placed), policy)
+    placed = cast_parameters(precision.convert(copy_on_meta(model, "an estimate")), policy)
     errors = (tensor_internals.DataDependentOutputException, tensor_internals.DynamicOutputShapeException)
+    # Copies are made on the meta device first: precisions convert real modules, and a fake tensor knows the device it acts for.
     with tensor_internals.FakeTensorMode(allow_non_fake_inputs=True):
-        _give_fakes(placed, device)
+        _make_fake(placed, device)
         cut = MicroBatch.of(trees.map_tensors(lambda tensor: _fake(tensor, device), batch))
         own_criterion = criterion
         if isinstance(criterion, nn.Module):
             own_criterion = copy_on_meta(criterion, "an estimate")
-            _give_fakes(own_criterion, device)
-        sharding = None if shards is None else Sharding(placed, policy, shards, device)
+            _make_fake(own_criterion, device)
+        sharded = None if shards is None else FullySharded(placed, policy, shards, device)
         if shards is None and precision.conversion is not None:
             precision.conversion.cache_weights(placed)
         wrapped, loss_of = precision.wrap_model(placed), precision._wrap_criterion(own_criterion, device)
@@ -88,12 +95,12 @@ def run_passes(
                 loss = loss_of(wrapped(*cut.args, **cut.kwargs), cut.target)  # type: ignore[misc]
                 activations = tracker.now
                 with precision.backward_context():
-                    if released is None:
+                    if in_backward is None:
                         loss.backward()
                     else:
-                        released.run(loss, sharding or arrivals_of(params), device)
-                if sharding is not None:
-                    sharding.finish()
+                        in_backward.run(loss, sharded or arrivals_of(params), device)
+                if sharded is not None:
+                    sharded.reduce_all()
         except errors as error:
             raise ValueError(_reading(model, error)) from error
         finally:
@@ -111,16 +118,11 @@ def run_passes(
         shapes=tuple(tuple(param.shape) for param in trained),
         idle=tuple(param not in reached for param in trained),
     )
-    if sharding is None:
+    if sharded is None:
         return found
-    return dataclasses.replace(
-        found,
-        weights=sum(dtype.itemsize * size for dtype, size, _ in sharding.stored),
-        gradients=_bytes(sharding.gradients),
-        sizes=sharding.sizes,
-        shapes=(),
-        idle=(),
-    )
+    weights, gradients = sharded.weights, list(sharded.gradients)
+    own = {"weights": weights, "gradients": _bytes(gradients), "sizes": sharded.sizes, "shapes": (), "idle": ()}
+    return dataclasses.replace(found, **own)  # type: ignore[arg-type]
 
 
 def _reading(model: nn.Module, error: Exception) -> str:
@@ -141,22 +143,22 @@ def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def _give_fakes(model: nn.Module, device: torch.device) -> None:
+def _make_fake(model: nn.Module, device: torch.device) -> None:
+    """Replace the tensors of `model` by fake ones on `device`; tied ones stay tied."""
     known: dict[int, Any] = {}
     for module in model.modules():
-        for name, param in list(module._parameters.items()):
-            if param is not None:
-                known.setdefault(id(param), (nn.Parameter(_fake(param, device), param.requires_grad), param))
-                module._parameters[name] = known[id(param)][0]
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                known.setdefault(id(buffer), (_fake(buffer, device), buffer))
-                module._buffers[name] = known[id(buffer)][0]
+        for store in (module._parameters, module._buffers):
+            for name, tensor in list(store.items()):
+                if tensor is None:
+                    continue
+                if id(tensor) not in known:
+                    fake = _fake(tensor, device)
+                    is_param = isinstance(tensor, nn.Parameter)
+                    # With the tensor, which must live as long as its identifier is asked for.
+                    known[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_param else fake, tensor
+                store[name] = known[id(tensor)][0]
 
 
 def _bytes(tensors: Any) -> int:
-    storages = {
-        id(s): s
-        for s in (part.untyped_storage() for tensor in tensors for part in tensor_internals.dense_parts(tensor))
-    }
-    return sum(storage.nbytes() for storage in storages.values())
+    parts = (part for tensor in tensors for part in tensor_internals.dense_parts(tensor))
+    return sum({id(s): s.nbytes() for s in [part.untyped_storage() for part in parts]}.values())

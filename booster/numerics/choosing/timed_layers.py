@@ -12,6 +12,7 @@ from torch import nn
 from booster.common import arguments
 from booster.common.devices import resolve_device
 from booster.common.random_states import seeded
+from booster.common.text import columns
 from booster.mixed_precision import (
     FP8MixedPrecision,
     Int8MixedPrecision,
@@ -94,24 +95,13 @@ class TimedLayers:
             shown = ["-" if time is None else f"{time * 1e6:.0f}" for time in times]
             size = f"{each.tokens:,}", str(each.in_features), str(each.out_features), f"{each.bf16 * 1e6:.0f}"
             rows.append((each.names[0] + more, *size, *shown))
-        widths = [max(len(row[place]) for row in rows) for place in range(len(heading))]
-        lines = [
-            "  ".join(
-                [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-            )
-            for row in rows
-        ]
-        said = [
-            f"{name}: {_counted(self.slower(name))} no faster than in bfloat16; keep=(Ends(), *slower({name!r}))"
-            for name in self.precisions
-        ]
-        return "\n".join(
-            [*lines, "", *(said or [f"{self.device} runs no low precision; nothing is to be gained by one here"])]
-        )
-
-
-def _counted(names: tuple[str, ...]) -> str:
-    return "1 layer is" if len(names) == 1 else f"{len(names)} layers are"
+        said = []
+        for name in self.precisions:
+            count = len(self.slower(name))
+            layers = "1 layer is" if count == 1 else f"{count} layers are"
+            said.append(f"{name}: {layers} no faster than in bfloat16; keep=(Ends(), *slower({name!r}))")
+        said = said or [f"{self.device} runs no low precision; nothing is to be gained by one here"]
+        return "\n".join([columns(rows, right=range(1, len(heading))), "", *said])
 
 
 def time_layers(

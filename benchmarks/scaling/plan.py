@@ -1,4 +1,4 @@
-"""How ranks share the work of a step, as estimates and formulas of memory see it."""
+"""How ranks share the work of a step, as the formulas see it."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from booster.common import arguments
 from booster.common.devices import resolve_device
 from booster.common.random_states import seeded
 from booster.mixed_precision import MixedPrecision, make
-from booster.model.modules import bare, tensor_places
-from booster.numerics.choosing.subject import GradientError, LayerError, Subject, Task, gradient_error
+from booster.model.modules import bare, places_of
+from booster.numerics.choosing.trained_subject import GradientError, LayerError, Subject, Task, gradient_error
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _SHOWN = 8
@@ -25,10 +25,11 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Contribution:
-    """One candidate. alone: the gradient error where it is the only one not in float32; inf where that is not finite.
+    """One candidate.
 
-    names: of its module; of several where they share a parameter, which only together can be kept. kept: whether it is, or a
-    module inside of it.
+    names: of its module; of several where they share a parameter, which only together can be kept.
+    alone: the gradient error where it is the only one not in float32; inf where that is not finite.
+    kept: it is kept in float32, or a module inside of it.
     """
 
     names: tuple[str, ...]
@@ -117,7 +118,11 @@ def auto_pins(
     keep_fp32, and what the model raises in float32.
     """
     arguments.function("model", model, "a torch.nn.Module, or a function that makes one")
-    make_model = (lambda: copy.deepcopy(model)) if isinstance(model, nn.Module) else _checked(model)
+
+    def make_model() -> nn.Module:
+        made = copy.deepcopy(model) if isinstance(model, nn.Module) else model()
+        return arguments.instance("what model() returned", made, nn.Module, "a torch.nn.Module")
+
     arguments.function("criterion", criterion, "a function of output and target")
     bound = float(arguments.number("bound", bound, above=0))
     arguments.count("seed", seed, least=0, most=2**63 - 2)
@@ -128,16 +133,12 @@ def auto_pins(
     except TypeError as error:
         raise TypeError(f"precision={precision!r} can keep no module in float32: {error}") from None
     with seeded(seed, where) as begin, torch.enable_grad():
-        task = Task(make_model, batch, criterion, _still, where, seed, begin)
+        task = Task(make_model, batch, criterion, _idle_optimizer, where, seed, begin)
         return _Search(task, own, bound).run()
 
 
-def _checked(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: arguments.instance("what model() returned", model(), nn.Module, "a torch.nn.Module")
-
-
-def _still(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer that is never asked to change anything, without states."""
+def _idle_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that changes nothing, without states: gradients alone are compared."""
     return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.0)
 
 
@@ -145,6 +146,8 @@ Unit = tuple[str, ...]  # names of modules that are kept together
 
 
 class _Search:
+    """Measures models with some modules in float32, first each block alone, then the smallest set that is enough."""
+
     def __init__(self, task: Task, precision: MixedPrecision, bound: float) -> None:
         self._task, self._precision, self._bound = task, precision, bound
         self._passes = 0
@@ -166,8 +169,7 @@ class _Search:
         units = list(_units(self._model, [name for name, _ in _blocks(self._model, "")]))
         alone = {unit: self._alone(unit, units) for unit in units}
         order = sorted(units, key=lambda unit: (-alone[unit], unit))
-        chosen = self._reached(order)
-        chosen = self._pruned(chosen)
+        chosen = self._pruned(self._reached(order))
         refined = [self._refined(unit, chosen) for unit in chosen]
         chosen = self._pruned(refined) if len(refined) > 1 else refined
         table = tuple(
@@ -176,8 +178,6 @@ class _Search:
         )
         names = tuple(sorted(name for unit in chosen for name in unit))
         return self._found(names, self._error(names), without, table)
-
-    # ------------------------------------------------------------------ the steps
 
     def _alone(self, unit: Unit, units: Sequence[Unit]) -> float:
         """The error where all blocks but `unit` are in float32."""
@@ -219,21 +219,19 @@ class _Search:
         others = [name for other in chosen if other is not unit for name in other]
         inside = [name for name, _ in _blocks(self._model.get_submodule(unit[0]), f"{unit[0]}.")]
         units = list(_units(self._model, inside))
-        errors = {each: self._tried([*others, *each]) for each in units}
+        errors = {each: self._error_or_inf([*others, *each]) for each in units}
         best = min(units, key=lambda each: errors[each], default=None)
         if best is None or errors[best] > self._bound:
             return unit
         return self._refined(best, [best if other is unit else other for other in chosen])
 
-    # ------------------------------------------------------------------ measuring
-
     def _holds(self, chosen: Sequence[Unit]) -> bool:
-        return self._tried([name for unit in chosen for name in unit]) <= self._bound
+        return self._error_or_inf([name for unit in chosen for name in unit]) <= self._bound
 
-    def _tried(self, names: Sequence[str]) -> float:
+    def _error_or_inf(self, names: Sequence[str]) -> float:
         try:
             return self._error(names).relative
-        except ValueError:  # no part of the model is left to the precision, or a tied weight would be in two dtypes
+        except ValueError:  # no part of the model is left to the precision, or a tied weight would have two dtypes
             return math.inf
 
     def _error(self, names: Sequence[str]) -> GradientError:
@@ -280,7 +278,7 @@ def _units(model: nn.Module, names: Sequence[str]) -> Iterator[Unit]:
             name = owner[name]
         return name
 
-    for places in tensor_places(model, buffers=True).values():
+    for places in places_of(model, buffers=True).values():
         holders = {each for place in places for each in names if _inside(place.name, (each,))}
         for name in holders:
             owner[first(name)] = min(first(other) for other in holders)

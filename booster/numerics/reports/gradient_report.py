@@ -12,7 +12,7 @@ import torch
 from booster.common import arguments
 from booster.common.text import columns
 from booster.interface.optimizer import OptimizerWrapper, update_of
-from booster.numerics.record.run import Run, read_run
+from booster.numerics.record.recorded_run import Run, read_run
 from booster.numerics.record.samples import Sample
 from booster.numerics.record.underflow import Underflow, best_scale, merge
 from booster.numerics.reports.page import exponent_maps

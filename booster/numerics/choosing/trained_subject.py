@@ -1,7 +1,4 @@
-"""A model that trains on one batch under one precision, to be measured.
-
-How far the gradients of one precision are from those of another: as a whole, and layer by layer.
-"""
+"""A model that trains on one batch under one precision, and how far its gradients are from those of another precision."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ from booster.common.devices import clock
 from booster.common.torch_internals.tensor_internals import dense_parts
 from booster.interface.optimizer import update_of
 from booster.memory import Measured, measure
-from booster.memory.measure import kept_tensors
-from booster.memory.tracker import StorageTracker
+from booster.memory.measured_memory import StorageTracker, kept_tensors
 from booster.mixed_precision import MixedPrecision
 from booster.plugin import SingleDevice
 from booster.tensors.micro_batch import MicroBatch
@@ -33,7 +29,7 @@ _MOST_SCALES = 48  # that are tried until gradients are finite
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained; the arguments are those of `advise`. begin: seeds all generators."""
+    """What is trained, with the arguments of `advise`. begin: seeds all random generators."""
 
     model_fn: Callable[[], nn.Module]
     batch: Any
@@ -165,8 +161,9 @@ _FLOOR = 1e-6  # of the norm of all gradients: a layer whose own norm is below i
 class LayerError:
     """The gradients of the parameters that one module holds itself, taken together.
 
-    relative: the norm of the difference over that of the reference; inf where one is not finite. cosine: of the angle between
-    them. norm: of the reference.
+    relative: the norm of the difference over that of the reference; inf where one is not finite.
+    cosine: of the angle between them.
+    norm: of the reference.
     """
 
     name: str
@@ -193,10 +190,13 @@ def gradient_error(
     """
     sums: dict[str, list[float]] = {}
     for name in reference.keys() | found.keys():
-        mine, exact = found.get(name), reference.get(name)
+        known = found[name] if name in found else reference[name]
+        zero = torch.zeros((), dtype=torch.float64, device=known.device).expand_as(known)
+        mine, exact = found.get(name, zero).double(), reference.get(name, zero).double()
         layer = sums.setdefault(name.rpartition(".")[0] or whole, [0.0, 0.0, 0.0, 0.0])
-        for place, value in enumerate(_sums(mine, exact)):
-            layer[place] += value
+        products = (mine - exact).square().sum(), exact.square().sum(), mine.square().sum(), (mine * exact).sum()
+        for place, product in enumerate(products):
+            layer[place] += float(product)
     total = [math.fsum(layer[place] for layer in sums.values()) for place in range(4)]
     floor = _FLOOR * math.sqrt(total[1])
     layers = [LayerError(name, *_ratios(layer, floor), math.sqrt(layer[1])) for name, layer in sums.items()]
@@ -204,16 +204,8 @@ def gradient_error(
     return GradientError(*_ratios(total, 0.0), tuple(layers))
 
 
-def _sums(mine: torch.Tensor | None, exact: torch.Tensor | None) -> tuple[float, float, float, float]:
-    """Sums of squares of the difference, of the reference, of what was found, and of the product of the last two."""
-    known = mine if mine is not None else exact
-    assert known is not None
-    a = torch.zeros_like(known, dtype=torch.float64) if mine is None else mine.double()
-    b = torch.zeros_like(known, dtype=torch.float64) if exact is None else exact.double()
-    return tuple(float(value) for value in ((a - b).square().sum(), b.square().sum(), a.square().sum(), (a * b).sum()))  # type: ignore[return-value]
-
-
 def _ratios(sums: list[float], floor: float) -> tuple[float, float]:
+    """Return the relative error and the cosine from sums of squares: of difference, reference, found; and of their product."""
     difference, exact, found, product = sums
     if not math.isfinite(difference):
         return math.inf, math.nan
