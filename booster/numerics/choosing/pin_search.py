@@ -16,7 +16,7 @@ from booster.common import arguments
 from booster.common.devices import resolve_device
 from booster.common.random_states import seeded
 from booster.mixed_precision import MixedPrecision, make
-from booster.model.modules import bare, places_of
+from booster.model.modules import bare, tensor_places
 from booster.numerics.choosing.trained_subject import GradientError, LayerError, Subject, Task, gradient_error
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -278,7 +278,7 @@ def _units(model: nn.Module, names: Sequence[str]) -> Iterator[Unit]:
             name = owner[name]
         return name
 
-    for places in places_of(model, buffers=True).values():
+    for places in tensor_places(model, buffers=True).values():
         holders = {each for place in places for each in names if _inside(place.name, (each,))}
         for name in holders:
             owner[first(name)] = min(first(other) for other in holders)
