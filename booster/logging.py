@@ -95,7 +95,13 @@ class DistLogger:
         return file
 
     def _log(self, level: int, msg: str, ranks: Iterable[int] | None) -> None:
-        chosen = None if ranks is None else _checked_ranks(ranks)
+        chosen: set[Any] | None = None
+        if ranks is not None:
+            several = isinstance(ranks, Iterable) and not isinstance(ranks, (str, bytes, Mapping, torch.Tensor))
+            entries = list(ranks) if several else []
+            if not several or not all(arguments.is_whole(rank) for rank in entries):
+                raise TypeError(arguments.refusal("ranks", ranks, "a list of ranks, such as [0]", "None for all"))
+            chosen = set(entries)
         if not self._logger.isEnabledFor(level):
             return
         rank, world_size = _place()
@@ -119,14 +125,6 @@ def _initialized() -> bool:
 
 def _place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if _initialized() else (0, 1)
-
-
-def _checked_ranks(ranks: Any) -> set[int]:
-    several = isinstance(ranks, Iterable) and not isinstance(ranks, (str, bytes, Mapping, torch.Tensor))
-    entries = list(ranks) if several else []
-    if not several or not all(arguments.is_whole(rank) for rank in entries):
-        raise TypeError(arguments.refusal("ranks", ranks, "a list of ranks, such as [0]", "None for all"))
-    return set(entries)
 
 
 def _level_number(level: str | int) -> int:

@@ -199,7 +199,9 @@ class DynamicScale(LossScaler):
 
     def on_device(self, device: torch.device) -> LossScaler:
         """A `DeviceScale` on `device`, unless a subclass has a rule of its own."""
-        own = any(name in vars(base) for base in type(self).__mro__[: _index_of(type(self))] for name in _RULE)
+        classes = type(self).__mro__
+        subclasses = classes[: classes.index(DynamicScale)]
+        own = any(name in vars(base) for base in subclasses for name in _RULE)
         return super().on_device(device) if own else DeviceScale(self, device)
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,10 +224,6 @@ class DynamicScale(LossScaler):
 
 # What `DeviceScale` takes from a DynamicScale as it is, or does in tensors in its place.
 _RULE = ("update", "scale", "factor", "floor", "min_scale", "describe", "state_dict", "load_state_dict")
-
-
-def _index_of(cls: type[DynamicScale]) -> int:
-    return cls.__mro__.index(DynamicScale)
 
 
 class StaticScale(DynamicScale):

@@ -75,7 +75,13 @@ class Ranks:
     def _look(self) -> None:
         # A wait for any child would tell of one dead alone.
         alive = [pid for path in self._pids.iterdir() if (pid := int(path.name)) not in self.deaths]
-        dead = [pid for pid in alive if _is_dead(pid)]
+        dead = []
+        for pid in alive:
+            try:
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                    dead.append(pid)
+            except ChildProcessError:  # the agent was faster
+                dead.append(pid)
         for pid in dead:  # later its number may be that of another's process
             (self._pids / str(pid)).unlink()
         self.deaths.update(dict.fromkeys(dead, time.time_ns()))
@@ -96,13 +102,6 @@ def kill_groups(pids: Iterable[int]) -> None:
             os.killpg(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             continue
-
-
-def _is_dead(pid: int) -> bool:
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # the agent was faster
-        return True
 
 
 # After this many seconds a process is killed that ignores Ctrl-C, or the end of another.

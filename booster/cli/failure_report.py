@@ -26,7 +26,13 @@ def report_failures(
     failures: what torchrun's agent found, by rank. deaths: when processes died, by pid, in ns. node: the index of this machine,
     None where it is the only one. first_rank, num_ranks: the ranks of this machine.
     """
-    failures = {rank: failure for rank, failure in failures.items() if not _ended_well(failure)} or failures
+    # The agent also stops processes that had come to the end of their script.
+    unwell = {
+        rank: failure
+        for rank, failure in failures.items()
+        if failure.exitcode != -signal.SIGTERM or _extra(failure).get("status") != 0
+    }
+    failures = unwell or failures
     ordered = sorted(failures.items(), key=lambda item: _moment(item[1], deaths))
     rank, first = ordered[0]
     if STOPPED_STATUS in (first.exitcode, _extra(first).get("status")):
@@ -73,11 +79,6 @@ def _extra(failure: Any) -> dict[str, Any]:
     message = failure.error_file_data.get("message")
     extra = message.get("extraInfo") if isinstance(message, dict) else None
     return extra if isinstance(extra, dict) and "py_callstack" in extra else {}
-
-
-def _ended_well(failure: Any) -> bool:
-    """Say whether the agent stopped a process that had come to the end of its script."""
-    return failure.exitcode == -signal.SIGTERM and _extra(failure).get("status") == 0
 
 
 def _moment(failure: Any, deaths: dict[int, int]) -> tuple[bool, int, bool]:

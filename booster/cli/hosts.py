@@ -78,7 +78,10 @@ def run_nodes(commands: Sequence[NodeCommand], grace_seconds: float) -> int:
         for node in nodes:
             node.ask()
 
-    handlers = {number: signal.signal(number, _raise_stopped) for number in (signal.SIGINT, signal.SIGTERM)}
+    def stop(number: int, frame: object) -> None:
+        raise Stopped(number)
+
+    handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, ask)
     try:
         for command in commands:
@@ -194,10 +197,6 @@ def _report(index: int, node: _Node) -> int:
     sys.stderr.buffer.write(b"".join(node.report))
     sys.stderr.buffer.flush()
     return status if status > 0 else 128 - status
-
-
-def _raise_stopped(number: int, frame: object) -> None:
-    raise Stopped(number)
 
 
 # A user, a name or address, no leading dash: ssh would read "-oProxyCommand=..." as an option.

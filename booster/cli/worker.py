@@ -39,8 +39,13 @@ _TRIES = 20  # a process that is being killed may still make a file
 def main() -> None:
     if sys.argv[1] == "--guard":
         return _guard(sys.argv[2])
-    _end_with_launcher()
-    _leave_pid()
+    if sys.platform == "linux":
+        # Have the kernel kill this process when the launcher dies, which a launcher that is killed cannot do.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    folder = os.environ.pop("BOOSTER_RUN_PIDS", None)
+    if folder is not None:  # so that the launcher can see when this process dies
+        with open(os.path.join(folder, str(os.getpid())), "x"):
+            pass
     arguments = sys.argv[1:]
     try:
         if arguments[0] == "-m":
@@ -89,34 +94,13 @@ def _guard(folder: str) -> None:
         time.sleep(0.1)
 
 
-def _end_with_launcher() -> None:
-    """Have the kernel kill this process when the launcher dies, which a launcher that is killed cannot do. Linux alone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def _leave_pid() -> None:
-    """Tell the launcher the pid of this rank, so that it can note when this one dies."""
-    folder = os.environ.pop("BOOSTER_RUN_PIDS", None)
-    if folder is not None:
-        with open(os.path.join(folder, str(os.getpid())), "x"):
-            pass
-
-
 def _end_well() -> None:
-    """Note that the script has come to its end, should the launcher stop this process before that is through."""
+    """Note that the script has come to its end, should the launcher stop this process before that is through, and close up."""
     _record("", "", 0)
-    _leave_process_group()
-
-
-def _leave_process_group() -> None:
-    """Close a process group that the script left open.
-
-    The script's own threads end first, as they would before the interpreter does: they may be using it, as one that writes
-    a checkpoint does. The group's threads may still be giving back tensors, which needs the interpreter; if they meet its
-    shutdown, the process aborts ("terminate called without an active exception") after all work is done.
-    """
     distributed = sys.modules.get("torch.distributed")
+    # A process group that the script left open. The script's own threads end first, as they would before the interpreter does:
+    # they may be using it, as one that writes a checkpoint does. The group's threads may still be giving back tensors, which
+    # needs the interpreter; if they meet its shutdown, the process aborts ("terminate called without an active exception").
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:

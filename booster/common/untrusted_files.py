@@ -84,11 +84,9 @@ def replace_regular(path: Path, data: bytes) -> None:
 
 def printable(text: str) -> str:
     """Return `text` with whatever a terminal would act on, or not show, as its escape: a name may come from a file."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else _escaped(c) for c in text)
-
-
-def _escaped(char: str) -> str:
-    return char.encode("unicode_escape").decode()
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def json_cost(data: bytes) -> int:

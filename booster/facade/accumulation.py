@@ -100,11 +100,8 @@ class Accumulation:
         if self._num_backwards == self._num_micro_batches - 1:
             self._unsynchronised.close()
             if self._synchronises:
-                handle = self._model.register_forward_pre_hook(self._mark_forward)
+                handle = self._model.register_forward_pre_hook(lambda module, args: setattr(self, "_ran_forward", True))
                 self._cleanup.callback(handle.remove)
-
-    def _mark_forward(self, module: nn.Module, args: Any) -> None:
-        self._ran_forward = True
 
     def _forbid_steps(self) -> None:
         done = self._num_backwards == self._num_micro_batches

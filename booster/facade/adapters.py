@@ -24,7 +24,10 @@ def put_adapters(
     storage_dtype: StorageDtype | None,
 ) -> Any:
     """Return the PeftModel around `model`; see `Booster.enable_lora`."""
-    peft = _peft()
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("adapters are those of peft: pip install peft") from error
     arguments.instance("model", model, nn.Module, "a torch.nn.Module")
     if isinstance(model, PrecisionModule):
         raise RuntimeError("enable_lora is for models before boost(); boost what it returns")
@@ -87,11 +90,3 @@ def _refuse_readers(config: Any, storage_dtype: Any) -> None:
         f"{option} reads the weights of the base, which storage_dtype={arguments.shown(storage_dtype)} packs; leave one of "
         "them out"
     )
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError("adapters are those of peft: pip install peft") from error
-    return peft

@@ -119,7 +119,11 @@ class BeforeBoost:
                     for own, tensor in table.items():
                         if tensor is not None:
                             if tensor not in done:
-                                done[tensor] = _stand_in(tensor, self.dtype(_joined(name, own), tensor))
+                                dtype = self.dtype(_joined(name, own), tensor)
+                                # A proxy of the same shape, which takes no memory.
+                                made = torch.zeros((), dtype=dtype, device=tensor.device).expand(tensor.shape)
+                                is_param = isinstance(tensor, nn.Parameter)
+                                done[tensor] = nn.Parameter(made, tensor.requires_grad) if is_param else made
                             table[own] = done[tensor]
             yield
         finally:
@@ -178,12 +182,6 @@ def _chain(forward: Any, own: Any) -> list[Any] | None:
         chain.append(forward)
         forward = forward.forward
     return chain
-
-
-def _stand_in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    device = tensor.device
-    made = torch.zeros((), dtype=dtype, device=device).expand(tensor.shape)
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _joined(module: str, own: str) -> str:

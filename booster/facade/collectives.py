@@ -43,7 +43,13 @@ def gather(
     try:
         share = _share_of(padding_from, _world_size(group))
         tensors = [torch.atleast_1d(_as_tensor(leaf)) for leaf in leaves]
-        _check_rows(tensors, share)
+        legal = frozenset() if share is None else share.rows
+        for value in tensors:
+            if legal and len(value) not in legal:
+                raise ValueError(
+                    f"got {len(value)} rows, but the dataloader's last batch and its epoch so far have {sorted(legal)} "
+                    "rows on this rank; pass one row per sample, or gather without the dataloader"
+                )
     except (TypeError, ValueError, RuntimeError) as error:
         problem = error  # raised once the others know
     shapes = _agree(tensors, f"gather {spec}", problem, group, first_dim=share is not None)
@@ -226,14 +232,3 @@ def _share_of(loader: DataLoaderWrapper | None, world_size: int) -> YieldedRows 
     if share.num_replicas != world_size:
         raise ValueError(f"the dataloader deals to {share.num_replicas} ranks, but this gathers over {world_size}")
     return share
-
-
-def _check_rows(tensors: list[torch.Tensor], share: YieldedRows | None) -> None:
-    if share is None or not share.rows:
-        return
-    for value in tensors:
-        if len(value) not in share.rows:
-            raise ValueError(
-                f"got {len(value)} rows, but the dataloader's last batch and its epoch so far have {sorted(share.rows)} rows "
-                "on this rank; pass one row per sample, or gather without the dataloader"
-            )

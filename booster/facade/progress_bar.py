@@ -65,8 +65,9 @@ def progress(items: Iterable[T], description: str, total: int | None, loss: Disp
             task = bar.add_task(description, total=known, completed=seen, rate="", loss="")
             for count, item in enumerate(each, 1):
                 yield item
-                rate = _pace(count / (time.monotonic() - began))
-                bar.update(task, completed=seen + count, rate=rate, loss=loss.text())
+                rate = count / (time.monotonic() - began)
+                pace = f"{rate:.3g}/s" if rate >= 1 else f"{1 / rate:.3g} s each"
+                bar.update(task, completed=seen + count, rate=pace, loss=loss.text())
             bar.update(task, loss=loss.text(now=True))
 
     return drawn()
@@ -78,8 +79,3 @@ def _known_length(items: Iterable[Any]) -> int | None:
         return len(items) if isinstance(items, Sized) else None
     except (TypeError, NotImplementedError):
         return None
-
-
-def _pace(rate: float) -> str:
-    """So many a second, or how many seconds one takes."""
-    return f"{rate:.3g}/s" if rate >= 1 else f"{1 / rate:.3g} s each"

@@ -91,7 +91,11 @@ class PrecisionModule(TransparentModule):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing():
-            _refuse_trace()
+            raise RuntimeError(
+                "torch.jit.trace does not follow a boosted model; use torch.export.export(model, inputs), which keeps the "
+                "precision, or trace the user's model in the dtype of its weights: "
+                "torch.jit.trace(b.unwrap(model).eval(), inputs)"
+            )
         wanted = self._input_dtype
         if wanted is not None:  # outside of the region, whose function modes would see it
             cast = self._cast if wanted is torch.float32 else self._cast_in
@@ -180,13 +184,6 @@ class PrecisionModule(TransparentModule):
                 "what goes through forward. Compute the loss in forward, or call the method under torch.no_grad()"
             )
         return self.cast_outputs(strip_weak(output))
-
-
-def _refuse_trace() -> None:
-    raise RuntimeError(
-        "torch.jit.trace does not follow a boosted model; use torch.export.export(model, inputs), which keeps the precision, "
-        "or trace the user's model in the dtype of its weights: torch.jit.trace(b.unwrap(model).eval(), inputs)"
-    )
 
 
 class Resumable(Protocol):

@@ -84,8 +84,6 @@ class OptimizerWrapper(Optimizer):
         remove_guards(self.optimizer)
         self._own_step = OwnStepGuard(self.optimizer, self)
 
-    # ------------------------------------------------------------------ training
-
     def backward(
         self,
         loss: torch.Tensor,
@@ -234,8 +232,6 @@ class OptimizerWrapper(Optimizer):
         clip_value = arguments.number("clip_value", arguments.plain(clip_value), least=0, infinite=True)
         self._ready("clip_grad_by_value()").clip_value(float(clip_value))
 
-    # ------------------------------------------------------------------ what happened
-
     @property
     def loss_scale(self) -> float:
         """The factor on the next loss; 1.0 without a loss scaler. Waits for the device where the scale lives on one."""
@@ -312,8 +308,6 @@ class OptimizerWrapper(Optimizer):
         """Wait for weights that the last `step` left on their way from other ranks, as `overlap_allgather` of
         `LowLevelZeroPlugin` does; otherwise this does nothing. No collective."""
         self._update.shards.wait_for_weights()
-
-    # ------------------------------------------------------------------ being an Optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -417,17 +411,12 @@ class OptimizerWrapper(Optimizer):
         names, selection = self._update.names, self._update.shards.selection
         # Of the groups that there were when the model was divided.
         known = [] if selection is None else selection.positions
-        places = [
-            known[index] if index < len(known) else range(len(group["params"]))
-            for index, group in enumerate(self.param_groups)
-        ]
-        return [
-            [
-                (names.get(param, name_of_stranger(index, place)), place)
-                for param, place in zip(group["params"], places[index], strict=True)
-            ]
-            for index, group in enumerate(self.param_groups)
-        ]
+        found = []
+        for index, group in enumerate(self.param_groups):
+            places = known[index] if index < len(known) else range(len(group["params"]))
+            pairs = zip(group["params"], places, strict=True)
+            found.append([(names.get(param, name_of_stranger(index, place)), place) for param, place in pairs])
+        return found
 
     def unwrap(self) -> Optimizer:
         """The user's optimizer."""
@@ -474,8 +463,6 @@ class OptimizerWrapper(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
-
-    # ------------------------------------------------------------------ inside
 
     def _notify(self, result: StepResult) -> None:
         """Tell all who want to know of the step that was made or skipped."""
