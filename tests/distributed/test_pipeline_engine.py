@@ -555,7 +555,7 @@ def parts_of_backward(rank, world_size):
         asked = Counter()
         with context():
             pipeline.run(pieces(text()), loss_of, seed=1.0)
-            for chunk in pipeline._runners[True][1][0]._schedule._stages:
+            for chunk in pipeline._runners[True][1]._schedule._stages:
                 run = chunk.backward_maybe_with_nosync
 
                 def count(kind, *args, run=run, asked=asked, **kwargs):

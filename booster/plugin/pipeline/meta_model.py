@@ -168,9 +168,7 @@ class FakeActivation(FakeTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        mode = next((each.fake_mode for each in _fakes_in((*args, *kwargs.values()))), None)
-        if not isinstance(mode, FakeActivationMode):
-            mode = None
+        mode = _mode_of(args) or _mode_of(kwargs.values())
         if func in _GROUPED_PRODUCTS and args[0].dtype != torch.bfloat16:
             # The product of experts: kernels on CPUs take every dtype, torch's function of its shapes bfloat16 alone.
             return func(*(arg.bfloat16() for arg in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
@@ -214,6 +212,17 @@ def _fakes_in(values: Any) -> Iterator[FakeActivation]:
             yield value
         elif isinstance(value, (tuple, list)):
             yield from _fakes_in(value)
+
+
+def _mode_of(values: Any) -> FakeActivationMode | None:
+    """Return the mode of the first fake activation. A loop, not a generator: it runs for each function of each block."""
+    for value in values:
+        if isinstance(value, FakeActivation):
+            mode = value.fake_mode
+            return mode if isinstance(mode, FakeActivationMode) else None
+        if isinstance(value, (tuple, list)) and (found := _mode_of(value)) is not None:
+            return found
+    return None
 
 
 def _run_watched(mode: FakeActivationMode, func: Any, args: Any, kwargs: Any) -> Any:
