@@ -155,7 +155,7 @@ class Masters:
         if loaded:
             self._take_loaded(loaded)
         fresh: list[list[torch.Tensor]] = []
-        half_only = self.half_only
+        half_only = self.quantizer is None and not self.options.offload  # the property would be a call in each step
         self.num_removed = len(self.layouts)
         for group in self.optimizer.param_groups:
             found = []

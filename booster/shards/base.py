@@ -131,7 +131,7 @@ class Shards:
 
     def grad_holders(self) -> list[torch.Tensor]:
         """Return every tensor with a `.grad` that a backward pass may add to, also those that have none. Inside `local()`."""
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
+        return self._held_params()
 
     def grad_targets(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors to write to the `.grad` of, so that the gradients of `shards` change. Inside `local()`.
@@ -214,30 +214,30 @@ class Shards:
 
     def full_state(self, states: dict[int, State]) -> dict[int, State]:
         """Return state by index, as in a torch state dict, of whole parameters from that of shards. May be a collective."""
-        return self._whole(states, self._by_index())
+        return self._full(states, self._by_index())
 
     def sharded_state(self, states: dict[int, State]) -> dict[int, State]:
         """Return state by index, as in a torch state dict, of this rank's shards, each of which knows its place in the whole.
 
         As `full_state`, with a `FlatShard` where that would gather; not a collective.
         """
-        return self._divided(states, self._by_index())
+        return self._sharded(states, self._by_index())
 
     def local_state(self, states: dict[int, State]) -> dict[int, State]:
         """Return the inverse of `full_state`, also of states of whole tensors where that makes DTensors."""
-        return self._own(states, self._by_index())
+        return self._local(states, self._by_index())
 
     def full_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
         """Return tensors by parameter name, in the shape of parameters, from those of shards. May be a collective."""
-        return self._of_weights(self._whole, weights, names)
+        return self._of_weights(self._full, weights, names)
 
     def sharded_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, Any]:
         """Return tensors by parameter name from those of shards: `full_weights`, with a `FlatShard` where that would gather."""
-        return self._of_weights(self._divided, weights, names)
+        return self._of_weights(self._sharded, weights, names)
 
     def local_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
         """Return the inverse of `full_weights`."""
-        return self._of_weights(self._own, weights, names)
+        return self._of_weights(self._local, weights, names)
 
     def full_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """Return float32 tensors by parameter, each laid out as its parameter is, from those of shards. May be a collective."""
@@ -253,21 +253,24 @@ class Shards:
         """Return memory for this rank's shard of a tensor of the shape of `param`; None where a whole tensor is wanted."""
         return None
 
-    def _whole(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
+    def _full(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
         """Return `entries` of shards as those of whole parameters, which are `params` by the same keys. May be a collective."""
         return entries
 
-    def _divided(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
-        """As `_whole`, with a `FlatShard` where that would gather; not a collective."""
-        return self._whole(entries, params)
+    def _sharded(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
+        """As `_full`, with a `FlatShard` where that would gather; not a collective."""
+        return self._full(entries, params)
 
-    def _own(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
-        """Return the inverse of `_whole` and of `_divided`."""
+    def _local(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
+        """Return the inverse of `_full` and of `_sharded`."""
         return entries
 
     def _by_index(self) -> dict[int, torch.Tensor]:
-        held = [param for group in self.optimizer.param_groups for param in group["params"]]
-        return dict(enumerate(self._params.get(param, param) for param in held))
+        return dict(enumerate(self._params.get(param, param) for param in self._held_params()))
+
+    def _held_params(self) -> list[torch.Tensor]:
+        """Return what the groups hold now: parameters, or shards inside `local()`."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def _of_weights(
         self, made: Callable[..., dict[Any, State]], weights: Any, names: Mapping[Any, str]

@@ -133,7 +133,7 @@ class DTensorShards(Shards):
 
     @torch.no_grad()
     def _apart(self) -> tuple[str, ...]:
-        held = [param for group in self.optimizer.param_groups for param in group["params"]]
+        held = self._held_params()
         whole = [param for param in held if not isinstance(param, DTensor) or "tp" not in _dims(param)]
         ranks = self._layer_ranks
         if not whole or ranks is None:
@@ -250,14 +250,14 @@ class DTensorShards(Shards):
 
         return ShardedStateView(state, self._shards, self._params, shown)
 
-    def _whole(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
+    def _full(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
         return {
             key: {name: self._widen(value, params[key]) for name, value in own.items()} for key, own in entries.items()
         }
 
-    def _own(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
+    def _local(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
         return {
-            key: {name: self._cut_entry(value, params.get(key)) for name, value in own.items()}
+            key: {name: self._shard_entry(value, params.get(key)) for name, value in own.items()}
             for key, own in entries.items()
         }
 
@@ -274,10 +274,10 @@ class DTensorShards(Shards):
     def _divide_state(self) -> None:
         """Divide what the optimizer knows of whole parameters, from steps that it made before they were placed."""
         state = self.optimizer.state
-        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
+        for param in self._held_params():
             if isinstance(param, DTensor) and param in state:
                 own = {key: _as_wide_as(value, param) for key, value in state.pop(param).items()}
-                state[self.shard_of(param)] = {key: self._cut_entry(value, param) for key, value in own.items()}
+                state[self.shard_of(param)] = {key: self._shard_entry(value, param) for key, value in own.items()}
 
     def _widen(self, value: Any, param: torch.Tensor) -> Any:
         shard = self._shards.get(param)
@@ -288,7 +288,7 @@ class DTensorShards(Shards):
         # A view into a bucket of states would drag the bucket along, and torch.save refuses a DTensor of one.
         return dtensor_around(value.clone() if value.storage_offset() else value, param)
 
-    def _cut_entry(self, value: Any, param: torch.Tensor | None) -> Any:
+    def _shard_entry(self, value: Any, param: torch.Tensor | None) -> Any:
         if param is None or not isinstance(value, torch.Tensor) or value.shape != param.shape or value.dim() == 0:
             return value
         return self.local_slice(value, param)

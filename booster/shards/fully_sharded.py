@@ -58,8 +58,8 @@ class FullyShardedShards(DTensorShards):
         super().__init__(optimizer, **options)
         self._modules = [weakref.ref(module) for module in modules]
         # Found once, as a walk over all modules costs more than what is done to these.
-        self._sharded = [weakref.ref(child) for module in self._alive() for child in _sharded_in(module)]
-        self._scaled = any(isinstance(gather_of(group), FP8Gather) for group in fsdp_groups(self._sharded_alive()))
+        self._fsdp_modules = [weakref.ref(child) for module in self._alive() for child in _sharded_in(module)]
+        self._scaled = any(isinstance(gather_of(group), FP8Gather) for group in fsdp_groups(self._fsdp_modules_alive()))
         self._unreduced = unreduced
         self._unsharded = unsharded
 
@@ -104,7 +104,7 @@ class FullyShardedShards(DTensorShards):
         self.reshard()
 
     def reshard(self) -> None:
-        sharded = self._sharded_alive()
+        sharded = self._fsdp_modules_alive()
         _free(sharded)
         if self._scaled:
             _forget_scales(sharded)
@@ -119,7 +119,7 @@ class FullyShardedShards(DTensorShards):
         return [shards.get(id(param), param) for param in params]
 
     def clear_gradients(self, set_to_none: bool) -> None:
-        drop_unreduced(fsdp_params(self._sharded_alive()))
+        drop_unreduced(fsdp_params(self._fsdp_modules_alive()))
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
@@ -138,8 +138,8 @@ class FullyShardedShards(DTensorShards):
     def _alive(self) -> list[nn.Module]:
         return _alive(self._modules)
 
-    def _sharded_alive(self) -> list[Any]:
-        return _alive(self._sharded)
+    def _fsdp_modules_alive(self) -> list[Any]:
+        return _alive(self._fsdp_modules)
 
 
 def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:

@@ -95,19 +95,16 @@ class ZeroShards(Shards):
         kind = check_shards(optimizer)
         self.sync_trackers = sync_trackers
         self._reducers = reducers
-        self._lent: set[torch.Tensor] = set()  # of the step that is made within backward
+        self._stepped_in_backward: set[torch.Tensor] = set()  # of the step that is made within backward
         self._layouts = list(layouts)
         for layout in self._layouts:
-            layout.shard_params(
-                {param for group in optimizer.param_groups for param in group["params"]}, whole=kind == "per tensor"
-            )
+            layout.shard_params(set(self._held_params()), whole=kind == "per tensor")
         self._reduced, self._overlaps = reduced, overlaps
         self._slots: dict[torch.Tensor, BucketSlot] = {}
         self._groups: list[_Group] = []  # when `local` was last entered
         self._versions: dict[FlatParameters, list[int]] = {}  # of parameters, when `local` was last entered
-        self._divisor: Any = (
-            1.0  # what this rank's elements of unsharded gradients were divided by, and the others were not
-        )
+        # What this rank's elements of unsharded gradients were divided by, and the others were not.
+        self._divisor: Any = 1.0
         self._held: list[list[torch.Tensor]] | None = None  # the groups' parameters while `local` is entered
         self._lay_down()
 
@@ -127,7 +124,10 @@ class ZeroShards(Shards):
         self._held = [list(params) for params in lists]
         given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]] = []
         try:
-            groups = self._known(self._held)
+            known = [group.params for group in self._groups]
+            if len(known) != len(self._held) or not all(map(_same_tensors, known, self._held)):
+                self._groups = [_Group(self, params) for params in self._held]
+            groups = self._groups
             buckets = self._buckets()
             self._versions = {bucket: list(map(version, bucket.params)) for bucket in buckets}
             preserved = {bucket: bucket.grad_shards(self._rank) for bucket in buckets} if self._reduced else {}
@@ -166,7 +166,7 @@ class ZeroShards(Shards):
         for param, shard in own:
             shard.requires_grad_(param.requires_grad)
             shard.grad = self._gradient(param, shard)
-        self._lent.update(params)
+        self._stepped_in_backward.update(params)
         try:
             yield shards
         finally:
@@ -185,7 +185,10 @@ class ZeroShards(Shards):
         return register_reduced_hooks(self, self._reducers.values(), divided, filled, held, again=again)
 
     def has_gradient(self, param: torch.Tensor) -> bool:
-        return self._has_gradient(param)
+        if not self._reduced:
+            return param.grad is not None
+        slot = self.slot_of(param)
+        return slot is not None and slot.position in slot.bucket.reduced
 
     def drop_gradient(self, param: torch.Tensor) -> None:
         param.grad = None
@@ -194,7 +197,7 @@ class ZeroShards(Shards):
 
     def shard_of(self, param: torch.Tensor) -> torch.Tensor:
         if param not in self._shards:
-            slot = self._slot(param)
+            slot = self.slot_of(param)
             if slot is None:
                 return param
             bucket, index = slot
@@ -210,13 +213,12 @@ class ZeroShards(Shards):
             self._shards[param], self._params[shard] = shard, param
         return self._shards[param]
 
-    def slot_of(self, param: torch.Tensor) -> BucketSlot | None:
-        """Return the slot of `param`; None if it is not sharded."""
-        return self._slot(param)
-
     def replicated_params(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
         # Within backward each rank has stepped its own shards, and those of others have not come yet.
-        return [(ranks, [] if self._lent else params) for ranks, params in replicated_params(self, self._ranks)]
+        return [
+            (ranks, [] if self._stepped_in_backward else params)
+            for ranks, params in replicated_params(self, self._ranks)
+        ]
 
     def check_gradients(self) -> None:
         check_replicas(self)
@@ -244,7 +246,7 @@ class ZeroShards(Shards):
         return shards + [param for param in params if self.shard_of(param) is not param]  # those not yet reduced
 
     def local_slice(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        slot, shard = self._slot(param), self.shard_of(param)
+        slot, shard = self.slot_of(param), self.shard_of(param)
         if slot is None:
             return value
         if not shard.numel():
@@ -255,7 +257,7 @@ class ZeroShards(Shards):
     def all_gather_params(self) -> None:
         changed: list[torch.Tensor] = []
         owned = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
-        lent = set(map(id, self._lent))
+        in_backward = set(map(id, self._stepped_in_backward))
         for layout in self._layouts:
             for bucket in reversed(layout.buckets):  # the last one is what forward wants first
                 before = self._versions.get(bucket)
@@ -263,9 +265,9 @@ class ZeroShards(Shards):
                     layout.pending_all_gathers.add(bucket.data, bucket.gather(layout.group))  # type: ignore[arg-type]
                 for place, param in enumerate(bucket.params) if before is not None else ():
                     used = place in bucket.reduced if self._reduced else param.grad is not None
-                    if (used or id(param) in lent) and id(param) in owned and version(param) == before[place]:  # type: ignore[index]
+                    if (used or id(param) in in_backward) and id(param) in owned and version(param) == before[place]:  # type: ignore[index]
                         changed.append(param)
-        self._lent.clear()
+        self._stepped_in_backward.clear()
         if not self._overlaps:
             self.wait_for_weights()
         # A graph that was kept over the step is stale on all ranks, whether or not it was this one's step that wrote here.
@@ -275,16 +277,16 @@ class ZeroShards(Shards):
         for layout in self._layouts:
             layout.pending_all_gathers.wait()
 
-    def mark_divided(self, divisor: float | torch.Tensor) -> None:
+    def mark_sharded(self, divisor: float | torch.Tensor) -> None:
         if not self._reduced:
             self._divisor *= divisor
 
     def rescale_unsharded_grads(self) -> None:
-        self._lent.clear()
+        self._stepped_in_backward.clear()
         divisor, self._divisor = self._divisor, 1.0
         if not isinstance(divisor, torch.Tensor) and divisor == 1.0:
             return
-        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
+        for param in self._held_params():
             shard = self.shard_of(param)
             if param.grad is None or shard is param:
                 continue
@@ -300,7 +302,7 @@ class ZeroShards(Shards):
             tracker.on_zero_grad()
         if not self._reduced:
             return
-        owned = [param for group in self.optimizer.param_groups for param in group["params"]]
+        owned = self._held_params()
         if set_to_none:
             ids = set(map(id, owned))
             for bucket in (bucket for layout in self._layouts for bucket in layout.buckets if bucket.reduced):
@@ -317,7 +319,7 @@ class ZeroShards(Shards):
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
-        buckets = [bucket for layout in self._layouts for bucket in layout.buckets]
+        buckets = self._buckets()
         held = [(bucket, bucket.gradient, bucket.reduced) for bucket in buckets]
         for bucket in buckets:
             bucket.gradient, bucket.reduced = None, set()
@@ -343,14 +345,14 @@ class ZeroShards(Shards):
         return ShardedStateView(state, self._shards, self._params, shown)
 
     def state_of_ranks(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        params = self._held_params()
         group = self._layouts[0].group if self._layouts else None
         names: defaultdict[Any, State] = defaultdict(dict)
         for names_of_rank in gather([list(state.get(param, ())) for param in params], group):
             for param, found in zip(params, names_of_rank, strict=True):
                 if found:
                     names[param] |= dict.fromkeys(found)
-        if not names and self._reduced and any(map(self._has_gradient, params)):
+        if not names and self._reduced and any(map(self.has_gradient, params)):
             raise RuntimeError(
                 "torch.distributed.checkpoint.state_dict makes states by a step of zeros, and would drop the gradients that "
                 "this rank has slices of; call optimizer.step() or optimizer.zero_grad() first"
@@ -358,57 +360,57 @@ class ZeroShards(Shards):
         return names
 
     def accept_zero_grads(self) -> None:
-        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
-            slot = self._slot(param)
+        for param in self._held_params():
+            slot = self.slot_of(param)
             if self._reduced and slot is not None and param.grad is not None:
                 slot.bucket.start_gradient(slot.position, self._rank)
                 param.grad = None
 
-    def _whole(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
-        slots = {key: slot for key, param in params.items() if (slot := self._slot(param)) is not None}
+    def _full(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
+        slots = {key: slot for key, param in params.items() if (slot := self.slot_of(param)) is not None}
         found = {key: own for key, own in entries.items() if key not in slots}
         found |= self._gather({key: own for key, own in entries.items() if key in slots}, slots)
         return {key: found[key] for key in dict.fromkeys((*params, *found)) if key in found}
 
-    def _divided(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
+    def _sharded(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
         return {
-            key: {name: self._as_divided(value, params.get(key)) for name, value in own.items()}
+            key: {name: self._as_flat_shard(value, params.get(key)) for name, value in own.items()}
             for key, own in entries.items()
         }
 
-    def _own(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
+    def _local(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
         found = {}
         for key, own in entries.items():
             param = params.get(key)
             # A weight that does not fit stays, for whoever reads it to refuse on all ranks alike.
             misfit = param is not None and "" in own and own[""].shape != param.shape
-            if param is None or misfit or self._slot(param) is None:
+            if param is None or misfit or self.slot_of(param) is None:
                 found[key] = own
             elif self.shard_of(param).numel():
-                found[key] = {name: self._cut_entry(value, param) for name, value in own.items()}
+                found[key] = {name: self._shard_entry(value, param) for name, value in own.items()}
         return found
 
     def empty_shard(self, param: torch.Tensor, dtype: torch.dtype) -> FlatShard | None:
-        slot = self._slot(param)
+        slot = self.slot_of(param)
         if slot is None or not param.dim():
             return None
         start, stop = slot.bucket.overlap(slot.position, self._rank)
         values = torch.empty(stop - start, dtype=dtype, device=param.device)
         return FlatShard(values, start, param.shape, param.stride())
 
-    def _as_divided(self, value: Any, param: torch.Tensor | None) -> Any:
-        slot = None if param is None else self._slot(param)
+    def _as_flat_shard(self, value: Any, param: torch.Tensor | None) -> Any:
+        slot = None if param is None else self.slot_of(param)
         if slot is None or not isinstance(value, torch.Tensor) or not value.dim() or not slot.param.dim():
             return value
-        if not slot.has_shape_of_part(value, self._rank):
+        if not slot.has_shape_of_shard(value, self._rank):
             return value
         start, _ = slot.bucket.overlap(slot.position, self._rank)
         return FlatShard(value, start, slot.param.shape, slot.param.stride())
 
     def full_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         wide = {param: value for shard, value in masters.items() if (param := self._params.get(shard, shard)) is shard}
-        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
-            slot = self._slot(param)
+        for param in self._held_params():
+            slot = self.slot_of(param)
             if slot is None:
                 continue
             own = masters.pop(self.shard_of(param), None)  # one after another, so that no more than one is there twice
@@ -419,8 +421,8 @@ class ZeroShards(Shards):
 
     def move_states_from(self, before: Shards, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
         state = self.optimizer.state
-        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
-            old, new = before.slot_of(param) if isinstance(before, ZeroShards) else None, self._slot(param)
+        for param in self._held_params():
+            old, new = before.slot_of(param) if isinstance(before, ZeroShards) else None, self.slot_of(param)
             if old is None or new is None:
                 continue
             own, shard = state.pop(before.shard_of(param), None), self.shard_of(param)
@@ -432,7 +434,7 @@ class ZeroShards(Shards):
                     if found is None
                     else {
                         key: value.to(param.device)
-                        if isinstance(value := self._cut_entry(entry, param), torch.Tensor) and value.dim()
+                        if isinstance(value := self._shard_entry(entry, param), torch.Tensor) and value.dim()
                         else value
                         for key, entry in found.items()
                     }
@@ -458,7 +460,8 @@ class ZeroShards(Shards):
             if moved:
                 torch.autograd.graph.increment_version(moved)
 
-    def _slot(self, param: torch.Tensor) -> BucketSlot | None:
+    def slot_of(self, param: torch.Tensor) -> BucketSlot | None:
+        """Return the slot of `param`; None if it is not sharded."""
         slot = self._slots.get(param)
         if slot is None:
             places = (layout.locate(param) for layout in self._layouts)
@@ -466,13 +469,6 @@ class ZeroShards(Shards):
             if place is not None:
                 slot = self._slots[param] = BucketSlot(*place)
         return slot
-
-    def _known(self, lists: list[list[torch.Tensor]]) -> list[_Group]:
-        """Return what is known of the groups, of which `lists` are the parameters."""
-        held = [group.params for group in self._groups]
-        if len(held) != len(lists) or not all(map(_same_tensors, held, lists)):
-            self._groups = [_Group(self, params) for params in lists]
-        return self._groups
 
     def _adopt(self, group: _Group, brought: set[int]) -> None:
         """Cut the state that the optimizer has of whole parameters of `group`. brought: the ids of what it has any of.
@@ -492,9 +488,9 @@ class ZeroShards(Shards):
             if param in state:
                 own = state.pop(param)
                 if shard.numel():
-                    state[shard] = {key: self._cut_entry(value, param) for key, value in own.items()}
+                    state[shard] = {key: self._shard_entry(value, param) for key, value in own.items()}
 
-    def _cut_entry(self, value: Any, param: torch.Tensor) -> Any:
+    def _shard_entry(self, value: Any, param: torch.Tensor) -> Any:
         if isinstance(value, FlatShard):
             return value.values if self.shard_of(param).dim() == 1 else shaped_like(value.values, param)
         if not _alike(value, param) or value.dim() == 0:
@@ -514,14 +510,8 @@ class ZeroShards(Shards):
         return self.local_slice(param.grad, param).detach()
 
     def _reduced_part(self, param: torch.Tensor, slot: BucketSlot | None = None) -> torch.Tensor | None:
-        slot = slot or self._slot(param)
+        slot = slot or self.slot_of(param)
         return None if slot is None else slot.bucket.grad_shard(slot.position, self._rank)
-
-    def _has_gradient(self, param: torch.Tensor) -> bool:
-        if not self._reduced:
-            return param.grad is not None
-        slot = self._slot(param)
-        return slot is not None and slot.position in slot.bucket.reduced
 
     def _replace_gradient(self, param: torch.Tensor, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """Write `new`, which a shard was given as its gradient, to `old`, the view of the true gradient of `param`."""
@@ -529,7 +519,7 @@ class ZeroShards(Shards):
             self._forget(param)
             return
         if old is None:
-            slot = self._slot(param)
+            slot = self.slot_of(param)
             if not self._reduced or slot is None:
                 raise RuntimeError(
                     f"this rank's part of a parameter of shape {tuple(param.shape)} alone got a gradient"
@@ -545,7 +535,7 @@ class ZeroShards(Shards):
         shard.data = own
 
     def _forget(self, param: torch.Tensor) -> None:
-        slot = self._slot(param) if self._reduced else None
+        slot = self.slot_of(param) if self._reduced else None
         if not self._reduced:
             param.grad = None
         elif slot is not None:

@@ -35,7 +35,7 @@ class BucketSlot(NamedTuple):
             for rank in range(world_size)
         )
 
-    def has_shape_of_part(self, value: torch.Tensor, rank: int) -> bool:
+    def has_shape_of_shard(self, value: torch.Tensor, rank: int) -> bool:
         start, stop = self.bucket.overlap(self.position, rank)
         return self.bucket.by_elements and value.dim() == 1 and value.numel() == stop - start
 
@@ -68,13 +68,13 @@ def gather_states(
         for key, name, kind, dtype, content in zip(*entries, strict=True):
             if key not in found:
                 found[key] = {}
-            part = _take(found[key], name, kind, dtype, content, slots[key], holder)
+            part = _enter(found[key], name, kind, dtype, content, slots[key], holder)
             if part is not None:
                 kept[holder].append(part)
                 if holder == rank:
                     sent.append(states[key][name])
     device = next((slot.param.device for slot in slots.values()), torch.device("cpu"))
-    _travel(sent, kept, communication_device(device, group), group)
+    _exchange_bytes(sent, kept, communication_device(device, group), group)
     position = {key: index for index, key in enumerate(slots)}
     return {key: found[key] for key in sorted(found, key=position.__getitem__)}
 
@@ -83,19 +83,19 @@ def _describe(value: Any, slot: BucketSlot, rank: int) -> tuple[str, str, Any]:
     if not isinstance(value, torch.Tensor):
         return "number", type(value).__name__, value
     dtype = str(value.dtype).removeprefix("torch.")
-    if value.dim() and slot.has_shape_of_part(value, rank):
-        return "part", dtype, None
+    if value.dim() and slot.has_shape_of_shard(value, rank):
+        return "shard", dtype, None
     return ("scalar", dtype, value.item()) if value.dim() == 0 else ("tensor", dtype, list(value.shape))
 
 
-def _take(
+def _enter(
     own: State, name: str, kind: str, dtype_name: str, content: Any, slot: BucketSlot, holder: int
 ) -> torch.Tensor | None:
-    """Note in `own`, the state of a whole parameter, an entry that rank `holder` has; returns where goes what it sends of it.
+    """Put an entry of rank `holder` into `own`, the state of a whole parameter; returns the place of what the rank sends of it.
 
     None: it sends nothing, as the entry is a number or one that a rank before has whole.
     """
-    if kind != "part" and name in own:
+    if kind != "shard" and name in own:
         return None
     if kind == "number":
         own[name] = content
@@ -116,7 +116,7 @@ def _take(
     return whole[start:stop] if stop - start < whole.numel() else whole
 
 
-def _travel(
+def _exchange_bytes(
     sent: list[torch.Tensor], kept: list[list[torch.Tensor]], device: torch.device, group: dist.ProcessGroup
 ) -> None:
     """Fill `kept`, for each rank memory for all that it sends, in the same order; collectives.
