@@ -705,7 +705,7 @@ class Booster:
     def memory(self, model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
         """Count what the boosted `model` and its `optimizer` hold on this rank now; no collective, no copy.
 
-        After a step, with gradients there, it stands beside what `estimate_memory` said.
+        After a step, with gradients there, it compares with what `estimate_memory` said.
         """
         from booster.memory import measure
 
@@ -1012,7 +1012,7 @@ class Booster:
         The other ranks draw nothing. No collective. The loss, which is this rank's, is read once a second; a GPU is then waited
         for.
 
-        description: what stands before the bar.
+        description: the text before the bar.
         total: how many there are; None asks `len(items)`, and a boosted loader, which a resumed epoch lets begin where it was
             left, for those before too. The bar is rich's; raises ImportError without it.
         """

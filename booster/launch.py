@@ -191,7 +191,7 @@ def await_address(name: str, host: str) -> None:
     """Wait until `host` resolves, and raise RuntimeError if it does not; torch would retry for minutes without a word."""
     bare = host.strip().removeprefix("[").removesuffix("]")
     if re.fullmatch(r"[0-9.]+|0[xX][0-9a-fA-F]+", bare) and not re.fullmatch(r"\d+\.\d+\.\d+\.\d+", bare):
-        # The resolver reads 1 as 0.0.0.1 and 1.5 as 1.0.0.5, where nobody listens.
+        # The resolver reads 1 as 0.0.0.1 and 1.5 as 1.0.0.5, which no host has.
         raise ValueError(f"{name}={host!r} is not an address; give a name, or an IPv4 or IPv6 address in full")
     for seconds_left in range(_RESOLVE_SECONDS, -1, -1):
         try:

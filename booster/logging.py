@@ -26,7 +26,7 @@ class DistLogger:
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(arguments.instance("name", name, str, "the name of a logger"))
         if not self._logger.handlers:
-            # As libraries do: without it, Python's last-resort handler would print warnings nobody asked for.
+            # As libraries do: without it, Python's last-resort handler would print warnings that were not asked for.
             self._logger.addHandler(logging.NullHandler())
 
     @property

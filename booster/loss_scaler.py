@@ -39,7 +39,7 @@ class LossScaler:
 
     @property
     def factor(self) -> Any:
-        """`scale` where it lives: a float, or a 0-dim tensor that nobody has to wait for."""
+        """`scale` where it lives: a float, or a 0-dim tensor, for which the host does not wait."""
         return self.scale
 
     @property
@@ -79,7 +79,7 @@ class NoScale(LossScaler):
 
 
 class HostRule(LossScaler):
-    """A scale whose rule runs on the host, for steps that are decided on a device.
+    """A scale with its rule on the host, for steps that are decided on a device.
 
     The rule learns what a step found when the scale is next read, from a copy that was then long under way.
     """
@@ -198,7 +198,7 @@ class DynamicScale(LossScaler):
                 self._scale = scale
 
     def on_device(self, device: torch.device) -> LossScaler:
-        """A `DeviceScale` on `device`, unless a subclass has a rule of its own."""
+        """A `DeviceScale` on `device`, unless a subclass overrides the rule."""
         classes = type(self).__mro__
         subclasses = classes[: classes.index(DynamicScale)]
         own = any(name in vars(base) for base in subclasses for name in _RULE)

@@ -62,7 +62,7 @@ _HOMES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (None: the process's own) and return its exit status; 2 is a usage error.
 
-    Where nobody reads what it prints any more, as after `| head`, it ends without a word, with 141, as other tools do.
+    Where what it prints is read no more, as after `| head`, it ends without a word, with 141, as other tools do.
     """
     try:
         status = _status(list(sys.argv[1:] if argv is None else argv))

@@ -108,7 +108,7 @@ def _show(found: Advice) -> None:
         table.add_row(*map(Text, cells[:shown]), style=style)
     print_table(console, table)
     console.print()
-    if shown < len(heading):  # no room for words beside the numbers
+    if shown < len(heading):  # no room for words after the numbers
         console.print(Text(heading[-1]), style="dim")
         for row, cells in zip(found.rows, rows, strict=True):
             if cells[-1]:

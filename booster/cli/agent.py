@@ -24,11 +24,12 @@ _INTERVAL = 0.01  # seconds
 _WORKER = str(Path(__file__).with_name("worker.py"))
 
 
-class Ranks:
+class RankProcesses:
     """The ranks that have left their pid as a file in the folder `pids`, which they do when they start.
 
-    deaths: when ranks died, by pid in ns, noted while they are left for torchrun's agent to find some time later. asked:
-    the last signal that this attempt was told to pass on. grace_seconds: what ranks get between SIGTERM and SIGKILL.
+    Attributes:
+        deaths: when ranks died, in ns, by pid. Torchrun's agent reaps them some time later, and knows whole seconds.
+        asked: the last signal that was passed on.
     """
 
     def __init__(self, pids: Path, grace_seconds: float) -> None:
@@ -36,18 +37,18 @@ class Ranks:
         self.asked: signal.Signals | None = None
         self._pids = pids
         self._grace_seconds = grace_seconds
-        self._to_tell: list[signal.Signals] = []
-        self._told: set[tuple[int, int]] = set()
+        self._signals: list[signal.Signals] = []
+        self._sent: set[tuple[int, int]] = set()
         self._deadline: float | None = None
 
-    def tell(self, number: int, frame: object = None) -> None:
+    def pass_on(self, number: int, frame: object = None) -> None:
         """Pass a signal on to every rank, those too that have yet to start; a handler of signals.
 
         To the ranks alone and not to what they have started: torch's data workers die of SIGTERM, and their rank of that.
         """
         self.asked = signal.Signals(number)
-        if self.asked not in self._to_tell:
-            self._to_tell.append(self.asked)
+        if self.asked not in self._signals:
+            self._signals.append(self.asked)
         if number == signal.SIGTERM and self._deadline is None:
             self._deadline = time.monotonic() + self._grace_seconds
 
@@ -73,7 +74,7 @@ class Ranks:
             del os.environ[PIDS_VARIABLE]
 
     def _look(self) -> None:
-        # A wait for any child would tell of one dead alone.
+        # A wait for any child would report one death alone.
         alive = [pid for path in self._pids.iterdir() if (pid := int(path.name)) not in self.deaths]
         dead = []
         for pid in alive:
@@ -86,10 +87,10 @@ class Ranks:
             (self._pids / str(pid)).unlink()
         self.deaths.update(dict.fromkeys(dead, time.time_ns()))
         alive = [pid for pid in alive if pid not in self.deaths]
-        for number in self._to_tell:
+        for number in self._signals:
             for pid in alive:
-                if (pid, number) not in self._told:
-                    self._told.add((pid, number))
+                if (pid, number) not in self._sent:
+                    self._sent.add((pid, number))
                     os.kill(pid, number)  # not reaped yet, or a moment ago: the pid is no other's
         if self._deadline is not None and time.monotonic() > self._deadline:
             kill_groups(alive)
@@ -124,7 +125,7 @@ class Attempt:
 
 
 class Stopped(Exception):
-    """The launcher was told by signal `number` to end the job, and it has ended, with `status`: 128 + number by default."""
+    """The launcher was asked by signal `number` to end the job, and it has ended, with `status`: 128 + number by default."""
 
     def __init__(self, number: int, status: int | None = None) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -153,11 +154,11 @@ def run_attempt(attempt: Attempt) -> int:
         for number in own:
             signal.signal(number, signal.SIG_DFL)
     with tempfile.TemporaryDirectory(prefix="booster_run_") as scratch, _guarded(scratch):
-        ranks = Ranks(Path(scratch, "pids"), attempt.grace_seconds)
+        ranks = RankProcesses(Path(scratch, "pids"), attempt.grace_seconds)
 
         def pass_signals_on() -> None:
             for number in (signal.SIGTERM, signal.SIGUSR1):
-                signal.signal(number, ranks.tell)
+                signal.signal(number, ranks.pass_on)
 
         config = _config(attempt, scratch, before_start=pass_signals_on)
         status = 0
@@ -189,7 +190,7 @@ def run_attempt(attempt: Attempt) -> int:
 def _guarded(folder: str) -> Iterator[None]:
     """Have a process end the ranks and remove `folder`, should this one be killed meanwhile.
 
-    In a session of its own, where no Ctrl-C comes. It is gone before `folder` is.
+    It has its own session, where no Ctrl-C comes. It is gone before `folder` is.
     """
     command = [sys.executable, "-I", "-S", _WORKER, "--guard", folder]
     guard = subprocess.Popen(

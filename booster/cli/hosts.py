@@ -41,7 +41,7 @@ _RECEIVER = (
 
 @dataclass(frozen=True)
 class NodeCommand:
-    """The argument list that runs one node, and the variables that it is given beside its machine's own.
+    """The argument list that runs one node, and the variables that it gets in addition to its machine's.
 
     is_remote: they go over standard input, as `ssh_command` reads them.
     """
@@ -53,7 +53,7 @@ class NodeCommand:
 
 
 def ssh_command(host: str, port: int, directory: str, command: Sequence[str]) -> list[str]:
-    """Return the ssh argument list that runs `command` in `directory` of `host`, once it was told its variables.
+    """Return the ssh argument list that runs `command` in `directory` of `host`, once it has its variables.
 
     They come as the first line of standard input: every user of both machines can read the arguments of a process.
     """

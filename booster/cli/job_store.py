@@ -10,7 +10,7 @@ from typing import Any
 
 RENDEZVOUS = "booster"  # the name under which torch's launcher finds it
 LOOPBACK = "127.0.0.1"
-_TIMEOUT = timedelta(minutes=10)  # of a node that nobody joins
+_TIMEOUT = timedelta(minutes=10)  # of a node that waits for the others
 
 
 def register() -> None:
@@ -65,7 +65,7 @@ def _handler(parameters: Any) -> Any:
             return False
 
         def set_closed(self) -> None:
-            """Nobody asks: nodes meet once."""
+            """Nothing asks: nodes meet once."""
 
         def num_nodes_waiting(self) -> int:
             return 0

@@ -272,8 +272,8 @@ def _probe_row(probe: dict[str, Any], base: float | None) -> tuple[str, ...]:
 
 def _fitted(rows: Sequence[tuple[str, ...]]) -> str:
     """Return `columns` of `rows`, with the last one broken where the terminal is narrower."""
-    beside = sum(max(map(len, column)) + 2 for column in list(zip(*rows, strict=True))[:-1])
-    return "\n".join(wrapped(line, beside) for line in columns(rows).split("\n"))
+    indent = sum(max(map(len, column)) + 2 for column in list(zip(*rows, strict=True))[:-1])
+    return "\n".join(wrapped(line, indent) for line in columns(rows).split("\n"))
 
 
 _PACKAGES = (

@@ -126,14 +126,14 @@ def device(text: str) -> str:
     return text
 
 
-UNREAD_STATUS = 128 + signal.SIGPIPE  # what a shell reports of a Unix tool whose reader has gone, as in `| head`
+UNREAD_STATUS = 128 + signal.SIGPIPE  # what a shell reports of a Unix tool that is read no more, as in `| head`
 
 
 @contextmanager
 def exit_on(command: str, *errors: type[Exception], status: int) -> Iterator[None]:
     """Turn any of `errors` into a line on stderr, with the user's own line that raised it, and the exit status `status`.
 
-    Where nobody reads what is printed any more, a BrokenPipeError is none of them, though an OSError: `booster.cli.main`
+    Where what is printed is read no more, a BrokenPipeError is none of them, though an OSError: `booster.cli.main`
     ends then.
     """
     try:
@@ -150,11 +150,11 @@ def exit_on(command: str, *errors: type[Exception], status: int) -> Iterator[Non
 
 
 def reader_has_gone() -> bool:
-    """Return whether nobody reads stdout or stderr any more."""
+    """Return whether stdout or stderr is read no more."""
     for stream in (sys.stdout, sys.stderr):
         try:
             file = stream.fileno()
-        except OSError:  # what stands for it is no file
+        except OSError:  # it was replaced by something that is no file
             continue
         asked = select.poll()
         asked.register(file, 0)
@@ -164,7 +164,7 @@ def reader_has_gone() -> bool:
 
 
 def leave_unread() -> int:
-    """Drop what nobody reads of stdout and stderr, so that the interpreter ends without a word of it; return the status."""
+    """Drop what is not read of stdout and stderr, so that the interpreter ends without a word of it; return the status."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -84,7 +84,7 @@ def _guard(folder: str) -> None:
     pids = os.path.join(folder, "pids")
     for name in os.listdir(pids) if os.path.isdir(pids) else ():
         try:
-            os.killpg(int(name), signal.SIGKILL)  # each rank leads a session of its own
+            os.killpg(int(name), signal.SIGKILL)  # each rank leads its own session
         except (ProcessLookupError, PermissionError):
             continue
     for _ in range(_TRIES):

@@ -17,7 +17,7 @@ Files in reading order:
     installed.py         versions of packages, and which `apex` there is
     store_barrier.py     values that ranks post to the store of their group, without a collective
     hang_watchdog.py     the thread that names ranks that are missing where others wait
-    torch_internals/     the private names of torch: a room with a head of its own
+    torch_internals/     the private names of torch: a room with a head
 
 What may be touched: all of it, with care for who asks. A function that only one room calls belongs to that room. Nothing here
 imports another room of booster, and importing it imports torch alone.

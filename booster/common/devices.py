@@ -46,7 +46,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds that steps are timed by, once `device` has done what it was told.
+    """Seconds that steps are timed by, once `device` has finished what was queued.
 
     On a CPU with one thread they are those that the processor spent on it, which other programs do not lengthen.
     """
@@ -56,7 +56,7 @@ def clock(device: torch.device) -> float:
 
 
 class DeviceCopies:
-    """Copies from the host to a device that nobody waits for, and what else launches read by its address.
+    """Copies from the host to a device that the host does not wait for, and what else launches read by address.
 
     A graph reads all of it again in every replay, from where it lay: what it is to hold is put into `held` while that is a
     list.
@@ -95,7 +95,7 @@ class HostCopy:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._host = tensor  # of a graph, of which nobody reads this one: see `StepResult.copied`
+            self._host = tensor  # of a graph, where this one is never read: see `StepResult.copied`
         elif tensor.is_cuda:
             self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)

@@ -37,7 +37,7 @@ def called_by(functions: Container[tuple[Any, str]], *, through: tuple[str, ...]
     """Return whether one of `functions` is among the callers of the function that asks.
 
     functions: pairs of the name of a module and of a function in it.
-    through: how the names of modules begin that may stand between; the search ends at the first caller of another module.
+    through: how the names of modules begin that may be between; the search ends at the first caller of another module.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(through):

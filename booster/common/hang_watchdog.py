@@ -31,7 +31,7 @@ _LONGEST = 10_000  # characters of a place, an error or a call
 
 _PACKAGE, _TORCH = (f"{Path(file).parent}/" for file in (Path(__file__).parent, torch.__file__))
 # Files or folders of the package, and which functions of a file (none: all). In the first ones waiting is what was asked for,
-# or is for data; the second ones started the script, so their frames are outside of all of its own.
+# or is for data; the second ones started the script, so their frames are outside of the script's.
 _WAITS_ON_PURPOSE: Mapping[str, tuple[str, ...]] = {
     "ranks/coordinator.py": (),
     "launch.py": ("close_group",),
@@ -70,7 +70,7 @@ class HangWatchdog(threading.Thread):
     then all post their report in one round of a `StoreBarrier`, and those that wait conclude from the reports. Ranks that begin
     to wait at the same time are in the same round, so that a poll costs O(W) requests of W ranks in all.
 
-    Torch warns of a request that a store does not answer with a page of its stack. So the rank whose process serves the store
+    Torch warns of a request that a store does not answer, with a page of its stack. So the rank that serves the store
     says at its end that it goes, and the others poll no more, though they may live on for long; it waits for them, which takes
     a poll, and `_FAREWELL` at most.
     """
@@ -178,12 +178,12 @@ class HangWatchdog(threading.Thread):
         waited_long = self.timeout is not None and report["still"] >= self.timeout
         absent = {}
         for rank, other in others.items():
-            stands = other["still"] >= self._prompt
+            is_still = other["still"] >= self._prompt
             if other["call"] != report["call"]:
-                missing = waited_long or other["error"] or (other["is_outside"] and stands)
+                missing = waited_long or other["error"] or (other["is_outside"] and is_still)
             else:
                 collectives = {other["collective"], report["collective"]}
-                missing = waited_long and len(collectives) == 2 and None not in collectives and stands
+                missing = waited_long and len(collectives) == 2 and None not in collectives and is_still
             if missing and rank not in self._named:
                 absent[rank] = other
         silent = set(range(self._barrier.size)) - {self._barrier.rank, *others} - self._named if waited_long else set()

@@ -46,7 +46,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def raised(exponent: int) -> str:
-    """Return `exponent` as what stands small behind a base."""
+    """Return `exponent` in superscript."""
     return str(exponent).translate(_SUPERSCRIPTS)
 
 

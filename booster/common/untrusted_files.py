@@ -73,13 +73,13 @@ def replace_regular(path: Path, data: bytes) -> None:
     """
     if path.is_symlink() or (path.exists() and not names_a_regular_file(path)):
         raise OSError(f"{path} is no regular file, so nothing is written to it; name another, or remove it")
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
-        with beside.open("xb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
-        beside.replace(path)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def printable(text: str) -> str:
@@ -103,7 +103,7 @@ def json_cost(data: bytes) -> int:
 def parse_json(data: bytes, most: int = ROOM) -> Any:
     """Return what a JSON text says; raises ValueError for what is none, and where reading it would take over `most` bytes.
 
-    As a million empty lists would. Numbers are finite, and no key stands twice in an object.
+    As a million empty lists would. Numbers are finite, and no object has a key twice.
     """
     takes = json_cost(data)
     if takes > most:

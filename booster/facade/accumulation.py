@@ -35,8 +35,8 @@ class Accumulation:
     ) -> None:
         self.optimizers = tuple(optimizers)
         self.divisor = divisor
+        # Of each loss, for reports: the mean of weighted losses is what the gradients are of, by tokens, not by micro-batches.
         self.weight = num_micro_batches / divisor
-        """Of each loss, so that their mean over the group is what gradients are of: by tokens, not by micro-batches."""
         self._model = model
         self._num_micro_batches = num_micro_batches
         self._no_sync = no_sync
@@ -98,6 +98,7 @@ class Accumulation:
 
     def _await_last(self) -> None:
         if self._num_backwards == self._num_micro_batches - 1:
+            # Before the last forward: DDP and FSDP decide in it whether its backward pass reduces.
             self._unsynchronised.close()
             if self._synchronises:
                 handle = self._model.register_forward_pre_hook(lambda module, args: setattr(self, "_ran_forward", True))
@@ -114,9 +115,9 @@ class Accumulation:
 
 
 class NoSync:
-    """Knows whose backward passes leave gradients incomplete inside `context`, the plugin's own.
+    """An open `no_sync`: backward passes of these optimizers leave gradients incomplete inside `context`, the plugin's own.
 
-    optimizers: whose passes those are; None means every optimizer of the model's parameters.
+    optimizers: those of the passes; None means every optimizer of the model's parameters.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class Accumulations:
         return any(entry.covers(optimizer) for entry in self._unsynchronised for optimizer in optimizers)
 
     def situation(self, optimizers: Sequence[OptimizerWrapper]) -> Hashable:
-        """Return what tells apart calls in which backward passes of `optimizers` do something else."""
+        """Return a key that differs where backward passes of `optimizers` do something else."""
         if not self.any_open:
             return ()
         groups = tuple(

@@ -72,7 +72,7 @@ def _together(trial: Callable[[int], Any]) -> Callable[[int], Any]:
 
 
 def _tried(trial: Callable[[int], Any], size: int) -> str | None:
-    """Call it; return why memory did not suffice, or None. The error, whose frames hold tensors, is gone then."""
+    """Call it; return why memory did not suffice, or None. The error is gone then, and the tensors that its frames held."""
     reason = None
     try:
         trial(size)

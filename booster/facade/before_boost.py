@@ -100,7 +100,7 @@ class BeforeBoost:
 
     @contextmanager
     def as_built(self, model: nn.Module, precision: MixedPrecision) -> Iterator[None]:
-        """Inside, `model`, which runs under `precision`, is as it was built, but its tensors are stand-ins without values.
+        """Inside, `model`, which runs under `precision`, is as it was built, but its tensors are proxies without values.
 
         Modules may be swapped, and forwards replaced: afterwards all is as before.
         """
@@ -140,7 +140,7 @@ class BeforeBoost:
         """Give the tensors of `model` the dtypes that they were built in, and the values that a checkpoint would keep.
 
         masters: float32 numbers behind half parameters, which are taken out one after another. for_masters: where there are
-        such, have them, also of what was built in half. Returns what stands for each tensor now.
+        such, have them, also of what was built in half. Returns the new tensor for each old one.
         """
         done: Done = {}
         for name, child in bare(model).named_modules():
@@ -171,8 +171,8 @@ def wrap_forward(model: nn.Module, around: dict[str, Any]) -> None:
 
 
 def _chain(forward: Any, own: Any) -> list[Any] | None:
-    """Return what stands around the forward `own` of a module, or around that of its class, outermost first; None for what is
-    not known, as a function that calls it."""
+    """Return the wrappers around the forward `own` of a module, or around that of its class, outermost first; None where one of
+    them is not of this library, such as a function that calls the forward."""
     chain: list[Any] = []
     while forward is not None and forward is not own:
         if getattr(forward, "__func__", None) is not None:

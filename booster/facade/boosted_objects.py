@@ -29,8 +29,13 @@ class BoostOutput(tuple[Any, ...]):
 class BoostedObjects:
     """The objects of one Booster, as long as the user keeps them.
 
-    models: both what the user gave and what wraps it. optimizers: by id of the user's optimizer, which its wrapper keeps
-    alive. Models and criteria are in the order in which they were boosted, the same on every rank; a set has none.
+    Attributes:
+        models: both what the user gave and what wraps it.
+        criteria: the wrappers of criteria that are modules.
+        loaders: the wrappers of loaders.
+        optimizers: the wrappers, by the id of the user's optimizer, which its wrapper keeps alive.
+
+    Models and criteria are in the order in which they were boosted, the same on every rank; a set has no order.
     """
 
     def __init__(self) -> None:
@@ -94,7 +99,7 @@ class BoostedObjects:
         return found
 
     def labelled(self) -> dict[str, ModelWrapper]:
-        """Return the boosted models, by what tells them apart in messages; "" for a single one."""
+        """Return the boosted models, by a name for messages; "" for a single one."""
         boosted = self.wrappers()
         if len(boosted) == 1:
             return {"": boosted[0]}

@@ -68,7 +68,7 @@ def reduce(tensor: Any, op: Op = "mean", *, group: dist.ProcessGroup | None = No
     """Reduce elementwise over the ranks of `group`, on every rank; the input is left as it is.
 
     tensor: a tensor, a number, or a container of them; numbers stay numbers. group: None means a world of one.
-    Strings, bytes and None in a container, labels beside numbers, stay what they are on this rank.
+    Labels in a container (strings, bytes, None) stay what they are on this rank.
     Half dtypes are reduced in float32 and rounded once. A mean of integers or bools is float32 (of numbers: float), a sum
     of them int64 (of numbers: int); max and min keep the dtype. The result is detached.
 
@@ -222,7 +222,7 @@ def _share_of(loader: DataLoaderWrapper | None, world_size: int) -> YieldedRows 
         raise TypeError(f"gather needs the dataloader that boost() returned, got {arguments.described(loader)}")
     share = loader.share
     if share is None:
-        # An iterable dataset deals to ranks by itself: it has no order of its own, and no sampler repeats samples of it.
+        # An iterable dataset deals to ranks by itself: it has no order, and no sampler repeats samples of it.
         if world_size == 1 or isinstance(getattr(loader.unwrap(), "dataset", None), IterableDataset):
             return None
         raise ValueError(

@@ -24,13 +24,18 @@ _COLUMNS = ("module", "kind", "stored in", "loaded from", "computes in", "gradie
 
 @dataclass(frozen=True)
 class DescribedModule:
-    """A module that holds tensors of its own, children aside; several dtypes stand with commas between them.
+    """A module that holds tensors, children aside; several dtypes have commas between them.
 
-    stored: of its parameters and floating buffers, or the form of a frozen weight. loaded: of the same in the file that
-    `booster.load_weights` read, "" where it did not. computes: what its products or operations run in; for frozen layers that
-    follow autocast or their input, and for modules other than products under autocast, "as its input". gradient: of what
-    trains, "" where nothing does. bytes: of all its tensors on this rank; of a tensor that several modules share, with the
-    first. numbers: how many numbers the parameters stand for.
+    Attributes:
+        name: in the model; "(model)" for the model itself.
+        kind: its class.
+        stored: dtypes of its parameters and floating buffers, or the form of a frozen weight.
+        loaded: the same in the file that `booster.load_weights` read, "" where it did not.
+        computes: what its products or operations run in. For frozen layers that follow autocast or their input, and for modules
+            other than products under autocast, "as its input".
+        gradient: of what trains, "" where nothing does.
+        bytes: of all its tensors on this rank; a tensor that several modules share counts with the first.
+        numbers: how many numbers the parameters have, unpacked.
     """
 
     name: str
@@ -47,9 +52,10 @@ class DescribedModule:
 class Description:
     """The modules of a model that hold tensors, in its order; `str()` is a table of them.
 
-    model: name of its class.
-    precision: in which it runs.
-    rows: one for each module, see `Row`.
+    Attributes:
+        model: name of its class.
+        precision: in which it runs.
+        rows: one for each module.
     """
 
     model: str
@@ -63,7 +69,7 @@ class Description:
 
     @property
     def numbers(self) -> int:
-        """How many numbers the parameters on this rank stand for."""
+        """How many numbers the parameters on this rank have, unpacked."""
         return sum(row.numbers for row in self.rows)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""One forward and backward pass over a batch in micro-batches, whether the model lies on one rank or on several."""
+"""One forward and backward pass over a batch in micro-batches, with the model on one rank or in stages on several."""
 
 from __future__ import annotations
 

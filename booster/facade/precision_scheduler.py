@@ -1,4 +1,4 @@
-"""The course of a run through its precisions, which goes on by itself as steps are made."""
+"""Which phase of a PrecisionSchedule is due, by the steps that the run has made."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from booster.tensors.trees import tensors
 
 _logger = logging.getLogger(__name__)
 PATIENCE = 100
-"""So many steps of another optimizer without one of its own, and an optimizer no longer says where the run is."""
+"""After so many steps of another optimizer without a step, an optimizer no longer counts for where the run is."""
 
 
 class PrecisionScheduler:
     """Before a forward pass or a group of micro-batches, goes over to the one of `phases` that is due, by `go`.
 
-    Only where all ranks are: in a forward that trains. Not while another forward waits for its backward pass, whose graph
-    belongs to the old precision. See `PrecisionSchedule`.
+    Only where all ranks are: in a forward that trains. Not while another forward waits for its backward pass: that
+    graph belongs to the old precision. See `PrecisionSchedule`.
 
     total_steps: that shares among `phases` were of. optimizers: those of the run, in the same order on all ranks. may_go:
-    whether nothing stands in the way, such as an open group of micro-batches. group: the ranks that go together.
+    False while something forbids it, such as an open group of micro-batches. group: the ranks that go together.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class PrecisionScheduler:
         return each in self._idle
 
     def follow(self) -> None:
-        """Go over to what is due, if anything is and nothing stands in the way; where it is, a collective."""
+        """Go over to what is due, if anything is and nothing forbids it; where it is, a collective."""
         step = self.step
         wanted = due(self.phases, step)
         if (

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class DisplayedLoss:
-    """The loss beside a bar of progress: that of the last backward pass, which is read once a second.
+    """The loss next to a bar of progress: that of the last backward pass, which is read once a second.
 
     Reading waits for the device.
     """
@@ -74,7 +74,7 @@ def progress(items: Iterable[T], description: str, total: int | None, loss: Disp
 
 
 def _known_length(items: Iterable[Any]) -> int | None:
-    """How many there are; None where nobody knows, as of a loader of a stream, which has a `__len__` all the same."""
+    """How many there are; None where it is not known, as of a loader of a stream, which has a `__len__` all the same."""
     try:
         return len(items) if isinstance(items, Sized) else None
     except (TypeError, NotImplementedError):

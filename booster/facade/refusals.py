@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 
 def check_plugin(plugin: Any) -> None:
     """Raise unless `plugin` is a Plugin or None. If it is None in a job of several processes, one WARNING; RuntimeError where
-    they have no process group either, so that nobody but the launcher knows of the others."""
+    they have no process group either, so that only the launcher knows of the others."""
     if sys.platform == "win32":
         raise RuntimeError("booster does not support Windows; it runs under the Windows Subsystem for Linux (WSL2)")
     if plugin is not None and not isinstance(plugin, Plugin):
@@ -112,7 +112,7 @@ def check_released(optimizer: Any, options: UpdateOptions) -> None:
 
 
 def check_recorded(every: Any, activations: Any, options: UpdateOptions) -> None:
-    """Raise ValueError if steps are to be looked into whose gradients are gone. every, activations: as given to `record`."""
+    """Raise ValueError if gradients are to be recorded that are gone by then. every, activations: as given to `record`."""
     if options.release_gradients and (every is not None or activations):
         raise ValueError(
             f"record(every={every!r}) looks at gradients before a step, and release_gradients={options.release_gradients!r} "

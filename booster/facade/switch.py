@@ -191,7 +191,7 @@ class Switch:
 
 def switch_all(switch: Switch, boostings: Sequence[BoostRecord], group: dist.ProcessGroup | None) -> None:
     """Check every one on every rank of `group`, and move them all, or none."""
-    with torch.inference_mode(False):  # whose tensors no later training could use
+    with torch.inference_mode(False):  # tensors made there could not be trained later
         problem: Exception | None = None
         try:
             for boosting in boostings:
@@ -213,7 +213,7 @@ def switch_all(switch: Switch, boostings: Sequence[BoostRecord], group: dist.Pro
 
 
 def _owners_first(boostings: Sequence[BoostRecord]) -> list[BoostRecord]:
-    """Return first those whose optimizers step what other models have too: they take it in float32, before others round it."""
+    """Return first those with optimizers of shared parameters, which take these in float32, before others round them."""
     held = [set(each.model.parameters()) for each in boostings if each.model is not None]
     shared = {param for place, params in enumerate(held) for other in held[:place] for param in params & other}
     return sorted(

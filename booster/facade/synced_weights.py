@@ -1,4 +1,4 @@
-"""What a sampler beside the training needs: the weights that the forward reads, whole, one after another."""
+"""Weights for a sampler that runs next to training: unsharded, one after another, as the forward reads them."""
 
 from __future__ import annotations
 
@@ -84,6 +84,6 @@ def _whole(held: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _memory(held: torch.Tensor) -> int:
-    """What tells one weight from another: where this rank's part lies, or the tensor itself where that is empty."""
+    """The identity of a weight: the memory of this rank's shard, or the tensor itself where that is empty."""
     local = local_shard(held)
     return local.data_ptr() if local.numel() else id(held)

@@ -62,7 +62,7 @@ _MIXED_DTYPES = re.compile(r"same dtype|expected scalar type|should be the same|
 
 
 def _hint_of_dtypes(error: Exception, precision: object, wanted: torch.dtype | None) -> str | None:
-    """Return what to do where forward met a half and a float32 tensor that nobody casts; None for other errors."""
+    """Return what to do where forward met a half and a float32 tensor that no cast makes one; None for other errors."""
     policy = getattr(precision, "policy", None)
     compute = None if policy is None else policy.compute
     if "multiple of 16 bytes" in str(error) and HALF_DTYPES & {wanted, compute}:

@@ -97,7 +97,7 @@ class PrecisionModule(TransparentModule):
                 "torch.jit.trace(b.unwrap(model).eval(), inputs)"
             )
         wanted = self._input_dtype
-        if wanted is not None:  # outside of the region, whose function modes would see it
+        if wanted is not None:  # outside of the region: its function modes would see the cast
             cast = self._cast if wanted is torch.float32 else self._cast_in
             args, kwargs = cast(args, wanted), (cast(kwargs, wanted) if kwargs else kwargs)
         try:
@@ -255,7 +255,7 @@ class ModelWrapper(PrecisionModule):
 def guard_raw_calls(model: ModelWrapper, *, several_ranks: bool) -> None:
     """Watch for the first calls of the user's model that do not come through `model`; see `RawCallGuard`.
 
-    Not where the user compiled it, since it would be compiled again as soon as nobody watches.
+    Not where the user compiled it, since it would be compiled again as soon as the guard is gone.
     """
     own = model.unwrap()
     if own is bare(own):

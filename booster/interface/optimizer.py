@@ -32,7 +32,7 @@ from booster.update.update import Update
 _UPDATE, _GRADIENTS = attrgetter("_update"), attrgetter("_update.gradients")
 
 
-@accepts_found_inf  # `step` refuses who tells
+@accepts_found_inf  # so that `step` can refuse a GradScaler
 class OptimizerWrapper(Optimizer):
     """The user's optimizer, stepped on unscaled gradients or not at all.
 
@@ -41,7 +41,7 @@ class OptimizerWrapper(Optimizer):
 
     make_update: what makes the update from `context`.
     backward_context: what `backward` runs under.
-    after_step: see `MixedPrecision.after_step`; None: nobody listens.
+    after_step: see `MixedPrecision.after_step`; None: nothing is called.
     forget_weights: drops what is kept of weights until they are stepped; None: nothing is.
     """
 
@@ -54,7 +54,7 @@ class OptimizerWrapper(Optimizer):
         after_step: Callable[[bool | torch.Tensor], None] | None = None,
         forget_weights: Callable[[], None] | None = None,
     ) -> None:
-        # Optimizer.__init__ would make groups and state of its own, and wrap step() in a second profiler hook.
+        # Optimizer.__init__ would make new groups and state, and wrap step() in a second profiler hook.
         self.optimizer = context.optimizer
         self._takes_set_to_none = takes(context.optimizer.zero_grad, "set_to_none")
         self.backward_context = backward_context
@@ -150,7 +150,7 @@ class OptimizerWrapper(Optimizer):
                             replica_check.check(update.shards)
                 for listener in gradients.listeners:
                     listener.before_step(update, history.num_steps + 1)
-                if self._forget_weights is not None:  # before the step needs memory of its own
+                if self._forget_weights is not None:  # before the step allocates
                     self._forget_weights()
                 result = update.step()
                 if looked is not None:  # after the decision, which says who is waited for
@@ -465,7 +465,7 @@ class OptimizerWrapper(Optimizer):
         return f"{type(self).__name__}({self.optimizer!r})"
 
     def _notify(self, result: StepResult) -> None:
-        """Tell all who want to know of the step that was made or skipped."""
+        """Call the listeners of the step that was made or skipped."""
         update, listeners = self._update, self._update.gradients.listeners
         if listeners or self._after_step is not None:  # they may read weights
             self.wait_for_weights()

@@ -86,7 +86,7 @@ class PendingSchedulerStep:
 
     @property
     def has_arguments(self) -> bool:
-        """Whether it is told where to go, or what was seen: step(None) is torch's default."""
+        """Whether it was given an epoch or a metric: step(None) is torch's default."""
         return any(value is not None for value in (*self._args, *self._kwargs.values()))
 
     def follows(self, progress: int) -> bool:

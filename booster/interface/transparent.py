@@ -22,7 +22,7 @@ _WALKS = ("torch.nn.modules.module",)  # by which a module around the wrapper as
 
 
 class TransparentModule(nn.Module):
-    """A wrapper that only the type tells from the model inside it.
+    """A wrapper that differs from the model inside it by its type alone.
 
     `module` is what forward calls: the user's model, perhaps inside a plugin's wrapper. Attributes, `state_dict` keys,
     parameter and module names are those of the user's model, whatever wraps it. Attributes are set on the user's model.
@@ -34,6 +34,7 @@ class TransparentModule(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        # Torch's functions of reparametrization write into this dict: it is where they can be refused.
         self.__dict__["_parameters"] = _NoParameters()
         self.module = module
         self.register_load_state_dict_pre_hook(_add_prefix)
@@ -203,7 +204,7 @@ class TransparentModule(nn.Module):
 
 
 class _NoParameters(dict[str, Any]):
-    """What a wrapper has of parameters: none. Who takes one by its name, as torch's old spectral_norm, is told why."""
+    """The parameters of a wrapper: none. Taking one by its name, as torch's old spectral_norm does, raises with the reason."""
 
     def __missing__(self, name: str) -> Any:
         if not torch.compiler.is_compiling() and called_by(_REWRITING, through=_READERS):

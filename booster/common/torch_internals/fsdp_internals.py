@@ -19,7 +19,7 @@ from booster.common.torch_internals.tensor_internals import preserving_versions,
 def bucket_assignment(tensors: list[torch.Tensor], limit: int, indices: Sequence[int] = ()) -> list[list[int]]:
     """Return the buckets, of at most `limit` bytes and one dtype and device, that `DistributedDataParallel` makes of `tensors`.
 
-    indices: the numbers that stand for them, where buckets are to come as they fill; else by the first tensor in each.
+    indices: their numbers, where buckets are to come as they fill; else by the first tensor in each.
     """
     buckets, _ = dist._compute_bucket_assignment_by_size(tensors, [limit], [False] * len(tensors), list(indices))
     return [list(bucket) for bucket in buckets]
@@ -124,7 +124,7 @@ def _end_iteration_of_2_11(root: Any) -> None:
         state._training_state = idle
         group = state._fsdp_param_group
         if group is not None:
-            group.finalize_backward()  # waits for reductions, copies to the host and a gather that nobody took
+            group.finalize_backward()  # waits for reductions, copies to the host and a gather that was not used
             if group._reshard_after_forward_event is not None:
                 wait(group._reshard_after_forward_event)
                 group._reshard_after_forward_event = None
@@ -257,7 +257,7 @@ def drop_unreduced(params: Sequence[Any]) -> None:
 
 
 def unreduced_grad(param: Any) -> torch.Tensor | None:
-    """Return the unreduced gradient that torch keeps in a record of `fsdp_params`, beside that of the gathered parameter.
+    """Return the unreduced gradient that torch keeps in a record of `fsdp_params`, next to that of the unsharded parameter.
 
     torch 2.15 and above keep none there: what backward passes leave without synchronisation is the gathered one's `.grad`.
     """
@@ -355,7 +355,7 @@ def dtype_in_gather(param: Any) -> torch.dtype:
 
 
 def is_gathered_in_place(param: Any) -> bool:
-    """Return whether a record of `fsdp_params` is gathered into what becomes the whole parameter, by no class of its own."""
+    """Return whether what a record of `fsdp_params` is gathered into becomes its unsharded parameter."""
     return not hasattr(param._sharded_local_tensor, "fsdp_post_all_gather")
 
 
@@ -365,7 +365,7 @@ def name_of(param: Any) -> str:
 
 
 def restore_gather_buffer(param: Any) -> None:
-    """Have the whole parameter of a record of `fsdp_params` stand in the memory that is gathered into again, with its numbers,
+    """Put the unsharded parameter of a record of `fsdp_params` back into the memory that is gathered into, with its numbers,
     if somebody put another tensor there by `.data = ...`."""
     (memory,), whole = param.all_gather_outputs, param._unsharded_param
     local = getattr(whole, "_local_tensor", whole).detach()

@@ -29,7 +29,7 @@ def hold_modules_weakly(modules: Sequence[nn.Module]) -> None:
         group._module_to_pre_load_state_dict_hook_handle = weakref.WeakKeyDictionary()
         for param in group.fsdp_params:
             param._module_info = _Holders(**vars(param._module_info))
-    if len(modules) > 1:  # whose hooks know which of them are still to run
+    if len(modules) > 1:  # their hooks know which of them are still to run
         hooks = [
             hook for each in modules for hook in (*each._forward_pre_hooks.values(), *each._forward_hooks.values())
         ]
@@ -90,7 +90,7 @@ def _leave_parameters(holders: weakref.ref[_Holders], parameters: dict[str, Any]
 
 
 def _with_parameters(parameters: dict[str, Any]) -> nn.Module:
-    """Return a module whose parameters are those of another: what is set in it is set there."""
+    """Return a module with the dict of parameters of another: what is set in it is set there."""
     module = nn.Module()
     module.__dict__["_parameters"] = parameters
     return module

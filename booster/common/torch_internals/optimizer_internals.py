@@ -69,7 +69,7 @@ def exchange_step_hooks(optimizer: Optimizer, hooks: tuple[Any, Any] | None) -> 
 
 
 def mark_step_called(optimizer: Optimizer) -> None:
-    """Tell LR schedulers, which warn otherwise, that a step was taken."""
+    """Note that a step was made, for LR schedulers, which warn otherwise."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 

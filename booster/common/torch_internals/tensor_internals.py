@@ -114,7 +114,7 @@ def gather_full(tensor: Any) -> torch.Tensor:
     """Return the whole of the DTensor `tensor`, on every rank: a collective.
 
     torch 2.11 takes each strided placement for an order of plain shards, and refuses to gather those that are none, as those
-    of fused projections are that tensor parallelism divides part by part. Here they are told apart.
+    of fused projections are that tensor parallelism divides part by part. Here they are distinguished.
     """
     if torch.__version__.startswith("2.11."):
         spec = tensor._spec
@@ -154,12 +154,12 @@ def is_fake_kind(kind: type) -> bool:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return what tells the memory of `tensor` from that of all others, as long as it lives."""
+    """Return the identity of the memory of `tensor`, as long as it lives."""
     return tensor.untyped_storage()._cdata
 
 
 def has_kernel(operator: str, dispatch_key: str) -> bool:
-    """Return whether `operator` ("aten::...") has a kernel of its own for "CPU" or "CUDA"."""
+    """Return whether `operator` ("aten::...") has its own kernel for "CPU" or "CUDA"."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, dispatch_key)
 
 
@@ -204,7 +204,7 @@ def local_tensors(tensors: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def placed_differently(tensors: Iterable[Any]) -> list[Any]:
-    """Return those of DTensors `tensors` whose gradient, which is a DTensor of the same mesh, is divided otherwise."""
+    """Return those of DTensors `tensors` that have a gradient with other placements on the same mesh."""
     found = []
     for tensor in tensors:
         if tensor.grad._spec is not tensor._spec and tensor.grad.placements != tensor.placements:
