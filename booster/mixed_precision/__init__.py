@@ -1,4 +1,36 @@
-"""Precisions, and the table of their names."""
+"""Precisions: how a model and its criterion compute, what its weights are stored in, whether the loss is scaled.
+
+The idea: precision and parallelism are two axes. A precision is an object with hooks; a plugin never sees it, but its dtypes as
+data (`DtypePolicy`). A precision never imports a plugin, but is given a `Placement` of six members. So each is one file, and
+all pairs work.
+
+An example: "bf16_naive", half weights with float32 masters, on a plugin that shards.
+
+    Booster(mixed_precision="bf16_naive")   `make` looks it up in `_REGISTRY`; `bind` gives it the device
+    boost                                   `policy_for` -> DtypePolicy(param=bfloat16, keep_fp32={BatchNorm}, ...)
+                                            `keep_weights` keeps the float32 numbers; the plugin casts and shards by the policy
+                                            `make_update` -> an update that steps float32 masters of each rank's shards
+    model(x)                                x -> bfloat16; on a CPU without units for it, products in float32
+    backward, step                          no loss scale; the masters are rounded to bfloat16 weights
+
+Files and rooms, in reading order:
+
+    base.py            the hooks, and the life of a precision
+    configure.py       the order in which `boost` asks for them
+    policy.py          DtypePolicy, how a model is cast by it, and what a precision sees of a plugin
+    keep_fp32.py       modules that stay in float32, and how they compute there
+    fp32.py, tf32.py   float32, and products of it that read fewer bits
+    half.py, amp.py    half precision in common; autocast
+    naive.py           half weights with masters; naive_model.py: the same without a Booster
+    products.py        weights that only products read, so that plugins may gather them in half
+    half_products/     products of halves on a CPU, in float32
+    low_precision/     linear layers in 4 to 8 bits
+    schedule.py        precisions one after another in one run
+    apex/, apex_amp.py the levels of NVIDIA's apex, and its own interface
+    hardware.py        what a device or a CPU multiplies in
+
+What may be touched: a new precision is a file and a line of `_REGISTRY` (docs/guides/extend.md). The names below are public.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +113,7 @@ def register(name: str, strategy: type[MixedPrecision]) -> None:
     """Make `Booster(mixed_precision=name)` mean `strategy()`. Raises ValueError if the name is taken by another class.
 
     name: for `Booster(mixed_precision=...)`.
-    strategy: a subclass of `MixedPrecision`, whose options have defaults.
+    strategy: a subclass of `MixedPrecision`; all its options have defaults.
     """
     arguments.text("name", name, "the name that Booster(mixed_precision=...) will know it by")
     if not (isinstance(strategy, type) and issubclass(strategy, MixedPrecision)):

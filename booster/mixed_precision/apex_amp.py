@@ -3,15 +3,13 @@
     from booster.mixed_precision import apex_amp as amp
 
 It runs on `FP16ApexMixedPrecision`, wherever torch does. As in apex the state belongs to the module: `initialize` begins a
-`Session`, which all other functions speak to, and the next `initialize` ends it: optimizers of the earlier one then follow the
+`Session`, which all other functions use, and the next `initialize` ends it: optimizers of the earlier one then follow the
 new loss scales, as in apex, unless the options of these differ. Under O1 the casts hold from then on in the thread that called
 `initialize`, also for losses between model and `scale_loss`; `shutdown` ends them.
 
 What differs from apex: models and optimizers come back wrapped, not patched, so use what `initialize` returns. The groups of an
 optimizer hold the model's parameters at every level; masters are what `master_params` gives. `optimizer.zero_grad` takes
 `set_to_none`, and `optimizer.state_dict()` holds masters and loss scales too. Messages go to `logging`.
-
-What one `initialize` of apex's own interface began.
 """
 
 from __future__ import annotations

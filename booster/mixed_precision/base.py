@@ -130,7 +130,7 @@ class MixedPrecision:
             self.conversion.runs(device)
 
     def tell_no_rehearsal(self) -> None:
-        """Log nothing where a format is emulated from now on, for who says it by other means."""
+        """Log nothing from now on where a format is emulated, for callers that say so themselves."""
 
     def check(self, model: nn.Module) -> None:
         """Raise if `model`, or a criterion that is a module, cannot train under this precision. It is not changed yet."""
@@ -246,7 +246,8 @@ class MixedPrecision:
         )
 
     def shown_options(self) -> dict[str, str]:
-        """Return, as they are written, the options that tell this precision from others of its class; `repr` shows them."""
+        """Return, as they are written, the options by which this precision differs from others of its class; `repr` shows
+        them."""
         return {}
 
     def __repr__(self) -> str:
@@ -282,7 +283,7 @@ class MixedPrecision:
         choice: see `half_products` of `Booster`.
         device: where they are computed.
 
-        Raises ValueError where the strategy was told otherwise by another `Booster`, and for "float32" where it could not be.
+        Raises ValueError where another `Booster` chose otherwise for the strategy, and for "float32" where it could not be.
         """
         arguments.choice("half_products", choice, CHOICES)
         products = self.half_products
@@ -306,7 +307,7 @@ class MixedPrecision:
         """A strategy like this one that keeps states of optimizers so, see `MasterOptions`; this one, where it does already.
 
         states: None leaves them as they are kept. offload: states and masters lie in the host's memory between steps.
-        Raises ValueError where states are kept in another way already, or where the strategy has an update of its own.
+        Raises ValueError where states are kept in another way already, or where the strategy overrides `make_update`.
         """
         if states is not None:
             arguments.choice("states", states, STATES)
@@ -339,7 +340,7 @@ class MixedPrecision:
 
     @property
     def step_follower(self) -> Callable[[bool | torch.Tensor], None] | None:
-        """`after_step`, or None where a strategy does not override it, so that a step need not tell."""
+        """`after_step`, or None where a strategy does not override it, so that a step calls nothing."""
         return None if type(self).after_step is MixedPrecision.after_step else self.after_step
 
     def configure(

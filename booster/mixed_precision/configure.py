@@ -161,7 +161,7 @@ def _wrap_optimizer(
 
 @dataclass(frozen=True)
 class ReboundOptimizer:
-    """An optimizer whose groups hold the parameters of the placed models.
+    """An optimizer with the parameters of the placed models in its groups.
 
     Attributes:
         optimizer: the user's.

@@ -1,4 +1,4 @@
-"""What computes in a half dtype: on float32 weights under autocast, or on half weights throughout."""
+"""Precisions that compute in a half dtype: on float32 weights under autocast, or on half weights throughout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from booster.tensors.trees import HALF_DTYPES
 class HalfPrecision(MixedPrecision):
     """Which of the two it is, the policy says: `compute` is the dtype of autocast's products, `param` that of half weights.
 
-    Base of autocast's precisions, of those with half weights, and of low precisions, whose other layers are one or the other.
+    Base of autocast's precisions, of those with half weights, and of low precisions, where all other layers are one or the
+    other.
     """
 
     half_products: HalfProducts

@@ -91,8 +91,8 @@ def missing_on_cpu(name: str, device: torch.device) -> str:
 def rounds_to_bfloat16() -> bool:
     """Whether oneDNN makes use of the permission to read float32 in bfloat16: looked at once, on a product of 256 x 256.
 
-    What a CPU says of itself does not tell: with AVX512-BF16 alone oneDNN computes in float32, and it may have been told to
-    leave instructions unused.
+    The flags of a CPU do not decide it: with AVX512-BF16 alone oneDNN computes in float32, and a variable may have it leave
+    instructions unused.
     """
 
     def rounds() -> bool:
@@ -146,7 +146,7 @@ def multiplies_into_sums() -> bool:
 
 
 def _with_long_sums(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two matrices whose product is 257 everywhere, which is no number of bfloat16."""
+    """Two matrices with a product of 257 everywhere, which is no number of bfloat16."""
     ones = torch.ones(16, 264, dtype=torch.bfloat16, device=device)
     some = ones.clone()
     some[:, 257:] = 0
@@ -154,7 +154,7 @@ def _with_long_sums(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def alone(look: Callable[[], Answer]) -> Answer:
-    """The answer of `look` in a thread of its own, where no mode of the caller's, such as one of fake tensors, is in force."""
+    """The answer of `look` in another thread, where no mode of the caller, such as one of fake tensors, is in force."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(look).result()
 

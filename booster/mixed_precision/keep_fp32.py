@@ -33,7 +33,7 @@ class Blocks:
     first: how many at the beginning; below 1 which share of all blocks, rounded up.
     last: likewise at the end; `Blocks(last=0.15)` is the last 15 % of them.
 
-    Blocks are what a transformers model lists as indivisible, of other models the modules that stand in a list beside others of
+    Blocks are what a transformers model lists as indivisible, of other models the modules in a list together with others of
     their class. Raises ValueError for a number that is not legal, and, where a model is known, for one without blocks.
     """
 
@@ -154,7 +154,7 @@ class Float32Forward(ForwardProxy):
     `output_dtype` where it meets such, and stays what it is where the model returns it; of the model that this tells of, and
     plain float32 where the module is called alone. See `tensors/weak.py`.
 
-    A BatchNorm amid half-precision modules is given its half inputs as they are: torch's own reads them beside float32
+    A BatchNorm amid half-precision modules gets its half inputs as they are: torch's own reads them beside float32
     parameters, computes in float32 and rounds its output once, without two copies of all activations.
 
     It takes the place of the module's `forward`, and not of hooks around it: an exception or interrupt then cannot leave
@@ -193,7 +193,7 @@ class Float32Forward(ForwardProxy):
 def _normalises_halves(forward: Callable[..., Any]) -> bool:
     """Whether this is the own `forward` of a module of torch's that normalises half inputs by float32 parameters in float32.
 
-    Also where `fully_shard` has given the module a class of its own, which inherits torch's forward.
+    Also where `fully_shard` has given the module another class, which inherits torch's forward.
     """
     module = getattr(forward, "__self__", None)
     if not isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) or not module.affine:
@@ -221,7 +221,7 @@ def compute_as_before(module: nn.Module) -> None:
     wrapped = module.__dict__.get("forward")
     if isinstance(wrapped, Float32Forward):
         del module.__dict__["forward"]
-        if getattr(wrapped.forward, "__func__", None) is not type(module).forward:  # it had a forward of its own
+        if getattr(wrapped.forward, "__func__", None) is not type(module).forward:  # the user had replaced its forward
             module.forward = wrapped.forward
 
 
@@ -332,7 +332,7 @@ WINDOW = 100
 class RunPins:
     """Counts the skips of one boosted model by the module that each began in, and pins those that have too many.
 
-    For models under autocast, whose weights are float32 anyway: a pin changes what is computed in, from the next forward
+    For models under autocast, with weights in float32 anyway: a pin changes what is computed in, from the next forward
     pass on. model: the user's. device_type: where autocast is on. names: pinned so far, in order.
     """
 

@@ -32,16 +32,16 @@ class NaiveAMPModel(PrecisionModule):
 
     output_to_fp32: return float32; False returns what the model computes.
     dtype: torch.float16, torch.bfloat16 or torch.float32, or one of the strings "torch.float16", "torch.half",
-        "torch.bfloat16", "torch.float32". "torch.tf32" is float32 whose forward multiplies in TF32, on a CUDA device that does;
+        "torch.bfloat16", "torch.float32". "torch.tf32" is float32 with a forward in TF32, on a CUDA device that has it;
         a backward pass, which is the caller's, multiplies as the process has it set.
     sync_buffer: before every forward in training, average the floating buffers over `parallel_group`; see `BufferAverage`.
     parallel_group: ranks that buffers are averaged over; None means the whole world.
     keep_fp32: modules that keep float32 parameters and compute in float32, by type, name pattern or predicate (see
-        `KeptModules`), beside those that `set_fp32_attr_to_module` marked.
+        `KeptModules`), besides those that `set_fp32_attr_to_module` marked.
 
     Floating inputs are cast to `dtype` in whatever container, integers and float64 stay. Attributes, state dict keys, `train`
     and `eval` are those of `model`. There is no loss scale and there are no master weights: for those, give the model to a
-    `Booster` whose precision is "fp16_naive" or "bf16_naive" instead.
+    `Booster` with the precision "fp16_naive" or "bf16_naive" instead.
 
     Raises ValueError for another dtype and for a module kept in float32 that shares a parameter with one that is not,
     TypeError for what is not a module.
@@ -105,7 +105,7 @@ def _check_tf32(model: nn.Module) -> None:
 
 
 class _Output:
-    """The `ForwardPrecision` of a model whose own parameters decide how it computes."""
+    """The `ForwardPrecision` of a model that computes in the dtype of its parameters."""
 
     def __init__(self, output_dtype: torch.dtype | None, *, tf32: bool) -> None:
         self.output_dtype = output_dtype

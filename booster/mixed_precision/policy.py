@@ -1,6 +1,7 @@
-"""Dtypes as data: what a precision asks of a plugin, without either knowing the other's class.
+"""What a precision and a parallelism know of each other: dtypes as data one way, a protocol of six members the other way.
 
-What a precision asks of a parallelism.
+`DtypePolicy` is what a plugin gets of a precision; `half_policy` and `cast_parameters` make and apply it. `Placement` is what a
+precision gets of a plugin. Neither imports the other's classes, so n precisions and m plugins are n + m files.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def half_policy(
     half_buffers: KeepFP32 | Iterable[KeepFP32] = (),
     fp32_buffers: KeepFP32 | Iterable[KeepFP32] = (),
 ) -> DtypePolicy:
-    """The policy of a `model` whose parameters, activations and gradients are `dtype`, but for those kept in float32.
+    """The policy of a `model` with parameters, activations and gradients in `dtype`, but for those kept in float32.
 
     Kept are those that `keep_fp32` selects (see `KeptModules`), those that `set_fp32_attr_to_module` marked, and those that
     the model's own class asks for, see `asked_for`.

@@ -11,7 +11,7 @@ from torch import nn
 from booster.mixed_precision.keep_fp32 import Float32Forward
 from booster.model.modules import tensor_places
 
-# Of each, the forward that hands these parameters of its own to functions which autocast runs in half, and to no others.
+# The forward of each hands these parameters to functions that autocast runs in half, and to no others.
 _PRODUCTS: tuple[tuple[Any, frozenset[str]], ...] = (
     *(
         (kind, frozenset({"weight", "bias"}))
@@ -33,12 +33,13 @@ _PRODUCTS: tuple[tuple[Any, frozenset[str]], ...] = (
 
 
 def product_modules(model: nn.Module, *, placed: bool = False) -> frozenset[str]:
-    """Return the names of modules of `model` whose own parameters nothing reads but the products that autocast runs in half.
+    """Return the names of modules of `model` with parameters that nothing reads but products which autocast runs in half.
 
-    Linear and convolution layers, MultiheadAttention, and Conv1D of transformers, whose forward is that of their class; with
-    float32 parameters that belong to no other kind of module as well. Not those inside a module that leaves autocast by
-    `keep_fp32`. A forward that reads the weight of such a module by itself, or leaves autocast by itself, is not seen.
-    placed: those, too, whose forward a plugin wrapped to run it on a part.
+    Linear and convolution layers, MultiheadAttention, and Conv1D of transformers, as long as their forward is that of the
+    class; with float32 parameters that belong to no other kind of module as well. Not those inside a module that leaves
+    autocast by `keep_fp32`. A forward that reads the weight of such a module by itself, or leaves autocast by itself, is not
+    seen.
+    placed: those, too, with a forward that a plugin wrapped to run it on a shard.
     """
     places = [(tensor, place) for tensor, found in tensor_places(model).items() for place in found]
     refused = {

@@ -42,10 +42,10 @@ class PrecisionSchedule:
     its first step on, which counts as the step that the run has reached. One that has made no step while another made 100 does
     not count until it makes one again; a WARNING names it. At the first forward pass in training after a step
     that ends a phase the Booster goes over, as by `b.switch`: not in evaluation, not between backward and step, nor while
-    another forward waits for its backward pass, as a generator's does while the discriminator is stepped. A checkpoint whose
-    phases began at other steps is loaded with a WARNING: those given here hold. What one autopilot made wide, the next one of
-    the schedule has wide, too.
-    Raises ValueError for phases that do not begin at 0, or of which two begin at the same step.
+    another forward waits for its backward pass, as a generator's does while the discriminator is stepped. A checkpoint with
+    phases that began at other steps is loaded with a WARNING: those given here hold. What one autopilot made wide, the next
+    one of the schedule has wide, too. Raises ValueError for phases that do not begin at 0, or of which two begin at the same
+    step.
     """
 
     def __init__(

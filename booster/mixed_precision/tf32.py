@@ -1,4 +1,4 @@
-"""Float32 whose matrix products and convolutions read 10 bits of mantissa, as tensor cores since Ampere do."""
+"""Float32 with matrix products and convolutions that read 10 bits of mantissa, as tensor cores since Ampere do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 
 
 class TF32MixedPrecision(FP32):
-    """Float32 whose products and convolutions may run in TF32, forward and backward; weights and gradients stay float32.
+    """Float32 with products and convolutions that may run in TF32, forward and backward; weights and gradients stay float32.
 
     emulate: False needs a CUDA device of compute capability 8.0 (Ampere) or above, and raises ValueError elsewhere; True rounds
         what products read to TF32 on any device, and is slower than float32; "auto" emulates where it must.

@@ -140,7 +140,7 @@ def noise_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def encode(x: torch.Tensor, target: NumberFormat) -> torch.Tensor:
-    """Return the bit patterns of `x`, whose numbers are of `target`, one in the low bits of each byte; uint8.
+    """Return the bit patterns of `x`, numbers of `target`, one in the low bits of each byte; uint8.
 
     For formats of at most 8 bits. NaN is legal where the format has one.
     """
@@ -155,7 +155,7 @@ def encode(x: torch.Tensor, target: NumberFormat) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, source: NumberFormat) -> torch.Tensor:
-    """Return the numbers, float32, whose bit patterns are in the low bits of the bytes `codes`."""
+    """Return the numbers, float32, of the bit patterns in the low bits of the bytes `codes`."""
     _needs_byte(source)
     if source.dtype is not None:
         return codes.contiguous().view(source.dtype).float()
@@ -233,7 +233,7 @@ _PAIRS = [[NF4_LEVELS[byte & 15], NF4_LEVELS[byte >> 4]] for byte in range(256)]
 def encode_nf4(x: torch.Tensor) -> torch.Tensor:
     """Return the codes of the nearest levels, two in a byte, the first in the low half: uint8 of shape (m, half of n, up).
 
-    x: float32 of shape (m, n), numbers from -1 to 1; of what lies beyond the end is nearest. NaN is not legal. A row of odd
+    x: float32 of shape (m, n), numbers from -1 to 1; numbers beyond an end get that end. NaN is not legal. A row of odd
     length is filled up with a zero.
     """
     codes = torch.bucketize(x, torch.tensor(_BETWEEN, dtype=torch.float32, device=x.device)).to(torch.uint8)
@@ -242,6 +242,6 @@ def encode_nf4(x: torch.Tensor) -> torch.Tensor:
 
 
 def decode_nf4(codes: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return the numbers, float32 of shape (m, columns), whose codes `encode_nf4` made."""
+    """Return the numbers, float32 of shape (m, columns), of the codes that `encode_nf4` made."""
     pairs = F.embedding(codes.int(), torch.tensor(_PAIRS, dtype=torch.float32, device=codes.device))
     return pairs.flatten(1)[:, :columns]

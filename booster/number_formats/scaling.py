@@ -115,7 +115,8 @@ def scale_to(
 ) -> ScaledTensor:
     """Round the matrix `x` to `target` under the scales of `scaling`.
 
-    scale: one for all of a float8 matrix, float32 of shape (), to take instead of its own; numbers too large are cut off.
+    scale: one for all of a float8 matrix, float32 of shape (), to take in place of the computed one; numbers too large are
+    cut off.
     noise: as for `round_to`. A scale of zeros is the smallest one. Where there is an inf or NaN under a scale, it and all
     numbers under it become NaN.
     """
@@ -276,8 +277,8 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     """Return the float32 matrix `x` with every 16 neighbours of a row, some of their signs turned, through a Hadamard matrix.
 
     The rotation is orthogonal, so it leaves `a @ b.t()` as it is. The number of columns must be a multiple of 16. A quarter of
-    each number is added or taken away, one after the other, on every device: a product of float32 matrices would sum in an
-    order of its own on a GPU, and in TF32 where that is allowed. On CPUs it sums in this order, but for a single row.
+    each number is added or taken away, one after the other, on every device: a product of float32 matrices would sum in
+    another order on a GPU, and in TF32 where that is allowed. On CPUs it sums in this order, but for a single row.
     """
     signs = torch.tensor(_HADAMARD, dtype=torch.float32, device=x.device)
     quarters = x.reshape(-1, ROTATION) * ROTATION**-0.5

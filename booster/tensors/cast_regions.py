@@ -149,7 +149,7 @@ def both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any])
 
 @contextmanager
 def sharing_weights() -> Iterator[None]:
-    """Inside, regions share the half copies of weights that autocast made around them, which nobody writes to meanwhile."""
+    """Inside, regions share the half copies of weights that autocast made around them, which must not be written meanwhile."""
     before = _SHARED.set(True)
     try:
         yield
@@ -304,7 +304,7 @@ def _switched_off(modes: Sequence[CastMode]) -> Iterator[None]:
 
 def to_half(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `tensor` in the half `dtype`. Finite numbers stay finite, such as `finfo.min` in a mask."""
-    if tensor.dtype is dtype or tensor.dtype is torch.float16:  # whose numbers bfloat16 holds
+    if tensor.dtype is dtype or tensor.dtype is torch.float16:  # bfloat16 holds its largest numbers
         return tensor.to(dtype)
     most = torch.finfo(dtype).max
     return torch.where(tensor.isinf(), tensor, tensor.clamp(-most, most)).to(dtype)

@@ -11,7 +11,9 @@ import torch
 # over at the end, which rounds differently: the cut then changes no bit.
 ALIGNMENT = 64
 SMALLEST_BUCKET = 2**18  # elements, 2 MiB of scratch; below, a step is calls for the most part
-SMALLEST_SPARING_BUCKET = 2**14  # elements, where memory was asked for, and of a compiled step, whose calls are fewer
+SMALLEST_SPARING_BUCKET = (
+    2**14
+)  # elements, where memory is to be saved, and of a compiled step, which makes fewer calls
 LARGEST_CPU_BUCKET = 2**19  # elements; above, scratch no longer stays in a core's cache, and the update takes longer
 
 LARGEST_COMPILED_CPU_BUCKET = (
@@ -43,7 +45,7 @@ def bucket_size(
     """Return the size of a bucket: 1/8 of all elements, a multiple of 64, and no smaller than calls are worth.
 
     packed: states are widened into scratch too, so that buckets are at most 1/32 of all elements; a compiled step does without.
-    released: they are stepped within backward, beside a gradient and activations, so that they are half as large.
+    released: they are stepped within backward, when gradients and activations are there too, so that they are half as large.
     """
     packed = packed and not compiled
     share = (32 if packed else 8) * (2 if released else 1)
@@ -146,7 +148,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def has_same_layout(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether `tensor` lies in memory as `other`, of its shape, does: in the same order, at the same distances."""
+    """Return whether `tensor` has the memory order and strides of `other`, which has its shape."""
     if tensor.stride() == other.stride():
         return True
     strides = zip(tensor.stride(), other.stride(), other.shape, strict=True)

@@ -42,7 +42,7 @@ def gradient_values(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def tensor_norms(values: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Norm of each tensor of `values` (at least one), stacked on the device of the first; shape (len(values),).
 
-    dtype: what to sum in; None means each tensor's own, and float32 for half tensors, whose squares would overflow. An empty
+    dtype: what to sum in; None means each tensor's own, and float32 for half tensors, as their squares would overflow. An empty
     tensor, as a rank's part of a short one can be, has the norm 0.
     """
     if norm_type == math.inf:  # which torch does not define for them

@@ -66,7 +66,7 @@ def with_leaves(tree: Any, new: Iterable[Any]) -> Any:
 
 
 def form(tree: Any) -> Hashable:
-    """Return what is the same for trees whose leaves lie in containers of the same classes, under the same keys."""
+    """Return what is equal for trees with their leaves in containers of the same classes, under the same keys."""
     items = _items(tree)
     if items is None:
         return None
@@ -120,7 +120,7 @@ def _items(tree: Any) -> list[Any] | None:
 
 
 def _with_items(tree: Any, items: list[Any]) -> Any:
-    """A container like `tree`, with what it has beside its items, and with other items."""
+    """A container like `tree`, with its other attributes, and with other items."""
     if isinstance(tree, tuple):
         return _tuple_like(tree, items)
     if isinstance(tree, Mapping):
@@ -129,7 +129,7 @@ def _with_items(tree: Any, items: list[Any]) -> Any:
         return type(tree)(items)
     if type(tree) in (list, set):
         return type(tree)(items)
-    clone = copy.copy(tree)  # keeps the type, and what a subclass holds beside its items
+    clone = copy.copy(tree)  # keeps the type, and attributes of a subclass
     if isinstance(tree, (list, deque, UserList)):
         for position, item in enumerate(items):
             clone[position] = item

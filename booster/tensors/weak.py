@@ -191,7 +191,7 @@ def _settle(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[torch.dtype |
 
 
 def _written(func: Any) -> tuple[int | str, ...]:
-    """Which arguments `func` writes to, beside `out`, by position or name."""
+    """Which arguments `func` writes to, besides `out`, by position or name."""
     if _ROLES.get(func) == "written":
         return (0,)
     return () if func in _ROLES else written_arguments(func)
@@ -231,7 +231,7 @@ def _as(kind: type[WeakTensor], tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ModuleReference:
-    """What a module holds, and holds that module weakly, so that it dies with its last reference."""
+    """Base of objects that a module holds and that refer to it weakly, so that it dies with its last reference."""
 
     def __getstate__(self) -> tuple[dict[str, Any], dict[str, Any]]:
         held = dict(self.__dict__)
@@ -246,10 +246,10 @@ class ModuleReference:
 
 
 class ForwardProxy(ModuleReference):
-    """Base of what takes the place of the `forward` of a module, and not of hooks around it.
+    """Base of proxies for the `forward` of a module, which run inside of its hooks.
 
-    inside: what tells whether a model runs that reads weakly; None where it returns no weak tensor.
-    owner: that module, where what takes the place looks at it.
+    depth: whether a model runs that reads weakly; None where this forward returns no weak tensor.
+    owner: the module, for proxies that look at it.
     """
 
     depth: ForwardDepth | None = None
@@ -264,23 +264,23 @@ class ForwardProxy(ModuleReference):
         self.put_around(forward)
 
     def put_around(self, forward: Callable[..., Any]) -> None:
-        """Take the place of `forward` from now on."""
+        """Be the proxy of `forward` from now on."""
         self._module, self._function = None, forward
         if isinstance(forward, MethodType) and isinstance(forward.__self__, nn.Module):
             self._module, self._function = weakref.ref(forward.__self__), forward.__func__
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what it takes the place of."""
+        """Call the forward of the module."""
         module = None if self._module is None else self._module()
         return self._function(*args, **kwargs) if module is None else self._function(module, *args, **kwargs)
 
     def belong_to(self, module: nn.Module) -> None:
-        """Take the place of the forward of `module` from now on."""
+        """Be the proxy of the forward of `module` from now on."""
         self._owner = self._owner and weakref.ref(module)
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """What it takes the place of."""
+        """The forward of the module."""
         return self._function if self._module is None else MethodType(self._function, self._module())
 
     __wrapped__ = forward
@@ -298,7 +298,7 @@ class ForwardProxy(ModuleReference):
 
 
 class ForwardDepth:
-    """Whether a forward runs of a model that reads weakly: what modules in it return is weak there, and nowhere else.
+    """How many forwards run, one inside another, of a model that reads weakly: its modules return weak tensors there alone.
 
     Models that share modules share it.
     """
@@ -417,7 +417,7 @@ class WeakForward(ForwardProxy):
 def reading_weakly(
     models: Iterable[nn.Module], context: Callable[[], AbstractContextManager[Any]]
 ) -> Callable[[], AbstractContextManager[Any]]:
-    """Return `context` in which `models` read as in their forward, for what runs beside it: backward passes, in which
+    """Return `context` in which `models` read as in their forward, for what runs outside of it: backward passes, in which
     `torch.utils.checkpoint` runs functions anew, and other methods. It is `context` itself where they read nothing weakly."""
     forwards = [model.forward for model in models if isinstance(model.forward, WeakForward)]
     return functools.partial(_reading, forwards, context) if forwards else context
@@ -481,5 +481,7 @@ def remove_weak_buffers(model: nn.Module) -> None:
         wrapped = module.__dict__.get("forward")
         if isinstance(wrapped, WeakForward):
             del module.__dict__["forward"]
-            if getattr(wrapped.forward, "__func__", None) is not type(module).forward:  # it had a forward of its own
+            if (
+                getattr(wrapped.forward, "__func__", None) is not type(module).forward
+            ):  # the user had replaced its forward
                 module.forward = wrapped.forward

@@ -333,16 +333,22 @@ _COUNTERS = ("num_steps", "num_applied", "num_consecutive_skips")
 
 
 class StepListener(Protocol):
-    """What an `Update` tells. A listener changes nothing that trains, and waits for no device."""
+    """What an `Update` calls. A listener changes nothing that trains, and waits for no device.
+
+    Inherit from it to listen to some of these alone: each does nothing by itself.
+    """
 
     def after_backward(self, loss: torch.Tensor | None) -> None:
         """A pass is complete. loss: detached, of one element, not scaled; None where another pipeline stage has it."""
+        return
 
     def before_step(self, update: Any, number: int) -> None:
         """Gradients are there, as `update.carried` says, and nothing is decided yet. Not before a step with a closure."""
+        return
 
     def after_step(self, update: Any, number: int, result: StepResult) -> None:
         """The step is made or skipped. number: of the step, from 1; a checkpoint keeps count."""
+        return
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ NO_CLOSURE = "Currently, Amp does not support closure use with optimizers."
 
 
 class Overflow(NamedTuple):
-    """A pass whose gradients were not finite."""
+    """A pass with gradients that were not finite."""
 
     loss_id: int
     finite_loss: bool
@@ -154,7 +154,7 @@ class ApexGradients(Gradients):
         return found
 
     def _unscale_new(self, params: list[torch.Tensor], values: list[torch.Tensor], check: bool) -> bool:
-        # Of a bare backward inside `scale_loss` nobody says whether it made a graph.
+        # A bare backward inside `scale_loss` does not say whether it made a graph.
         self._differentiable = self._differentiable or any(value.requires_grad for value in values)
         found = unscale_values(values, 1.0 / self.loss_scale, check=check)
         if found:

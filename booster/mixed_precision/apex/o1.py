@@ -1,8 +1,8 @@
-"""The casts of O1 as one strategy has them: its registrations, its tables of rules, and its regions.
+"""The casts of O1 in one strategy: functions that the user registers or decorates, and the contexts in which O1 casts.
 
-Functions of the user's that O1 casts arguments for, and those of torch whose rule the user changes.
-
-Which functions of torch a torch function mode sees when one of another name is called.
+A function of torch is registered by its rule in a table of a torch function mode. A mode does not see every function of torch
+by the name that was called, so `dispatched` says which one it sees. Functions of other modules are replaced, once, by one
+that casts as the innermost O1 region at the call says.
 """
 
 from __future__ import annotations

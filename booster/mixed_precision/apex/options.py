@@ -1,6 +1,6 @@
 """The options of apex's `initialize`: four levels, what a user overrides, and what contradicts a level.
 
-What apex's levels do to optimizers that surprises: refused where apex refuses, otherwise said once.
+And what the levels do to optimizers that surprises users: refused where apex refuses, otherwise one WARNING.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ _AS_THEY_ARE: Mapping[torch.Tensor, torch.dtype] = MappingProxyType({})
 
 
 def warn_of_static_scale(options: ApexOptions) -> None:
-    """One WARNING for half precision, or a scaled loss, whose gradients nobody checks."""
+    """One WARNING for half precision, or a scaled loss, with gradients that are not checked."""
     half = options.patch_torch_functions or options.model_dtype == torch.float16
     if not options.dynamic and (half or options.loss_scale != 1.0):
         _logger.warning(
@@ -202,7 +202,7 @@ def warn_of_static_scale(options: ApexOptions) -> None:
 
 
 def planned_dtypes(models: Iterable[tuple[nn.Module, DtypePolicy]]) -> dict[torch.Tensor, torch.dtype]:
-    """The dtype that each floating parameter will have once its model is cast as the policy beside it says."""
+    """The dtype that each floating parameter will have once its model is cast by its policy."""
     planned: dict[torch.Tensor, torch.dtype] = {}
     for model, policy in models:
         inner, dtype = bare(model), policy.store or policy.param

@@ -1,6 +1,6 @@
-"""The real apex.amp behind `Booster`: it patches model and optimizer, and this drives its backward passes.
+"""The real apex.amp behind `Booster`, where it is installed: it patches model and optimizer, and this drives its passes.
 
-Whether `fp16_apex` runs on its own engine or on the real apex.amp, which few installations still have.
+`choose_backend` decides between it and the engine of this library. Few installations still have an apex with apex.amp.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class RealApplication(Application):
 
 
 class RealUpdate(Update):
-    """The update of an optimizer whose `step` apex replaces after an overflow."""
+    """The update of an optimizer; apex replaces its `step` after an overflow."""
 
     def step(self) -> StepResult:
         stash = getattr(self.optimizer, "_amp_stash", None)

@@ -19,7 +19,7 @@ class ApexScale:
     """One loss scale. `found` overflows halve it, and skip the step; `window` clean passes in a row double it.
 
     A static one is a number: nothing is checked, nothing skipped. minimum: None or 0 is no floor, so it may fall below 1.
-    It stops at 2**-126, whose inverse is the last that float32 holds.
+    It stops at 2**-126: the inverse of that is the last that float32 holds.
     """
 
     def __init__(

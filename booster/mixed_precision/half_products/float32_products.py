@@ -151,7 +151,7 @@ class Float32Products(CastMode):
         return self._product(func, rule, instead, args, kwargs)
 
     def _cast_only(self, func: Any, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`func` in the dtypes of its operands, which are cast where autocast is on and has no rule of its own."""
+        """`func` in the dtypes of its operands, which are cast where autocast is on and has no rule for it."""
         casts = rule in ("half", "widest") and torch.is_autocast_enabled(self._device_type)
         if casts and kwargs.get("out_dtype") is None:  # which torch ties to the dtype of the operands
             if self._training:

@@ -1,6 +1,6 @@
 """Sums that torch's CPU kernels make in a half dtype, made in float32 instead, and results rounded once.
 
-A sum of halves stands still once a term is below half an ulp of it: 4,096 ones add up to 256 in bfloat16. Most of torch's CPU
+A sum of halves stops growing once a term is below half an ulp of it: 4,096 ones add up to 256 in bfloat16. Most of torch's CPU
 kernels add in float32 and round at the end. Those here do not: gradients of layer norm's weight and bias, also where these are
 float32, and of everything that takes rows or elements by index; what adds into elements by index, sparse tensors among them;
 the loss of classes. Where activations are halves and weights float32, only what is a half is widened. Forward passes stay
@@ -26,7 +26,7 @@ _How = Callable[[Any, Any, Mapping[str, Any]], Any]
 
 
 class _Backward32(torch.autograd.Function):
-    """`func(source, ...)`, differentiated in float32 with respect to `source`, on whose values the gradient does not depend."""
+    """`func(source, ...)`, differentiated in float32 with respect to `source`. The gradient does not depend on its values."""
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, call: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -157,13 +157,13 @@ def _is_float16(args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _is_large_float16(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """2**16 elements of float16 or more, of whose average float16 makes a gradient of zero."""
+    """2**16 elements of float16 or more: the gradient of their average is zero in float16."""
     source = _first(args, kwargs)
     return source.dtype is torch.float16 and source.numel() >= 2**16
 
 
 def _enlarges(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the output of an adaptive average is larger than its input, whose elements then are taken many times."""
+    """Whether the output of an adaptive average is larger than its input, and takes its elements many times."""
     source, size = _first(args, kwargs), args[1] if len(args) > 1 else kwargs["output_size"]
     largest = max(each or 0 for each in size) if isinstance(size, (tuple, list)) else size
     return largest > min(source.shape[-2:])

@@ -21,7 +21,7 @@ from booster.tensors.trees import HALF_DTYPES
 Choice = Literal["auto", "native", "float32"]
 CHOICES: tuple[Choice, ...] = ("auto", "native", "float32")
 
-_CONVOLUTIONS = nn.Conv1d, nn.ConvTranspose1d  # whose parameters have three dimensions, too
+_CONVOLUTIONS = nn.Conv1d, nn.ConvTranspose1d  # their parameters have three dimensions, too
 _NONE: frozenset[hardware.Kind] = frozenset()
 _WITHOUT_REFUSALS = {func: how for func, how in SUMS.items() if func is not F.binary_cross_entropy}
 
@@ -50,7 +50,7 @@ class HalfProducts:
         self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
         self._recomputation = Recomputation()
         self._groups = False  # a model has a parameter of several matrices, which autocast has no rule for
-        self._falls_back = False  # transformers multiplies these by a function of its own
+        self._falls_back = False  # transformers multiplies these by another function
         self._regions: dict[
             tuple[str, bool], frozenset[hardware.Kind]
         ] = {}  # by device type and whether gradients are recorded

@@ -21,13 +21,14 @@ from booster.mixed_precision.low_precision.recipes import GEMMS, GemmConfig, Gem
 from booster.mixed_precision.low_precision.strategy import LowPrecision
 from booster.ranks.agreement import all_names
 from booster.ranks.messages import reduced
+from booster.update.outcome import StepListener
 
 _logger = logging.getLogger(__name__)
 
 LIMIT = 1 / math.sqrt(3)
 """Noise over signal from which on a product is made wide (arXiv 2505.19115: gradients below sqrt(3) of it train no more)."""
 _CALM = 2  # looks in a row at less than half of it, until the product is low again
-# Of the ordinary noise of a format: less is not told from it, which differs by a tenth from batch to batch.
+# Of the ordinary noise of a format, which differs by a tenth from batch to batch: less is no growth.
 _LEAST = 0.5
 
 
@@ -44,7 +45,7 @@ class Autopilot:
     The noise of a product is the norm of the difference, its signal that of the wide one; of a forward without what all tokens
     have in common. What exceeds the ordinary noise of the format, and grew since the last look at the product, is taken to grow
     on as fast until the next. A product whose noise is above 1 / sqrt(3) of the signal (arXiv 2505.19115), or will then be, is
-    looked at once more in the next step, as a single batch may be noisy by chance: by the lesser noise of the two, if that is
+    looked at once more in the next step, as a single batch may happen to be noisy: by the lesser noise of the two, if that is
     above too, it is made wide from then on, the worst first where the budget does not do for all. That step goes on with the
     wide product, and so does the first one of a run, of which nothing is known, unless the budget is 0. Where noise was below
     half of the bound in two looks in a row, it is low again. Ranks decide alike, on sums over all, stages of a pipeline too.
@@ -115,11 +116,20 @@ class Measurement(NamedTuple):
     changes: list[Change]
 
 
-class PrecisionController:
-    """Listens to the optimizer of one boosted model, watches its layers, and changes their recipes: flies by a plan, or rests.
+class PrecisionController(StepListener):
+    """Measures the rounding noise of one boosted model's products in some steps, and changes the recipes of its layers.
 
-    group: the ranks that decide together. told: is given what came of each look. names: layers of which any product is wide, or
-    was when it began to rest.
+    It listens to the model's optimizer. `enable` gives it a plan; after `disable` it measures nothing.
+
+    A product is named by its layer and its role there, ("blocks.0.up", "input_grad").
+
+    group: the ranks that decide together.
+    report: called with each `Measurement`.
+
+    Attributes:
+        noise: noise over signal of each product, in the last measurement of it.
+        looks: how many steps were measured.
+        ever: layers of which a product was ever made wide in this process, in order.
     """
 
     def __init__(
@@ -132,11 +142,9 @@ class PrecisionController:
         self._wide: dict[tuple[str, str], int] = {}  # by layer and role, with how many calm looks in a row
         self._suspected: dict[tuple[str, str], float] = {}  # with their noise, in the last step
         self.noise: dict[tuple[str, str], float] = {}
-        """Noise over signal of each product, by layer and role, in the last look at it."""
         self._number = 0  # of the step that comes
         self.looks = 0
         self.ever: list[str] = []
-        """Layers of which a product was ever made wide in this process, in order."""
         self._leave()
 
     def _leave(self) -> None:
@@ -146,14 +154,14 @@ class PrecisionController:
         self._all: tuple[str, ...] = ()
         self._ordinary: dict[str, float] = {}
         self._measured: frozenset[tuple[str, str]] = frozenset()  # in that step
-        self._trial: frozenset[tuple[str, str]] = frozenset()  # which are wide in it, since nobody knows better
-        self._first: int | None = None  # step of a flight that nothing is known before
+        self._trial: frozenset[tuple[str, str]] = frozenset()  # wide in that step alone, for want of a measurement
+        self._first: int | None = None  # the step before which nothing was measured
         self._sums: dict[tuple[str, str], torch.Tensor] = {}  # squares of noise and of signal
         self._operations = [0, 0]  # of the look, and of the step itself
 
     def enable(self, plan: Autopilot, recipe: Recipe, num_steps: int | None) -> None:
-        """Watch the layers that the model has now by `plan`, after so many steps; None: nobody steps it. What was wide before,
-        of products that these layers make by their recipe, is so again.
+        """Control the layers that the model has now by `plan`, after so many steps; None: no optimizer steps it. Products of
+        these layers that were wide before are wide again.
 
         recipe: of the low precision. Raises RuntimeError for layers that were compiled. A collective.
         """
@@ -178,7 +186,7 @@ class PrecisionController:
             self.begin(num_steps)
 
     def disable(self) -> None:
-        """Watch nothing, and keep in mind what was wide."""
+        """Measure nothing from now on. What was wide is remembered."""
         self._leave()
         self._suspected, self.noise = {}, {}  # which say nothing of later steps
 
@@ -186,9 +194,6 @@ class PrecisionController:
         return _no_controller, ()  # a copy of a boosted model stays as it is
 
     # ---- what a listener of steps does
-
-    def after_backward(self, loss: torch.Tensor | None) -> None:
-        pass
 
     def before_step(self, update: Any, number: int) -> None:
         self._watch(frozenset())
@@ -317,7 +322,7 @@ class PrecisionController:
         self._operations[0] += operations
         if isinstance(how, GemmConfig):
             low, wide = result.float(), a.float() @ b.float().t()
-        else:  # whose own rounding is far below the limit
+        else:  # its own rounding is far below the limit
             wide = result.float()
             low = product(a, b, own, recipe, dtype=result.dtype, kernels=layer.kernels).float()
         error = low - wide
@@ -411,7 +416,7 @@ def _no_controller() -> None:
 
 
 class _GemmWatcher(partial[None]):
-    """A watcher of an autopilot's."""
+    """The watcher that a controller puts into a layer."""
 
 
 def _of_role(recipe: Recipe, role: str) -> GemmConfig | HighPrecision:

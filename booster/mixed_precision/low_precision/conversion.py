@@ -39,9 +39,15 @@ class LinearConversion:
     """Linear layers that multiply by `recipe`, forward and backward, in place of a model's own.
 
     Any precision may hold one as its `conversion`; those here differ in nothing else from the precisions around the layers.
-    emulate, keep: see `LowPrecision`. dtype: what the layers take and return. gather_in_fp8: see `FP8MixedPrecision`.
-    precision: what errors call the one that holds it. which, tokens: `convert` and `tokens` of `LowPrecision`. timer: what
-    times a layer, see `timed.seconds`.
+
+    Attributes:
+        emulate, keep, tokens: see `LowPrecision`.
+        which: `convert` of `LowPrecision`.
+        dtype: what the layers take and return.
+        gather_in_fp8, delayed: see `FP8MixedPrecision`.
+        precision: what errors call the one that holds it.
+        timer: what times a layer, see `layer_trials.seconds`.
+        said: whether a WARNING has said that the format is emulated.
     """
 
     recipe: Recipe
@@ -54,7 +60,7 @@ class LinearConversion:
     which: Convert = "auto"
     tokens: int | None = None
     timer: Timer = seconds
-    said: bool = dataclasses.field(default=False, init=False, repr=False)  # that it is a rehearsal
+    said: bool = dataclasses.field(default=False, init=False, repr=False)
     _times: dict[tuple[int, int], tuple[float, float]] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -256,7 +262,7 @@ def _shown(name: str) -> str:
 
 
 def _read_alone(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
-    """Return those of `names` of linear layers whose weight none but such layers read."""
+    """Return those of `names` of linear layers with a weight that only such layers read."""
     layers = {model.get_submodule(name) for name in names}
     places = tensor_places(model)
     alone = {tensor for tensor, found in places.items() if all(place.holder in layers for place in found)}

@@ -17,6 +17,7 @@ from booster.number_formats import E4M3, E5M2
 from booster.number_formats.scaling import scale_of
 from booster.ranks.agreement import all_names
 from booster.ranks.messages import reduced
+from booster.update.outcome import StepListener
 
 _MATRICES = 3  # of a layer: its input, its weight, and the gradient of its output
 
@@ -37,15 +38,15 @@ class DelayedScaling:
         arguments.count("margin", self.margin, least=0)
 
 
-class ScaleHistories:
+class ScaleHistories(StepListener):
     """The largest magnitudes in the layers of one model, and the scales of the step that follow from them.
 
     Listens to the optimizer's steps: after each, ranks agree on the largest magnitudes of it, in one collective for all layers,
     and every scale is made anew. A magnitude that is not finite does not count; a step that shows none but zeros, or none at
     all, counts as the one before. Gives `layers` recipes of their own.
 
-    Where something may be compiled, the host is told which scales are known, after the steps 1, 2, 4, 8 and so on until all
-    are: for those the compiler makes a second graph, which reads a matrix once.
+    Where something may be compiled, the host reads which scales are known, after the steps 1, 2, 4, 8 and so on until all are:
+    for those the compiler makes a second graph, which reads a matrix once.
 
     layers: by name. On ranks of `group` they may be others, as in a pipeline. device: where they are.
     """
@@ -72,12 +73,6 @@ class ScaleHistories:
 
     # ---- what a listener of steps does
 
-    def after_backward(self, loss: torch.Tensor | None) -> None:
-        pass
-
-    def before_step(self, update: Any, number: int) -> None:
-        pass
-
     @torch.no_grad()
     def after_step(self, update: Any, number: int, result: Any) -> None:
         if self._group is not None:
@@ -89,7 +84,7 @@ class ScaleHistories:
         self._rescale()
         self._steps += 1
         if self._steps & (self._steps - 1) == 0:
-            self._tell()
+            self._mark_known()
 
     # ---- what a checkpoint holds
 
@@ -111,12 +106,12 @@ class ScaleHistories:
         self._steps = 0
         for scale in self._scales.values():
             scale.known = False
-        self._tell()
+        self._mark_known()
 
     # ---- inside
 
-    def _tell(self) -> None:
-        """Tell the host which scales are known for good: whose newest magnitude is not zero. Waits for the device."""
+    def _mark_known(self) -> None:
+        """Mark scales that stay known, those with a newest magnitude above zero. Waits for the device."""
         unknown = {place: scale for place, scale in self._scales.items() if not scale.known}
         if (
             not unknown

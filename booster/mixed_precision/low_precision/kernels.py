@@ -38,8 +38,8 @@ def lacks(recipe: Recipe, device: torch.device) -> str:
 def fails(recipe: Recipe, device: torch.device) -> str:
     """What is wrong with the products of `recipe` on the GPU `device`, as a sentence; empty where they are right.
 
-    Each is tried once, for a compute capability does not tell: some products are those of one generation alone, or wait for a
-    version of cuBLAS. 640 numbers are summed over, of which blocks of 128 are no multiple of 4, see `blockwise`.
+    Each is tried once, as a compute capability does not decide it: some products are those of one generation alone, or wait
+    for a version of cuBLAS. 640 numbers are summed over, of which blocks of 128 are no multiple of 4, see `blockwise`.
     """
     wrong = alone(functools.partial(_fails, recipe, device))
     return f"{recipe.name} cannot run on {torch.cuda.get_device_name(device)}, where {wrong}" if wrong else ""
@@ -122,8 +122,8 @@ def blockwise(a: ScaledTensor, b: ScaledTensor) -> torch.Tensor:
 def column_major(x: ScaledTensor) -> torch.Tensor:
     """Return scales of blocks of 128 as cuBLAS reads them.
 
-    Of 1 x 128 numbers: rows x blocks, rows beside each other in memory. Of 128 x 128: blocks along what is summed over x blocks
-    of rows, the first beside each other and filled up to a multiple of 4; without that, products of other lengths are
+    Of 1 x 128 numbers: rows x blocks, rows next to each other in memory. Of 128 x 128: blocks along what is summed over x
+    blocks of rows, the first next to each other and padded to a multiple of 4; without that, products of other lengths are
     silently wrong. Source: "Scaling factors layouts" in cuBLAS's documentation.
     """
     if x.block == (1, 128):
@@ -164,7 +164,7 @@ def packed(values: torch.Tensor) -> torch.Tensor:
 
 
 def tiled(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales of rows x blocks as the kernel reads them: tiles of 128 x 4, and in these row i beside rows i + 32 * n."""
+    """Return scales of rows x blocks as the kernel reads them: tiles of 128 x 4, and in these row i next to rows i + 32 * n."""
     rows, columns = _TILE
     padded = F.pad(scale, (0, -scale.shape[1] % columns, 0, -scale.shape[0] % rows))
     tiles = padded.view(-1, 4, 32, padded.shape[1] // columns, columns)

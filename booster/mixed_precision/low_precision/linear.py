@@ -29,8 +29,8 @@ from booster.number_formats import ScaledTensor
 
 
 class Watcher(Protocol):
-    """Who is told of every product of a layer: the role ("forward", "input_grad" or "weight_grad"), the matrices and how they
-    were multiplied, and the result. It changes nothing."""
+    """Called with every product of a layer: its role ("forward", "input_grad" or "weight_grad"), the matrices, how they were
+    multiplied, and the result. It changes nothing."""
 
     def __call__(
         self, role: str, a: torch.Tensor, b: torch.Tensor, how: GemmConfig | HighPrecision, result: torch.Tensor
@@ -123,22 +123,25 @@ def _factor(scales: list[torch.Tensor], device: torch.device) -> float | None:
 
 
 class LowPrecisionLinear(LinearProxy):
-    """An `nn.Linear` whose products run in the formats of a recipe; made of one with `of`, under whose names it keeps state.
+    """A linear layer that multiplies in the formats of a recipe; `of` makes it of an `nn.Linear`, and it keeps state as that.
 
     Inputs of any shape (..., in_features) in float32 or half; the output has autocast's dtype where that is on, else the
     input's. The bias is added in that dtype. Each operand is rounded once, but where a product sums over its other dimension
-    under other scales; a weight that a plugin gathers in this form is not. Backward keeps the weight as it came, which costs
-    nothing, and of the input what the weight gradient reads of it: a byte a number and its scales; the input itself where the
-    format has no byte, or that product is wide. Under the compiler a weight is rounded in every pass.
-    kernels: run the recipe's kernel; otherwise it is emulated.
+    under other scales; a weight that a plugin gathered in this form is not rounded again. Backward keeps the weight as it came,
+    which costs nothing, and of the input what the weight gradient reads: a byte a number and its scales; the input itself where
+    the format has no byte, or that product is in high precision. Under the compiler a weight is rounded in every pass.
+
+    Attributes:
+        kernels: run the recipe's kernel; otherwise it is emulated.
+        watchers: called with products in training, of forward passes that a backward may follow. Copies have none.
+        weights: where the quantized weight is kept for a group of micro-batches; None quantizes it in every pass. Copies have
+            none.
     """
 
     recipe: Recipe
     kernels: bool
     watchers: tuple[Watcher, ...] = ()
-    """Told of products in training, those of forward passes that a backward may follow. Copies have none."""
     weights: QuantizedWeights | None = None
-    """Where the rounded weight is kept for a group of micro-batches; None rounds it in every pass. Copies have none."""
 
     @classmethod
     def of(cls, linear: nn.Linear, recipe: Recipe, *, kernels: bool) -> LowPrecisionLinear:

@@ -90,7 +90,7 @@ class QuantizedWeight:
         self._made: dict[Hashable, ScaledTensor] = {}
 
     def is_as_it_was(self) -> bool:
-        """Whether nobody wrote to the weight, or gave it other memory; writes through `.data` leave no trace."""
+        """Whether the weight has its memory still, and was not written to; writes through `.data` leave no trace."""
         return self._state == _state(self.weight)
 
     def quantized(self, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> ScaledTensor:

@@ -1,6 +1,6 @@
 """What a linear layer's three products are made of: formats and scales as data.
 
-Every product is `a @ b.t()` of two matrices whose last dimension is summed over, and rows and blocks are along that one:
+Every product is `a @ b.t()` of two matrices. It sums over the last dimension of both; rows and blocks are along that one:
 output = x @ weight.t(), gradient of x = g @ weight.t().t(), gradient of weight = g.t() @ x.t().t(); tokens are rows of x and g.
 """
 
@@ -19,12 +19,13 @@ from booster.number_formats.scaling import scale_of, share_of
 
 @dataclass(eq=False)
 class DelayedScale:
-    """The scale of one matrix of one layer that earlier steps left, and what it notes for later ones.
+    """The scale of one matrix of one layer that follows from earlier steps, and the magnitude that later ones will need.
 
-    scale: float32, of shape (); 0 where nothing is known yet, and its own scale is taken. largest: likewise, the largest
-    magnitude of this step so far; None notes none. known: whether the host has been told that `scale` is above 0, where it
-    stays. No number changes by that, but a graph then asks for no scale of the matrix itself, which would be a pass before
-    the one that rounds.
+    Attributes:
+        scale: float32, of shape (); 0 where nothing is known yet, and the matrix is scaled by itself.
+        largest: likewise, the largest magnitude of this step so far; None records none.
+        known: whether the host knows that `scale` is above 0, where it stays. No number changes by that, but a compiled graph
+            then computes no scale of the matrix itself, which would be one more pass over it.
     """
 
     scale: torch.Tensor
@@ -33,8 +34,10 @@ class DelayedScale:
 
     @torch.no_grad()
     def of(self, x: torch.Tensor, target: NumberFormat) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scale to round `x` to `target` with, and the same, or NaN where `x` is not finite, to multiply with; note
-        the largest magnitude of `x`."""
+        """Return the scale to round `x` to `target` with, and the same, or NaN where `x` is not finite, to multiply with.
+
+        Records the largest magnitude of `x`.
+        """
         here = largest_under(x, "tensor").float()
         finite = torch.isfinite(here)
         if self.largest is not None:
@@ -47,8 +50,14 @@ class DelayedScale:
 
 @dataclass(frozen=True)
 class CastConfig:
-    """The format that one matrix of a product is rounded to. stochastic: instead of to the nearest. delayed: whose scale, if
-    not its own."""
+    """How one matrix of a product is rounded.
+
+    Attributes:
+        format: the numbers it is rounded to.
+        scaling: what shares a scale.
+        stochastic: rounded stochastically, and not to the nearest.
+        delayed: the scale of earlier steps that takes the place of its own, or None.
+    """
 
     format: NumberFormat
     scaling: Scaling
@@ -58,9 +67,11 @@ class CastConfig:
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Both matrices of a product. hadamard: they are rotated before, along what is summed over, see `scaling.rotated`.
+    """How both matrices of a product are rounded.
 
-    fast_accumulation: the kernel of fp8 may leave sums in the accumulator of the tensor cores, see `FP8MixedPrecision`.
+    Attributes:
+        hadamard: both are rotated before, along what is summed over, see `scaling.rotated`.
+        fast_accumulation: the kernel of fp8 may leave sums in the accumulator of the tensor cores, see `FP8MixedPrecision`.
     """
 
     left: CastConfig
@@ -71,7 +82,7 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class HighPrecision:
-    """A product of which neither matrix is rounded: in `dtype`; None is that of the layer's input."""
+    """A product of matrices that are not rounded to a format: in `dtype`; None is that of the layer's input."""
 
     dtype: torch.dtype | None = None
 
@@ -83,13 +94,17 @@ _WIDE = {"bf16": HighPrecision(torch.bfloat16), "fp32": HighPrecision(torch.floa
 
 @dataclass(frozen=True)
 class Recipe:
-    """The products of a layer, and what they need.
+    """The three products of a layer, and what they need.
 
-    multiple: what both features of a layer must be a multiple of, and what
-    the summed dimension is filled up to with zeros. kernel: which one runs it. capability: the least one of a CUDA device, of
-    the generations `generations`. on_cpu: whether the CPU has the kernel. bounds: of the relative errors of output, gradient
-    of the input and gradient of the weight on normally distributed numbers, in the root of squares; twice what is expected.
-    too_small: layers of at most so many features in and out, of any of these pairs, are no faster on a GPU.
+    Attributes:
+        multiple: both features of a layer must be a multiple of it; the summed dimension is padded to one with zeros.
+        kernel: which one runs the products.
+        capability: the least compute capability of a CUDA device that has the kernel.
+        generations: the names of these devices, for messages.
+        bounds: of the relative errors (L2) of output, gradient of the input and gradient of the weight, on normally
+            distributed numbers; twice what is expected.
+        on_cpu: whether the CPU has the kernel.
+        too_small: pairs of features in and out; layers of at most so many, of any pair, are no faster on a GPU.
     """
 
     name: str
@@ -105,7 +120,7 @@ class Recipe:
     too_small: tuple[tuple[float, float], ...] = ()
 
     def with_fast_accumulation(self) -> Recipe:
-        """Return the recipe whose forward may accumulate fast; backward never does."""
+        """Return the recipe with a forward that may accumulate fast; backward never does."""
         how = self.output
         return self if isinstance(how, HighPrecision) else replace(self, output=replace(how, fast_accumulation=True))
 
@@ -114,7 +129,7 @@ class Recipe:
         return self._with((x, weight), (gradient, weight), (gradient, x))
 
     def without_amax(self) -> Recipe:
-        """Return the recipe that notes nothing for later steps, as in evaluation."""
+        """Return the recipe that records no magnitudes for later steps, as in evaluation."""
         scales = [
             [each.delayed and replace(each.delayed, largest=None) for each in (how.left, how.right)]
             if isinstance(how, GemmConfig)

@@ -25,7 +25,7 @@ from booster.numerics.diagnosis.replay import RanksApart, Replay
 from booster.ranks import agreement
 from booster.tensors.cast_regions import region
 from booster.update.backward import begin_backward, end_backward, run_backward
-from booster.update.outcome import StepResult
+from booster.update.outcome import StepListener, StepResult
 
 _ADVICE = "To see all of it, pass the criterion to boost(), or call b.diagnose(lambda: loss, optimizer)."
 _logger = get_dist_logger("booster.numerics")
@@ -131,14 +131,11 @@ class SkipWatcher:
         return dataclasses.replace(found, certain=certain, notes=(*found.notes, *notes))
 
 
-class _StepsOf:
+class _StepsOf(StepListener):
     """Hands the steps of one optimizer to its watcher; see `StepListener`."""
 
     def __init__(self, optimizer: OptimizerWrapper, watcher: SkipWatcher) -> None:
         self._optimizer, self._watcher = weakref.ref(optimizer), watcher
-
-    def after_backward(self, loss: torch.Tensor | None) -> None:
-        pass
 
     def before_step(self, update: Any, number: int) -> None:
         if (optimizer := self._optimizer()) is not None:
