@@ -133,6 +133,7 @@ class ManifestWriter(StorageWriter):
             path = self.staging / plan.storage_data
             resolve: Any = planner.resolve_data
             files[plan.storage_data] = write_tensors(path, forms, lambda key: resolve(entries[key]))
+        # On a network file system each host syncs the names that it made.
         sync_folder(self.staging)
         results = [WriteResult(item.index, 0, _Entry(plan.storage_data, key, files)) for key, item in entries.items()]
         # A rank without tensors still reports which files it wrote.
@@ -186,6 +187,7 @@ class ManifestReader(StorageReader):
             (name for name in manifest.files if files is None or name in files),
             key=lambda name: (name not in of_tensors, name),
         )
+        # Dealt in turn: rank r verifies file r where as many ranks load as saved, which is the file that it reads anyway.
         self._verified_here = names[rank::world_size]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -295,6 +297,7 @@ def read_entries(entries: Mapping[str, Entry], targets: Mapping[str, torch.Tenso
 def load_into(targets: dict[str, HeldTensor], reader: ManifestReader, group: dist.ProcessGroup | None) -> None:
     """Read `targets`, by name, as `reader` finds them; a collective of `group`, which fails on all with torch's exception."""
     with warnings.catch_warnings():
+        # no_dist=True is meant here.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         dcp.load(
             targets,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,6 +46,23 @@ class ExportedTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class FileOptions:
+    """Which files weights are written to, as `Booster.save_model` takes it.
+
+    Attributes:
+        shard: into several, with an index.
+        prefix: before their names; None for none.
+        size_per_shard: the most MB in one of several.
+        use_safetensors: else `torch.save`.
+    """
+
+    shard: bool = False
+    prefix: str | None = None
+    size_per_shard: int = 1024
+    use_safetensors: bool = True
+
+
 class CheckpointTensors:
     """The tensors of the checkpoint in `folder`, one at a time, whole, in host memory. The header of a file is read once."""
 
@@ -75,51 +93,48 @@ def export(
     manifest: Manifest,
     entries: Mapping[str, ExportedTensor],
     target: Path,
-    *,
-    shard: bool,
-    prefix: str | None,
-    size_per_shard: int,
-    use_safetensors: bool,
+    files: FileOptions,
 ) -> None:
     """Write tensors of the checkpoint in `folder` as plain files, one tensor at a time (all of a file for `torch.save`).
 
-    entries: what is written, by its names in the new files. shard: write files of at most `size_per_shard` MB and an
-    index into the folder `target`; else `target` is the file. A file appears whole or not at all.
+    entries: what is written, by its names in the new files. target: the file, or the folder of several. A file appears whole or
+    not at all.
     """
     stored = CheckpointTensors(folder, manifest.tensors)
-    if not shard:
+
+    def write_file(path: Path, names: Iterable[str]) -> None:
+        own = {name: entries[name] for name in names}
+        if files.use_safetensors:
+            forms = {name: (entry.dtype, entry.shape) for name, entry in own.items()}
+            write_tensors(path, forms, lambda name: own[name].make(stored.whole))
+            return
+        with path.open("xb") as file:
+            torch.save({name: entry.make(stored.whole) for name, entry in own.items()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    if not files.shard:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _write_file(target, stored, entries, use_safetensors=use_safetensors)
+        replaced(target, lambda path: write_file(path, entries))
         return
     target.mkdir(parents=True, exist_ok=True)
-    stem, ending = SAFETENSORS if use_safetensors else TORCH
-    stem = stem if prefix is None else f"{prefix}.{stem}"
-    shards = _shards(entries, size_per_shard * _MEGABYTE)
+    stem, ending = SAFETENSORS if files.use_safetensors else TORCH
+    stem = stem if files.prefix is None else f"{files.prefix}.{stem}"
+    shards: list[list[str]] = [[]]
+    size = total = 0
+    for name, entry in entries.items():
+        if shards[-1] and size + entry.num_bytes > files.size_per_shard * _MEGABYTE:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size, total = size + entry.num_bytes, total + entry.num_bytes
     where: dict[str, str] = {}
-    for index, shard_names in enumerate(shards, start=1):
+    for index, names in enumerate(shards, start=1):
         name = f"{stem}-{index:05d}-of-{len(shards):05d}{ending}"
-        own = {key: entries[key] for key in shard_names}
-        _write_file(target / name, stored, own, use_safetensors=use_safetensors)
-        where |= dict.fromkeys(shard_names, name)
-    total = sum(entry.num_bytes for entry in entries.values())
+        replaced(target / name, partial(write_file, names=names))
+        where |= dict.fromkeys(names, name)
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
     replaced(target / f"{stem}{ending}.index.json", lambda path: write_synced(path, text.encode()))
-
-
-def _write_file(
-    target: Path, stored: CheckpointTensors, entries: Mapping[str, ExportedTensor], *, use_safetensors: bool
-) -> None:
-    def write(path: Path) -> None:
-        if use_safetensors:
-            shapes = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
-            write_tensors(path, shapes, lambda name: entries[name].make(stored.whole))
-        else:
-            with path.open("xb") as file:
-                torch.save({name: entry.make(stored.whole) for name, entry in entries.items()}, file)
-                file.flush()
-                os.fsync(file.fileno())
-
-    replaced(target, write)
 
 
 def replaced(target: Path, write: Callable[[Path], object]) -> None:
@@ -131,15 +146,3 @@ def replaced(target: Path, write: Callable[[Path], object]) -> None:
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _shards(entries: Mapping[str, ExportedTensor], limit: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, entry in entries.items():
-        if shards[-1] and size + entry.num_bytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += entry.num_bytes
-    return shards

@@ -62,14 +62,17 @@ def publish(staging: Path, final: Path, lock: Lock) -> None:
             raise CheckpointError(f"{final} exists and is not a checkpoint; it is left alone")
         if replaced.exists():  # an earlier save ended before its clean-up
             remove(replaced)
+        # Aside, not away: between the two renames `standing` finds the old one under this name.
         with suppress(FileNotFoundError):  # another job has removed the old one since
             final.rename(replaced)
     try:
         staging.rename(final)
+    # The old one gets its name back.
     except OSError:
         if replaced.exists():
             replaced.rename(final)
         raise
+    # The rename is on the disk once the folder that has the names is.
     sync_folder(final.parent)
     if replaced.exists():
         remove(replaced)

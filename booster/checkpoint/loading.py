@@ -41,6 +41,7 @@ def load(root: Path, objects: Objects, *, strict: bool, group: dist.ProcessGroup
     passed_over: list[str] = []
     while True:
         folder = _candidate(root, passed_over, group)
+        # Another job may replace the folder while it is read; a manifest that changed says so.
         before = manifest_now(folder)
         try:
             loading = _read(folder, objects, strict=strict, group=group)
@@ -67,6 +68,7 @@ def check_loads(folder: Path, objects: Objects | None, rank: int) -> None:
     """
     try:
         saved = SavedCheckpoint(folder, rehearsed=True)
+        # One rank is enough: files are the same for all, and headers are small.
         if rank == 0:
             by_file: dict[str, list[tuple[Chunk, Tensor]]] = {}
             for tensor in saved.manifest.tensors.values():
@@ -167,6 +169,7 @@ class _Loading:
 
     def __init__(self, saved: SavedCheckpoint, objects: Objects, *, rank: int, strict: bool) -> None:
         self.saved = saved
+        # Buffers and the like of a rank come back to that rank alone, which is there only where as many ranks load.
         own = saved.tree.get("own", [])
         if len(own) == LoadContext(saved, rank, strict).world_size:
             saved.own = own[rank]
@@ -211,10 +214,12 @@ class _Loading:
     def apply(self, group: dist.ProcessGroup | None) -> Loaded:
         """Hand every object its state: whatever may refuse it, so that it can be undone; then what only copies."""
         with ExitStack() as undo:
+            # Objects that may refuse come first: while nothing was overwritten, taking back is cheap.
             for part in sorted(self._parts, key=lambda part: part.turn):
                 for what, hand_over in part.steps():
                     with agreed(group, partial(_refused, f"{self.saved.folder} does not load into {what}")):
                         hand_over(undo)
+            # From here on nothing can refuse, so weights and states may be written over.
             self.saved.read_in_place(group)
             undo.pop_all()
         for part in self._parts:

@@ -280,7 +280,9 @@ def _tensor(name: str, entry: Mapping[str, Any]) -> Tensor:
     num_bytes(_DTYPES[entry["dtype"]], shape)
     chunks = [Chunk(c["file"], c["key"], tuple(c["offsets"]), tuple(c["sizes"])) for c in entry["chunks"]]
     # What has no elements covers nothing, and would be found in place of a chunk that begins where it does.
-    kept = [chunk for chunk in chunks if 0 not in chunk.sizes] if 0 not in shape else _whole_chunk(shape, chunks)
+    kept = [chunk for chunk in chunks if 0 not in chunk.sizes]
+    if 0 in shape:
+        kept = [chunk for chunk in chunks if chunk.sizes == shape and not any(chunk.offsets)][:1]
     if not all(len(c.offsets) == len(c.sizes) == len(shape) for c in chunks) or not _are_the_whole(shape, kept):
         raise ValueError(f"the parts of {name} do not make up its shape {shape}, each element once")
     return Tensor(entry["dtype"], shape, tuple(kept))
@@ -297,10 +299,6 @@ def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     if taken > LARGEST_NUMBER:
         raise ValueError(f"a tensor of shape {tuple(shape)}")
     return taken
-
-
-def _whole_chunk(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> list[Chunk]:
-    return [chunk for chunk in chunks if chunk.sizes == shape and not any(chunk.offsets)][:1]
 
 
 def _are_the_whole(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:

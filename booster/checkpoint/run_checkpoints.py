@@ -1,8 +1,5 @@
-"""The checkpoints of one Booster: written now or while training goes on, loaded, and asked for by signals.
-
-Saving while training goes on.
-
-Requests to stop, as schedulers of clusters send them some time before they kill.
+"""The checkpoints of one Booster: arguments checked, saves that go on in a thread, and requests to stop, as schedulers of
+clusters send them some time before they kill.
 """
 
 from __future__ import annotations
@@ -45,6 +42,7 @@ class BackgroundWriter:
         """Return the writing thread's process group; a collective the first time."""
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
+            # At exit torch ends all groups, in its own order.
             weakref.finalize(self, _end, self._group).atexit = False
         return self._group
 
@@ -130,8 +128,8 @@ Given = tuple[Any, Any, Any, Any, Any, Any]
 class RunCheckpoints:
     """Saves and loads the objects that the methods of `Booster` are given; their docstrings say what each does.
 
-    group: the ranks of the plugin. run: what is written down of the job, for people. carried: see `Plugin.carried`. What it
-    needs of `torch.distributed.checkpoint` is imported when it is called: that takes time that most scripts need not spend.
+    group: the ranks of the plugin. run: what is written down of the job, for people. carried: see `Plugin.carried`. What needs
+    `torch.distributed.checkpoint` is imported when it is called: that takes time that most scripts need not spend.
     """
 
     def __init__(
@@ -167,6 +165,7 @@ class RunCheckpoints:
         final, step = reserve(root, step, group)
         if not async_save:
             return write(final, taken, step=step, keep_last=keep_last, group=group, objects=found)
+        # Copies, because training goes on; a group of its own, because collectives of two threads would meet.
         taken, writers = taken.copied(), None if group is None else self._background.group()
         self._background.start(lambda: write(final, taken, step=step, keep_last=keep_last, group=writers))
         return final
@@ -228,6 +227,7 @@ class RunCheckpoints:
         merge: bool,
     ) -> None:
         from booster.checkpoint.adapters import check_merges, merged
+        from booster.checkpoint.exported_files import FileOptions
         from booster.checkpoint.serving import check_served, save_weights
 
         arguments.flag("shard", shard)
@@ -236,19 +236,12 @@ class RunCheckpoints:
         check_served(own, weights, shard=shard, use_safetensors=use_safetensors)
         if arguments.flag("merge", merge):
             check_merges(own)
-        save_weights(
-            model,
-            arguments.path("path", path),
-            group=self._group,
-            shard=shard,
-            prefix=None if prefix is None else arguments.text("prefix", prefix, also="None"),
-            size_per_shard=arguments.count("size_per_shard", size_per_shard, what="of MB"),
-            use_safetensors=use_safetensors,
-            weights=weights,
-            half=half,
-            wide=wide,
-            merge=merged if merge else None,
-        )
+        file = arguments.path("path", path)
+        prefix = None if prefix is None else arguments.text("prefix", prefix, also="None")
+        size_per_shard = arguments.count("size_per_shard", size_per_shard, what="of MB")
+        files = FileOptions(shard, prefix, size_per_shard, use_safetensors)
+        adapters = merged if merge else None
+        save_weights(model, file, group=self._group, files=files, weights=weights, half=half, wide=wide, merge=adapters)
 
     def save_lora(self, model: ModelWrapper, folder: str | os.PathLike[str]) -> None:
         from booster.checkpoint.adapters import save_adapters

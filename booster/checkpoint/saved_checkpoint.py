@@ -103,6 +103,7 @@ class SavedCheckpoint:
         entry = self.entry(name)
         if name is None or entry is None or held is None or name in self._targets or self._rehearsed:
             return False
+        # A flat shard is a stretch of the whole, which files have as several boxes.
         parts = [view for *_, view in held.boxes()] if isinstance(held, FlatShard) else [held]
         shape = tuple(held.shape) if isinstance(held, torch.Tensor) else entry.shape
         fits = all(
@@ -180,6 +181,7 @@ class SavedCheckpoint:
             load_into(targets, reader, group)
         except CheckpointException as error:
             raise CheckpointError(f"reading {self.folder} failed {first_failure(error)}") from error
+        # Each rank verified some of the files, and what it read counts only if all of them are whole.
         agree_on_success(CheckpointError("; ".join(reader.damage)) if reader.damage else None, group)
 
     def tensor(self, name: str | None) -> HeldTensor:

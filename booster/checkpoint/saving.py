@@ -222,14 +222,18 @@ def write(
                 lock = Lock(final)
                 staging = staging_folder(final, lock)
         staging = Path(gather(str(staging), group)[0])
+        versions = {"booster": version_of("booster-amp") or "unknown", "torch": str(torch.__version__)}
         writer = ManifestWriter(
             staging,
-            make_manifest=lambda files, stored: Manifest(step, len(taken.tree["random"]), _versions(), files, stored),
+            make_manifest=lambda files, stored: Manifest(step, len(taken.tree["random"]), versions, files, stored),
         )
         takes = 0
         with agreed(group):
             if is_first(group):
-                writer.other_files, takes = _write_state(staging / STATE, taken.tree)
+                text = json.dumps(taken.tree, allow_nan=False, separators=(",", ":")).encode()
+                write_synced(staging / STATE, text)
+                writer.other_files = {STATE: File(len(text), hash_of(text))}
+                takes = json_cost(text)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             dcp.save(
@@ -243,6 +247,7 @@ def write(
             if writer.manifest is not None:
                 check_text(STATE, takes, writer.manifest.files)
                 write_synced(staging / MANIFEST, writer.manifest.dumps())
+        # Opened as a load opens it, so that what no load would take never replaces what one does.
         if taken.tree.keys() > {"random"}:  # not of weights alone, which have no tree
             with agreed(group):
                 if objects is not None or is_first(group):
@@ -264,6 +269,7 @@ def write(
             f"saving {final} failed: {type(error).__name__}: {error}; what was there before still is"
         ) from error
     finally:
+        # It has its name by now, or the save failed.
         if staging is not None and is_first(group) and staging.exists():
             shutil.rmtree(staging, ignore_errors=True)
         if lock is not None:
@@ -274,19 +280,9 @@ def write(
 def _host_copy(tensor: HeldTensor) -> HeldTensor:
     if isinstance(tensor, FlatShard):
         return tensor.with_values(_host_copy(tensor.values))  # type: ignore[arg-type]
+    # A view of training memory would change while the thread writes.
     if tensor.device.type == "cpu":
         return tensor.clone()
     if is_dtensor(tensor):
         return tensor.cpu()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def _write_state(path: Path, tree: dict[str, Any]) -> tuple[dict[str, File], int]:
-    """Write the tree; returns its file, and the bytes of memory that reading it takes."""
-    data = json.dumps(tree, allow_nan=False, separators=(",", ":")).encode()
-    write_synced(path, data)
-    return {path.name: File(len(data), hash_of(data))}, json_cost(data)
-
-
-def _versions() -> dict[str, str]:
-    return {"booster": version_of("booster-amp") or "unknown", "torch": str(torch.__version__)}

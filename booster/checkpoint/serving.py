@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.checkpoint.agree import agreed, is_first
-from booster.checkpoint.exported_files import CheckpointTensors, ExportedTensor, Read, export
+from booster.checkpoint.exported_files import CheckpointTensors, ExportedTensor, FileOptions, Read, export
 from booster.checkpoint.folder import remove, write_beside
 from booster.checkpoint.manifest import CheckpointError, Tensor, dtype_of, read_manifest
 from booster.checkpoint.saving import CollectedState, choose_writers, write
@@ -341,10 +341,7 @@ def save_weights(
     path: Path,
     *,
     group: dist.ProcessGroup | None,
-    shard: bool,
-    prefix: str | None,
-    size_per_shard: int,
-    use_safetensors: bool,
+    files: FileOptions,
     weights: ServingFormat | None,
     half: torch.dtype | None,
     wide: torch.dtype,
@@ -369,6 +366,7 @@ def save_weights(
         refuse_made_of_tensors(name, tensor)
     buffers = dict(own.named_buffers(remove_duplicate=False))
     written, _ = choose_writers({name: as_planned(t) for name, t in tensors.items()}, group, buffers, all_kept=False)
+    # Through a checkpoint, so that shards of all ranks meet on the disk and not in the memory of one.
     taken = CollectedState(written, {"random": []})
     between = write(path.with_name(f".{path.name}.whole"), taken, step=0, keep_last=None, group=group)
     said = gather(asdict(layers_of(own)), group) if weights is not None else []
@@ -384,17 +382,8 @@ def save_weights(
                 if weights is not None:
                     layers = merge_layers((ServedLayers(**each) for each in said), sources)
                     entries, quantization = in_serving_format(entries, weights, layers, wide)
-                export(
-                    between,
-                    manifest,
-                    entries,
-                    path,
-                    shard=shard,
-                    prefix=prefix,
-                    size_per_shard=size_per_shard,
-                    use_safetensors=use_safetensors,
-                )
-                if shard:
+                export(between, manifest, entries, path, files)
+                if files.shard:
                     whole = CheckpointTensors(between, manifest.tensors).whole
                     apart = ends_that_differ(described, partial(_same, entries, whole))
                     write_config(path, described, entries, quantization, untied=apart is not None)

@@ -57,6 +57,7 @@ def can_be_read_into(held: torch.Tensor, shape: tuple[int, ...], dtype: torch.dt
 
 def mark_written(tensors: Iterable[torch.Tensor]) -> None:
     """Tell autograd that the memory of `tensors` was written to, which a read from a file does past it."""
+    # A backward that saved one of them must raise, as after any write in place.
     written = list(tensors)
     torch.autograd.graph.increment_version([*written, *(local_shard(each) for each in written if is_dtensor(each))])
 

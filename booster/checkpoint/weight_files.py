@@ -144,6 +144,7 @@ def weights_for(
         elif isinstance(value, torch.Tensor):
             found.state[name] = shard_like(value.to(here.device), here)
         elif name in own and _memory(own[name]) == _memory(here):
+            # The state dict has the memory of the model itself, so nothing needs to be loaded afterwards.
             found.in_place[name] = value, here
         else:
             unread[name] = value

@@ -108,7 +108,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from booster.checkpoint.exported_files import ExportedTensor, export
+    from booster.checkpoint.exported_files import ExportedTensor, FileOptions, export
     from booster.checkpoint.folder import damage, standing
     from booster.checkpoint.manifest import CheckpointError, read_manifest
     from booster.checkpoint.saved_checkpoint import SavedCheckpoint
@@ -131,10 +131,7 @@ def _convert(options: argparse.Namespace) -> int:
         manifest,
         {name: ExportedTensor.as_stored(stored, manifest.tensors[stored]) for name, stored in names.items()},
         options.target,
-        shard=options.shard is not None,
-        prefix=None,
-        size_per_shard=options.shard or 0,
-        use_safetensors=not options.torch,
+        FileOptions(options.shard is not None, None, options.shard or 0, not options.torch),
     )
     print(f"wrote {options.target}")
     return 0

@@ -244,6 +244,7 @@ class DataLoaderWrapper:
             position = None  # the user has chosen another epoch since
         iteration = EpochIterator(self._loader, self._epochs, self._counts, self._epoch, position, self._deliver)
         self._newest = iteration.progress
+        # Counted on before the first batch, so that a second iter() at once is the next epoch.
         self._epoch += 1
         return iteration
 

@@ -184,6 +184,7 @@ class EpochIterator:
             progress.start, progress.before = position["samples"], seen
             loader.start_after(progress.start)
             self._length = loader.num_batches_after(progress.start)
+        # Its order follows from the epoch alone, so nothing is kept of what it draws.
         if skips(loader):
             self._batches = iter(loader)
         elif position is not None and (seen or (draws is not None and "begin" in draws)):

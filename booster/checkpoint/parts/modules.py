@@ -125,6 +125,7 @@ class _Entry:
             if not fits(dtype_of(entry), value.dtype):
                 yield f"{self.what}: {key} has dtype {dtype_of(entry)} in the checkpoint and {value.dtype} here"
                 continue
+            # Values that a state dict made anew, as casts do, are not the memory that forward reads.
             in_place = key in own and local_shard(own[key]).data_ptr() == local_shard(value).data_ptr()
             if not in_place or not self._saved.request_in_place(
                 sources[key], value, partial(torch.Tensor.detach, value)

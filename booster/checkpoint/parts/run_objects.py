@@ -15,7 +15,6 @@ from booster.checkpoint.snapshots import snapshot
 from booster.checkpoint.state_tree import reference
 from booster.common.random_states import SharedRandom, of_torch, random_state, set_random_state, shared_random
 from booster.data import DRAWS, OWN_STATE, DataLoaderWrapper, skips
-from booster.interface.model import ModelWrapper
 from booster.interface.scheduler import LRSchedulerWrapper, known_state
 from booster.model.dtensors import is_dtensor
 
@@ -185,7 +184,10 @@ class ErrorFeedback(Part):
     def collect(self, into: SaveContext) -> dict[str, Any]:
         return {
             "carried": {
-                name: into.per_rank(_by_name(self.objects.models[name], carried), f"carried/{name}/{into.rank}")
+                name: into.per_rank(
+                    {key: carried[p] for key, p in self.objects.models[name].named_parameters() if p in carried},
+                    f"carried/{name}/{into.rank}",
+                )
                 for name, carried in self.objects.carried.items()
             }
         }
@@ -214,24 +216,16 @@ class ErrorFeedback(Part):
     def prepare(self, found: LoadContext) -> None:
         ranks = found.saved.tree.get("carried", [])
         own = ranks[found.rank] if len(ranks) == found.world_size else {}
-        self._values = {
-            name: _by_parameter(self.objects.models[name], found.saved.value(own.get(name, {})))
-            for name in self.objects.carried
-        }
+        self._values: dict[str, dict[torch.Tensor, torch.Tensor]] = {}
+        for name in self.objects.carried:
+            params = dict(self.objects.models[name].named_parameters())
+            values = found.saved.value(own.get(name, {}))
+            self._values[name] = {params[key]: value.to(params[key].device) for key, value in values.items()}
 
     def finish(self) -> None:
         for name, carried in self.objects.carried.items():
             carried.clear()
             carried.update(self._values[name])
-
-
-def _by_name(model: ModelWrapper, carried: Mapping[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: carried[param] for name, param in model.named_parameters() if param in carried}
-
-
-def _by_parameter(model: ModelWrapper, carried: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-    params = dict(model.named_parameters())
-    return {params[key]: value.to(params[key].device) for key, value in carried.items()}
 
 
 class Random(Part):
@@ -271,6 +265,7 @@ class Random(Part):
         undo.callback(set_random_state, random_state())
         for each in chain.from_iterable(self._shared().values()):
             undo.callback(setattr, each, "state", each.state)
+        # Before other objects load, since some draw as they do; `finish` sets them once more after all.
         self.finish()
 
     def finish(self) -> None:
