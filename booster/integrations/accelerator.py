@@ -16,9 +16,9 @@ from booster.model.modules import bare
 
 
 def accelerator_around(plain: Any, trained: TrainerJob, owner: Any) -> Any:
-    """Return an Accelerator with everything that `plain` knows, whose models, backward passes and clips are those of `trained`.
+    """Return an Accelerator with everything that `plain` knows, and the models, backward passes and clips of `trained`.
 
-    owner: the Trainer, whose `model` waits to be trained.
+    owner: the Trainer; its `model` is to be trained.
     """
     kind = _accelerator_class()
     own = kind.__new__(kind)

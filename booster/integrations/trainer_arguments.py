@@ -56,7 +56,7 @@ def plugin_of(given: Plugin | None, args: Any, *, num_processes: int, checkpoint
     """Return the plugin that was given, or what the Trainer does without one: nothing in one process, DDP in several.
 
     checkpointed: whether the model recomputes activations, as then the Trainer does not look for unused parameters.
-    Raises ValueError for arguments of DDP beside a plugin, and for ranks that see the same data.
+    Raises ValueError for arguments of DDP together with a plugin, and for ranks that see the same data.
     """
     options: dict[str, Any] = {ours: getattr(args, name, None) for name, ours in _DDP.items()}
     options = {name: value for name, value in options.items() if value is not None}

@@ -27,7 +27,7 @@ from booster.tensors.cast_regions import region
 
 _logger = logging.getLogger(__name__)
 OPTIMIZER = "booster_optimizer"
-"""The folder of a Trainer's checkpoint that holds states, masters, loss scale, and what a model has beside weights."""
+"""The folder of a Trainer's checkpoint that holds states, masters, loss scale, and what a model has besides weights."""
 _OF_TRAINER = "optimizer.pt"
 
 
@@ -74,7 +74,7 @@ class TrainerJob:
         return boosted, self.optimizer
 
     def prepare_evaluated(self, model: nn.Module) -> nn.Module:
-        """Return `model`, which nobody trains, so that it computes in the precision; its weights become those of the precision.
+        """Return `model`, which is not trained, to compute in the precision; its weights become those of the precision.
 
         Every rank keeps all of it. The model of the Trainer stays as it is until it is trained.
         """
@@ -107,7 +107,7 @@ class TrainerJob:
         return self.booster.no_sync(self.model, self._stepped("no_sync"))  # type: ignore[arg-type]
 
     def report(self) -> dict[str, Any]:
-        """Numbers of the last step for the Trainer's log; the skips since training began, and whose gradients made the last."""
+        """Numbers of the last step for the Trainer's log; the skips since training began, and the last one's culprits."""
         optimizer = self.optimizer
         if optimizer is None or optimizer.last_step is None:
             return {}
@@ -133,25 +133,25 @@ class TrainerJob:
         return {name: whole[id_of_memory(value)] if is_dtensor(value) else value for name, value in state.items()}
 
     def save_optimizer(self, checkpoint: str) -> None:
-        """Write states, masters, loss scale and what the model has beside weights into a Trainer's checkpoint; a collective."""
+        """Write states, masters, loss scale and extras of the model into a Trainer's checkpoint; a collective."""
         optimizer = self._stepped("a checkpoint")
-        self.booster.save(Path(checkpoint) / OPTIMIZER, None, optimizer, extra=self._beside_weights(), step=0)
+        self.booster.save(Path(checkpoint) / OPTIMIZER, None, optimizer, extra=self._besides_weights(), step=0)
 
     def load_optimizer(self, checkpoint: str) -> bool:
         """Load what `save_optimizer` wrote, or the states of a plain Trainer's checkpoint; False where there is neither."""
         optimizer = self._stepped("resume_from_checkpoint")
         own, others = Path(checkpoint) / OPTIMIZER, Path(checkpoint) / _OF_TRAINER
         if own.is_dir():
-            self.booster.load(own, None, optimizer, extra=self._beside_weights())
+            self.booster.load(own, None, optimizer, extra=self._besides_weights())
             if self.booster._run.follow():  # a precision that may have masters, which the one before had no place for
-                self.booster.load(own, None, optimizer, extra=self._beside_weights())
+                self.booster.load(own, None, optimizer, extra=self._besides_weights())
         elif others.is_file():
             optimizer.load_state_dict(torch.load(others, map_location="cpu", weights_only=True))
         else:
             return False
         return True
 
-    def _beside_weights(self) -> dict[str, Any]:
+    def _besides_weights(self) -> dict[str, Any]:
         """What a run has in its model and no weight holds, by name: such as what delayed scales follow from."""
         model = cast(ModelWrapper, self.model)
         kept = {
@@ -162,7 +162,7 @@ class TrainerJob:
         return {name: each for name, each in kept.items() if each is not None}
 
     def load_weights(self, checkpoint: str | os.PathLike[str]) -> None:
-        """Load the weights of a Trainer's checkpoint into the boosted model, whose masters follow; a collective."""
+        """Load the weights of a Trainer's checkpoint into the boosted model and its masters; a collective."""
         self.booster.load_model(self.model, checkpoint)  # type: ignore[arg-type]
 
     def _stepped(self, what: str) -> OptimizerWrapper:

@@ -11,7 +11,7 @@ up the storages alive. So for a model of 1 M parameters in bf16 with AdamW on on
 
 Ranks are not started. What a rank holds under ZeRO is a division by their number; what DDP's and ZeRO's buckets, and
 `fully_shard`'s all-gathers and reduce-scatters, take for a while is made as fake tensors at the time at which they make it. The
-referee is docs/measured/memory.md: estimates beside what an allocator's record says of real steps.
+referee is docs/measured/memory.md: estimates next to what an allocator's record says of real steps.
 
 In reading order:
 

@@ -25,7 +25,7 @@ _MEANINGS = {
 }
 _MIB = 2**20
 _FILE_WIDTH = 200  # columns, where no terminal sets them
-# Of the documentation's figures: what a precision changes stands out, the rest is quiet.
+# Of the documentation's figures: what a precision changes is in strong colours, the rest in quiet ones.
 _COLOURS = {
     "weights": "#2f6fde",
     "masters": "#8250df",
@@ -48,7 +48,7 @@ def show(
     console: Any = None,
 ) -> None:
     """Print `estimates` in MiB, one row for each; columns that are zero everywhere are left out, and in a narrow terminal
-    the parts of what is held. What lies in the host's memory is in none of the others.
+    the parts of what is held. Memory of the host is in none of the others.
 
     limit: bytes; then which fit is a column. None has no such column.
     batches: the largest batch of each, by its name; None likewise.
@@ -68,9 +68,9 @@ def show(
     narrow = wide > console.width
     if narrow:
         columns = [name for name in columns if name not in PARTS]
-    told = [f"{name}: {what}" for name, what in _MEANINGS.items() if name in columns]
-    told += [f"in a terminal of {wide} columns, and with --json, also what is held"] if narrow else []
-    caption = "\n".join([*told, "all of it: docs/memory.md, Before the first step"])
+    notes = [f"{name}: {what}" for name, what in _MEANINGS.items() if name in columns]
+    notes += [f"in a terminal of {wide} columns, and with --json, also what is held"] if narrow else []
+    caption = "\n".join([*notes, "all of it: docs/memory.md, Before the first step"])
     title = "MiB on one rank" + ("" if batch_size is None else f", for a batch of {batch_size}")
     table = Table(
         box=None,

@@ -64,8 +64,8 @@ def run_passes(
     in_backward: how parameters are stepped within backward; None: they are not.
     arrivals_of: when gradients are complete there, if nothing is sharded.
 
-    Nothing of the arguments changes. Raises ValueError for a model that does not copy, or whose forward reads numbers out of
-    tensors, which have none here.
+    Nothing of the arguments changes. Raises ValueError for a model that does not copy, or reads numbers out of tensors in its
+    forward, which have none here.
     """
     precision.check(model)
     policy = precision.policy_for(model)

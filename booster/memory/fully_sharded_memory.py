@@ -12,7 +12,7 @@ Of a group of parameters that is gathered at once, in the order of time::
                           the next group's frees, and freed; the shard's gradient stays
 
 As in torch 2.11 to 2.13, `torch/distributed/fsdp/_fully_shard`; gloo copies the input of a reduce-scatter once more. The real
-wrapping is not run, because it frees by resizing storages, which fake tensors do not tell, and needs a process group.
+wrapping is not run, because it frees by resizing storages, which no tracker of fake tensors sees, and needs a process group.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from booster.tensors.trees import HALF_DTYPES
 
 
 class FullySharded(GradientArrivals):
-    """Follows the passes of `model`, whose parameters are unsharded fake tensors in the dtypes that are computed in.
+    """Follows the passes of `model`. Its parameters are unsharded fake tensors in the dtypes that are computed in.
 
     Made under the mode that tracks storages, or before it; `reduce_all` comes after backward.
 

@@ -26,7 +26,7 @@ class Measured:
     gradients: that are there now.
     states: of the optimizer.
     peak: of the CUDA device since its statistics were reset; None on CPU.
-    host: of states and masters that lie in the host's memory beside parameters on a device; they are in none of the others.
+    host: states and masters in the host's memory, of parameters on a device; they are in none of the others.
     """
 
     weights: int
@@ -48,7 +48,7 @@ class Measured:
 def measure(model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
     """Count the storages of a boosted model and its optimizer, each once; no collective, no copy.
 
-    After a step, with gradients there, it stands beside what `estimate` said.
+    After a step, with gradients there, it compares with what `estimate` said.
     """
     params = list(model.parameters())
     seen: set[int] = set()

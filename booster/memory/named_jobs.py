@@ -162,7 +162,7 @@ def _of_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
     folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)  # what stands beside a script is imported by it, as by python itself
+    sys.path.insert(0, folder)  # a script imports its neighbours, as when python runs it
     try:
         spec.loader.exec_module(module)  # type: ignore[union-attr]
     finally:

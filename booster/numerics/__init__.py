@@ -1,6 +1,6 @@
 """Numerics one can see: what a run did, how close to the edges of its formats it is, what made a step bad, what to train in.
 
-Four rooms, each with a head of its own:
+Four rooms, each with its own head:
 
     record      what a run writes of itself and reads back:  b.record("runs/first") ... read_run("runs/first")
     reports     what was recorded, summed up, compared and drawn:  report, compare, `booster report`

@@ -23,7 +23,7 @@ _EMULATED = 2.0  # times as long as in float32: a product in a format that a pro
 class Budget:
     """Bounds of `advise`: on the measurement, and on what may be advised. Every bound may be None, for none.
 
-    seconds: of the whole measurement, by intention. A precision whose turn comes later is left out; one pass of each model
+    seconds: of the whole measurement, by intention. Precisions after that are left out; one pass of each model
         cannot be cut short.
     max_gradient_error: of the gradients against float32, the norm of the difference over the norm; 0.1 is a cosine of 0.995.
     max_loss_error: likewise of the loss.
@@ -137,7 +137,7 @@ class Advice:
         return [_HEADING, *map(_cells, self.rows)]
 
     def legend(self) -> list[str]:
-        """Return lines that say what the columns of the table are, and what is not measured in it."""
+        """Return lines that say what the columns of the table mean, and what was not measured."""
         widened = [_WIDENED] if any(row.note.endswith(IN_FLOAT32) for row in self.rows) else []
         rehearsed = [_REHEARSED] if any(row.status == "rehearsed" for row in self.rows) else []
         return [*_LEGEND, *widened, *rehearsed, _PAGE]
@@ -149,8 +149,8 @@ class Advice:
 def ranked(rows: Sequence[Row], budget: Budget, noise: float) -> tuple[str | None, tuple[Row, ...], tuple[str, ...]]:
     """Return the best, the rows in order, and sentences that say why.
 
-    Best is the fastest that `budget` has no objection to; of those as fast as it, within the noise, the one whose gradients
-    are nearest to float32's. noise: relative.
+    Best is the fastest that `budget` has no objection to; of those as fast as it, within the noise, the one with gradients
+    nearest to float32's. noise: relative.
     """
     noise = max(noise, _LEAST_NOISE)
     measured = [row for row in rows if row.status == "measured"]

@@ -56,10 +56,10 @@ def advise(
     device: as for `Booster`; None likewise.
     precisions: names or objects; None means all of `available()` but "fp16_apex", which is fp16 for old scripts. float32 is
         always measured. What this device does not have and can emulate is rehearsed: errors only.
-    steps: timed ones of each precision, each beside one of float32, in turns; fewer where `budget` wants it, at least 3.
+    steps: timed ones of each precision, in turns with as many of float32; fewer where `budget` wants it, at least 3.
     budget: bounds, see `Budget`; None means `Budget()`.
 
-    Gradients are compared at the first weights and after 5 float32 steps; the worse counts. Two equal float32 models tell
+    Gradients are compared at the first weights and after 5 float32 steps; the worse counts. Two equal float32 models say
     what differences in time mean nothing. At most two models are held at a time, and copies of the weights and
     gradients of float32 at these points. Random states, grad mode and the arguments
     are afterwards what they were. For one process: on several ranks each would measure for itself.
@@ -149,7 +149,7 @@ class _Measurement:
         peak, held = first.memory()
         ratios, seconds = self._in_turns(Subject(self._task, self._fp32))
         middle, quartiles = _spread(ratios)
-        # 1.57 IQR / sqrt(n) is how far medians may be apart by chance (McGill, Tukey and Larsen 1978).
+        # 1.57 IQR / sqrt(n) is how far medians of alike samples may be apart (McGill, Tukey and Larsen 1978).
         self.noise = max(abs(middle - 1.0), 1.57 * (quartiles[1] - quartiles[0]) / math.sqrt(len(ratios)))
         return Row(
             name="fp32",
@@ -247,7 +247,7 @@ class _Measurement:
 def _runs_on(device: torch.device, given: str | MixedPrecision) -> MixedPrecision:
     """`given`, bound to `device`, or its rehearsal where it cannot run there; an object of the user's stays as it is.
 
-    Rows say what is a rehearsal.
+    Rows say which precisions are rehearsed.
     """
     precision = copy.deepcopy(make(given))
     precision.tell_no_rehearsal()

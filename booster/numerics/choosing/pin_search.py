@@ -270,7 +270,7 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _units(model: nn.Module, names: Sequence[str]) -> Iterator[Unit]:
-    """`names`, those together whose modules share a parameter or buffer."""
+    """Group `names`: modules that share a parameter or buffer are one unit."""
     owner = {name: name for name in names}
 
     def first(name: str) -> str:

@@ -115,7 +115,7 @@ def time_layers(
     """Time each shape of linear layer in the model that `model_fn` makes, in bfloat16 and in every low precision.
 
     model_fn: makes the model.
-    batch: as for `advise`; one forward pass tells how many rows it has for each layer. A layer that is called several times
+    batch: as for `advise`; one forward pass says how many rows it has for each layer. A layer that is called several times
         counts with the most.
     device: as for `Booster`; None means a GPU, where there is one. What it emulates is not timed: that says nothing of a GPU.
     rounds: passes of each, of which the shortest counts.

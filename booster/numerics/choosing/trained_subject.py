@@ -154,7 +154,7 @@ def product_ratio(dtype: torch.dtype, device: torch.device) -> float:
     return best[dtype] / best[torch.float32]
 
 
-_FLOOR = 1e-6  # of the norm of all gradients: a layer whose own norm is below it has gradients of rounding alone
+_FLOOR = 1e-6  # of the norm of all gradients: below it a layer has gradients of rounding alone
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ class Numbers:
 
     @classmethod
     def read(cls, data: dict[str, Any]) -> Numbers:
-        """Return the inverse of `dataclasses.asdict`, also after a passage through JSON."""
+        """Return what `dataclasses.asdict` made `data` of, also after a passage through JSON."""
         return cls(**{**data, "shape": tuple(data["shape"])})
 
 

@@ -98,7 +98,10 @@ class Record:
     def on_precision_switch(
         self, precision: MixedPrecision, models: Sequence[ModelWrapper], said: str, why: str
     ) -> None:
-        """Write that the run goes on in `precision`, as `said`, and `why`. Waits for the device."""
+        """Write that the run goes on in `precision`, as `said`, and `why`; count in the layers that `models` have now.
+
+        Waits for the device.
+        """
         self._policy = precision.policy
         for counter in self._counters:  # the switch replaced layers
             counter.detach()
@@ -140,7 +143,7 @@ class Record:
         return update.shards.sharded or self._group is None or dist.get_rank(self._group) == 0
 
     def format_of(self, update: Update, param: torch.Tensor) -> torch.dtype:
-        """The dtype in which backward passes of `update` compute the gradient of `param`, as far as the precision tells."""
+        """The dtype in which backward passes of `update` compute the gradient of `param`, as far as the precision says."""
         policy = self._policy
         if param.dtype != torch.float32:
             return param.dtype
@@ -381,7 +384,7 @@ def _rate(rate: Any) -> float | None:
 
 
 def _finish(file: LineFile, waiting: deque[_PendingStep]) -> None:
-    """Write what waits and close, also where nobody closed the record before the interpreter ends."""
+    """Write pending steps and close the file, also when the interpreter ends with the record open."""
     try:
         while waiting:
             file.write(waiting.popleft().lines())

@@ -1,4 +1,4 @@
-"""One look at the gradients of an optimizer before a step, and at what the step did to its weights.
+"""Gradients of an optimizer before a step, and what the step did to its weights, counted by binary exponent.
 
 A line of kind `sample` has, for one parameter, or this rank's part of one:
 
@@ -9,7 +9,7 @@ A line of kind `sample` has, for one parameter, or this rank's part of one:
 - of an applied step `stored` (the format that keeps the weight), `weight_norm`, `update_norm`, and `still` of `looked`: of so
   many elements, evenly spread, with a gradient that is not zero, so many did not change at all.
 
-How the magnitudes of numbers are spread: counts by binary exponent, taken on any device without waiting for it.
+Counts are taken on any device, without waiting for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from booster.tensors.flat import flat_like, is_dense
 from booster.update.update import Update
 
 _BIAS = 127  # of float32
-_CHUNK = 2**22  # elements; what is needed besides is 8 bytes for each, and counts of float32 are exact up to 2**24
+_CHUNK = 2**22  # elements, of 8 bytes of scratch each; counts in float32 are exact up to 2**24
 NUM_COUNTS = 257
 """Elements of what `count_exponents` returns: 256 exponents of float32, and the zeros."""
 
@@ -120,7 +120,7 @@ def exponents_of(counts: list[float]) -> Exponents:
 
 
 Line = dict[str, Any]
-_MOST_WEIGHTS = 2**16  # elements of a parameter whose weights are compared before and after
+_MOST_WEIGHTS = 2**16  # elements of a parameter that are compared before and after a step
 
 
 class Sample:

@@ -14,7 +14,7 @@ from booster.numerics.record.samples import Exponents
 _FORMATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _STEEPEST = 0.85  # of a natural logarithm, an octave
 _WIDTH = 0.25  # octaves, of a step of the sum
-_TOLD = """name of optimizer step group format scale zeros lost subnormal headroom largest norm stored still update_norm
+_FIELDS = """name of optimizer step group format scale zeros lost subnormal headroom largest norm stored still update_norm
 weight_norm"""
 _MARGIN = 1  # bits that the best scale leaves free above the largest magnitude seen
 
@@ -25,7 +25,7 @@ class Underflow:
 
     of: what the numbers are: "gradient" of a parameter, "activation" of a module, or "activation gradient". format: what they
     were computed in. largest: magnitude. norm: without the scale. still: share of weights that an applied step did not
-    change although their gradient was not zero, None where nobody looked; stored: the format that keeps these weights.
+    change although their gradient was not zero, None where it was not counted; stored: the format that keeps these weights.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Underflow:
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain numbers."""
-        return {name: getattr(self, name) for name in _TOLD.split()} | {"exponents": self.exponents.as_dict()}
+        return {name: getattr(self, name) for name in _FIELDS.split()} | {"exponents": self.exponents.as_dict()}
 
 
 def edges(format: str) -> tuple[int, int, int]:
@@ -146,7 +146,7 @@ def _thinning(spread: Exponents, floor: int) -> float:
             weights.append(math.sqrt(min(count, 1e4)))
     if not _count(spread, floor):
         return 0.0
-    if len(places) < 3:  # all there is lies at the edge
+    if len(places) < 3:  # all numbers are at the edge of the format
         return math.inf
     curve, slope, level = _fitted(places, densities, weights)
     total, density, place = 0.0, curve - slope + level, -1.0

@@ -36,8 +36,12 @@ _MEANING: dict[Kind, str] = {
 
 
 @dataclass(frozen=True)
-class Parted:
-    """A number of both runs. relative: their difference, to the larger of them; explained: what their formats explain."""
+class Difference:
+    """A number of both runs.
+
+    relative: their difference, to the larger of them.
+    explained: what their formats explain.
+    """
 
     name: str
     a: float | None
@@ -52,7 +56,7 @@ class Comparison:
 
     kind: in what they part; "alike" where they do not.
     step: where the runs part first; None where they are alike.
-    optimizer: whose step it is.
+    optimizer: that made the step.
 
     losses: of that step.
     parameters: those that part there, the furthest first.
@@ -64,8 +68,8 @@ class Comparison:
     kind: Kind
     optimizer: str
     step: int | None
-    losses: Parted | None
-    parameters: list[Parted] = field(default_factory=list)
+    losses: Difference | None
+    parameters: list[Difference] = field(default_factory=list)
     last_common: int = 0
     num_common: int = 0
     notes: list[str] = field(default_factory=list)
@@ -127,27 +131,27 @@ def _of_optimizer(name: str, a: Run, b: Run, roundoff: float) -> Comparison:
     rates = next((n for n in common if ours[n].lr != theirs[n].lr), None)
     if rates is not None:
         notes.append(f"learning rates differ from step {rates} on: {_rates(ours[rates])} and {_rates(theirs[rates])}")
-    losses, norms = _Watch(roundoff * _IN_LOSS), _Watches(roundoff * _IN_NORM)
+    losses, norms = _TrackedDifference(roundoff * _IN_LOSS), _TrackedNorms(roundoff * _IN_NORM)
     kind: Kind = "alike"
     at: int | None = None
-    parted: list[Parted] = []
+    parted: list[Difference] = []
     for number in common:
         one, other = ours[number], theirs[number]
         pairs = list(_pairs(samples[0][number], samples[1][number])) if number in sampled else []
         if number == common[0]:
             parted = _weights_apart(pairs, roundoff * _IN_NORM)
             kind = "weights" if parted else kind
-        if kind == "alike" and losses.look("loss", one.loss, other.loss, number) is not None:
-            kind, parted = "forward", norms.look("norm", pairs, number)
+        if kind == "alike" and losses.beyond("loss", one.loss, other.loss, number) is not None:
+            kind, parted = "forward", norms.beyond("norm", pairs, number)
         if kind == "alike":
-            parted = norms.look("norm", pairs, number)
+            parted = norms.beyond("norm", pairs, number)
             kind = "gradient" if parted else kind
         if kind == "alike" and one.applied != other.applied:
             kind = "skip"
             folder, skipped = (b.folder, other) if one.applied else (a.folder, one)
             notes.append(f"{folder.name} skipped it: {skipped.reason}, {', '.join(skipped.culprit[:_SHOWN])}")
         if kind == "alike" and one.applied:
-            parted = norms.look("update_norm", pairs, number)
+            parted = norms.beyond("update_norm", pairs, number)
             kind = "update" if parted else kind
         if kind != "alike":
             at = number
@@ -165,27 +169,35 @@ def _of_optimizer(name: str, a: Run, b: Run, roundoff: float) -> Comparison:
     return Comparison(kind, name, at, shown, parted, common[-1], len(common), notes)
 
 
-class _Watch:
-    """One number of both runs over steps. share: what rounding explains in the first step, relative."""
+class _TrackedDifference:
+    """One number of both runs over steps.
+
+    share: what rounding explains in the first step, relative.
+
+    Attributes:
+        first_beyond: the first step with a difference that rounding alone does not explain.
+    """
 
     def __init__(self, share: float) -> None:
         self._share = share
         self._largest = 0.0
         self.first_beyond: int | None = None
 
-    def difference(self, name: str, a: float | None, b: float | None, step: int, floor: float = 0.0) -> Parted | None:
+    def difference(
+        self, name: str, a: float | None, b: float | None, step: int, floor: float = 0.0
+    ) -> Difference | None:
         if a is None and b is None:
             return None
         explained = max(self._share * math.sqrt(step), _JUMP * self._largest)
         if a is None or b is None or math.isfinite(a) != math.isfinite(b):
-            return Parted(name, a, b, math.inf, explained)
+            return Difference(name, a, b, math.inf, explained)
         if not math.isfinite(a):
-            return Parted(name, a, b, 0.0, explained)
+            return Difference(name, a, b, 0.0, explained)
         relative = abs(a - b) / (max(abs(a), abs(b)) + floor) if a != b else 0.0
-        return Parted(name, a, b, relative, explained)
+        return Difference(name, a, b, relative, explained)
 
-    def look(self, name: str, a: float | None, b: float | None, step: int, floor: float = 0.0) -> Parted | None:
-        """The difference where it is more than explained; otherwise it is what later ones may grow from."""
+    def beyond(self, name: str, a: float | None, b: float | None, step: int, floor: float = 0.0) -> Difference | None:
+        """Return the difference where it is more than explained; otherwise later ones may grow from it."""
         found = self.difference(name, a, b, step, floor)
         if found is None:
             return None
@@ -197,22 +209,22 @@ class _Watch:
         return None
 
 
-class _Watches:
-    """A `_Watch` for each norm of each parameter."""
+class _TrackedNorms:
+    """A `_TrackedDifference` for each norm of each parameter."""
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._watches: dict[tuple[str, str], _Watch] = {}
+        self._tracked: dict[tuple[str, str], _TrackedDifference] = {}
 
-    def look(self, norm: str, pairs: Sequence[_Pair], step: int) -> list[Parted]:
-        """The parameters whose `norm` parts in this step, the furthest first."""
+    def beyond(self, norm: str, pairs: Sequence[_Pair], step: int) -> list[Difference]:
+        """Return the parameters with a `norm` that parts in this step, the furthest first."""
         # A gradient that is zero but for rounding, as of a bias before a BatchNorm, is noise in both runs.
         floor = self._share * math.hypot(*(value for pair in pairs for value in pair.values(norm) if value is not None))
         found = []
         for pair in pairs:
-            watch = self._watches.setdefault((norm, pair.name), _Watch(self._share))
+            tracked = self._tracked.setdefault((norm, pair.name), _TrackedDifference(self._share))
             one, other = pair.values(norm)
-            parted = watch.look(pair.name, one, other, step, floor)
+            parted = tracked.beyond(pair.name, one, other, step, floor)
             if parted is not None:
                 found.append(parted)
         return sorted(found, key=lambda parted: -parted.relative)
@@ -228,8 +240,8 @@ class _Pair:
         return tuple(None if side is None else getattr(side, norm) for side in (self.a, self.b))  # type: ignore[return-value]
 
 
-def _weights_apart(pairs: Sequence[_Pair], share: float) -> list[Parted]:
-    """The parameters whose weights after the first step differ by more than rounding and both updates can explain."""
+def _weights_apart(pairs: Sequence[_Pair], share: float) -> list[Difference]:
+    """Return the parameters with weights that differ after the first step by more than rounding and both updates explain."""
     found = []
     for pair in pairs:
         (a, b), updates = pair.values("weight_norm"), pair.values("update_norm")
@@ -237,7 +249,7 @@ def _weights_apart(pairs: Sequence[_Pair], share: float) -> list[Parted]:
             continue
         explained = share + sum(update or 0.0 for update in updates) / max(a, b)
         if abs(a - b) / max(a, b) > explained:
-            found.append(Parted(pair.name, a, b, abs(a - b) / max(a, b), explained))
+            found.append(Difference(pair.name, a, b, abs(a - b) / max(a, b), explained))
     return sorted(found, key=lambda parted: -parted.relative)
 
 
@@ -275,7 +287,7 @@ def _rates(step: Step) -> str:
     return ", ".join(f"{rate:g}" for rate in step.lr) or "none"
 
 
-def _line(parted: Parted) -> str:
+def _line(parted: Difference) -> str:
     a, b = ("nothing" if value is None else f"{value:.6g}" for value in (parted.a, parted.b))
     apart = f", {parted.relative:.2%} apart" if math.isfinite(parted.relative) else ""
     return f"  {parted.name}: {a} and {b}{apart}; the formats explain {parted.explained:.2%}"

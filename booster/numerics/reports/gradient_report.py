@@ -55,8 +55,10 @@ def report(source: Any, *, format: torch.dtype | None = None) -> Report:
     """Say of each parameter how its gradient is spread, what of it underflowed and how much room there is above.
 
     source: a boosted optimizer, between backward and step: its gradients on this rank, with no collective. Or a record, by
-    its folder or as `read_run` gave it: its last sample, of all ranks, with weights that stand still. format: of a boosted
-    optimizer, the dtype in which its backward pass computed; None means float16 under a loss scaler, else the parameters'.
+        its folder or as `read_run` gave it: its last sample, of all ranks, with weights that stand still.
+    format: of a boosted optimizer, the dtype in which its backward pass computed; None means float16 under a loss scaler, else
+        the parameters'.
+
     Waits for the device. Cost as of a sample of a record.
     """
     if isinstance(source, OptimizerWrapper):

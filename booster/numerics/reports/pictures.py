@@ -38,7 +38,7 @@ class Band(NamedTuple):
 
 
 def standalone(picture: str) -> str:
-    """Return `picture` as a file of its own."""
+    """Return `picture` as a file."""
     return picture.replace(">", f"><style>{STYLE}svg {{ background: var(--paper); }}</style>", 1)
 
 
@@ -60,7 +60,7 @@ def lines(
 
     logarithm: the base of the axis, 2 or 10; None is a linear one.
     marks: steps to mark by a small cross at the top.
-    strip: for each step whether it counts in the strip below, whose strength is the share.
+    strip: for each step whether it counts in the strip below; the stronger it is, the more steps do.
     corners: values hold until the next step, as a loss scale does.
     """
     from matplotlib.ticker import LogLocator, MaxNLocator
@@ -246,7 +246,7 @@ class _Canvas:
         text = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', self._size, text, count=1)
         # Clip paths, to which nothing refers then, and a style, which would be that of the whole page.
         text = re.sub(r' clip-path="url\(#\w+\)"', "", re.sub(r"<defs>.*?</defs>", "", text, flags=re.DOTALL))
-        # A page holds many pictures, whose identifiers would not be unique.
+        # A page holds many pictures: their identifiers would not be unique.
         text = re.sub(r'<g id="(\w+)[^"]*"', lambda found: '<g class="mark"' if found[1] == "mark" else "<g", text)
         text = re.sub(r' d="[^"]*"', lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0].replace("\n", "")), text)
         text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text)

@@ -88,7 +88,7 @@ class OptimizerSummary:
 
     @property
     def least_headroom(self) -> float | None:
-        """Of all gradients that were finite, in bits; None where nobody looked, or no loss was scaled."""
+        """Of all finite gradients, in bits; None where none was sampled, or no loss was scaled."""
         rooms = [each.headroom for each in self.tensors if each.headroom is not None and each.of != "activation"]
         return min(rooms) if rooms and self.is_scaled else None
 

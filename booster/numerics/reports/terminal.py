@@ -12,10 +12,10 @@ from booster.numerics.reports.summary import STILL, WORTH_SAYING, OptimizerSumma
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
-_BESIDE = 61  # columns of a terminal, at most, that stand before the bars
+_BEFORE_BARS = 61  # columns of a terminal, at most
 _MOST_ROWS = 8
 _LEAST_NAME = 12  # letters; narrower terminals break cells
-_NEAR = 2.0  # bits below overflow, of an activation, whose loss scale nobody can lower
+_NEAR = 2.0  # bits below overflow, of an activation, which no loss scale moves
 
 
 def show(run: Run, console: Any = None) -> None:
@@ -89,7 +89,7 @@ def _show_optimizer(console: Any, summary: OptimizerSummary, steps: Sequence[Ste
             shown = [f"{known[0]:.4g}", f"{known[-1]:.4g}", "", ""]
         else:
             continue
-        bars = sparkline(values, logarithmic=logarithmic, width=max(8, min(_WIDTH, console.width - _BESIDE)))
+        bars = sparkline(values, logarithmic=logarithmic, width=max(8, min(_WIDTH, console.width - _BEFORE_BARS)))
         table.add_row(name, *shown, bars)
     if table.row_count:
         print_table(console, table)
@@ -144,14 +144,14 @@ def _near(tensor: TensorSummary) -> bool:
 def _print_table(console: Any, headings: Sequence[str], rows: Sequence[Sequence[str]], *, texts: int = 1) -> None:
     """Print the first of `rows`, and how many more there are. Names, in the first column, lose their middle where they must.
 
-    texts: how many columns are no numbers, and stand on the left.
+    texts: how many columns are texts, which are aligned left.
     """
     from rich.table import Table
     from rich.text import Text
 
     shown = rows[:_MOST_ROWS]
-    beside = sum(max(len(row[place]) for row in (headings, *shown)) + 2 for place in range(1, len(headings)))
-    room = max(_LEAST_NAME, console.width - beside)
+    others = sum(max(len(row[place]) for row in (headings, *shown)) + 2 for place in range(1, len(headings)))
+    room = max(_LEAST_NAME, console.width - others)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for place, heading in enumerate(headings):
         table.add_column(heading, justify="left" if place < texts else "right")
@@ -165,7 +165,7 @@ def _print_table(console: Any, headings: Sequence[str], rows: Sequence[Sequence[
 def sparkline(values: Sequence[float | None], *, logarithmic: bool = False, width: int = _WIDTH) -> str:
     """Draw `values` as at most `width` bars of eight heights; each is the mean of its steps, `×` where all were inf or NaN.
 
-    What is none of the middle 90 % is drawn as the lowest or highest bar."""
+    Values outside the middle 90 % are drawn as the lowest or highest bar."""
     size = max(1, math.ceil(len(values) / width))
     means: list[float | None] = []
     for start in range(0, len(values), size):
