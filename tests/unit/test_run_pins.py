@@ -8,6 +8,7 @@ from torch import nn
 
 from booster import Booster
 from booster.checkpoint import CheckpointError
+from booster.interface.model import extras_of
 from booster.mixed_precision import (
     BF16MixedPrecision,
     BF16NaiveMixedPrecision,
@@ -71,7 +72,7 @@ class Run:
 
     @property
     def pinned(self):
-        return self.model._pins.names
+        return extras_of(self.model).pins.names
 
 
 def test_a_module_that_overflows_twice_is_pinned_with_a_warning_and_training_goes_on(caplog):
@@ -242,7 +243,7 @@ def test_a_job_that_pins_nothing_is_told_of_the_pins_of_a_checkpoint(tmp_path, c
 def test_a_checkpoint_with_pins_of_another_model_is_refused(tmp_path):
     run, other = Run(), Run()
     run.raw.softmax = nn.Identity()
-    run.model._pins.load_state_dict({"names": ["softmax"]})
+    extras_of(run.model).pins.load_state_dict({"names": ["softmax"]})
     run.booster.save(tmp_path, run.model, run.optimizer)
     with pytest.raises(
         CheckpointError, match=r"models '0': it has no modules \['softmax'\], which were pinned to float32"
