@@ -71,13 +71,13 @@ class Launches(TorchDispatchMode):
 
             from booster.kernels.table import Table
 
-            launch, follow = InterpretedFunction.__getitem__, Table.follow_gradients
+            launch, follow = InterpretedFunction.__getitem__, Table.set_gradients
 
             def followed(this: Table, addresses: Any) -> None:
                 self.tables += 1
                 self._aside(follow, this, addresses)
 
-            self._held.enter_context(mock.patch.object(Table, "follow_gradients", followed))
+            self._held.enter_context(mock.patch.object(Table, "set_gradients", followed))
             counted = mock.patch.object(
                 InterpretedFunction, "__getitem__", lambda kernel, grid: self._counted(kernel, launch(kernel, grid))
             )

@@ -46,7 +46,7 @@ from booster.plugin import Plugin, SingleDevice
 from booster.ranks.coordinator import is_main, wait_for_all
 from booster.tensors.cast_regions import region
 from booster.update.backward import run_backward
-from booster.update.outcome import UpdateOptions
+from booster.update.context import UpdateOptions
 
 if TYPE_CHECKING:
     from booster.capture.captured import CapturedStep
@@ -617,7 +617,7 @@ class Booster:
         self, train_step: Callable[..., Any], example_batch: Sequence[Any], recorder: Recorder | None, max_graphs: int
     ) -> CapturedStep:
         from booster.capture.captured import CapturedStep
-        from booster.capture.refusals import check
+        from booster.capture.trial import check
 
         optimizers = self._boosted.all_optimizers("capture")
         if recorder is not None:

@@ -1,4 +1,9 @@
-"""Learning rates where graphs read them, also those of steps whose rate depends on whether steps before were made."""
+"""Learning rates in memory that graphs read, also where a rate depends on whether steps before were made.
+
+A schedule goes on with steps that are made, not with those that are skipped, and a device knows first which those are. So
+the host writes the rates of the next steps into a ring on the device, by copies of the schedules; a graph takes the row of
+its place in it, and moves that place on where its step is made. The host has to wait for a step only when the ring is used
+up."""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from typing import Any
 
 import torch
 
-from booster.capture.layout import options_of
+from booster.capture.graph_inputs import options_of
 from booster.common.torch_internals.optimizer_internals import mark_step_called
 from booster.common.torch_internals.tensor_internals import version
 from booster.interface.optimizer import OptimizerWrapper
@@ -22,18 +27,18 @@ AHEAD = 64  # rows of a table; the host never launches so many steps ahead of wh
 Numbers = tuple[float | None, ...]
 
 
-class Rates:
+class LRBuffers:
     """The rates of all groups of `optimizers` as tensors, which a graph reads; outside of it groups hold their numbers."""
 
     def __init__(self, optimizers: Sequence[OptimizerWrapper], device: torch.device) -> None:
         # Fused kernels of CUDA read float32; those of a CPU any.
         dtype = torch.float32 if device.type == "cuda" else torch.float64
-        self.courses = [Course(optimizer, dtype, device) for optimizer in optimizers]
+        self.lookaheads = [LRLookahead(optimizer, dtype, device) for optimizer in optimizers]
 
     def take(self) -> None:
         """Have the tensors hold the rates of the step that comes. Of what runs in a graph."""
-        for course in self.courses:
-            course.take()
+        for lookahead in self.lookaheads:
+            lookahead.take()
 
     @contextmanager
     def read_as_tensors(self, *, recorded: bool = False) -> Iterator[None]:
@@ -43,14 +48,14 @@ class Rates:
         recorded: torch's optimizers let themselves be recorded, which they refuse unless they were told of it. Their fused
         kernels count steps on the device, and so compute the same. What is recorded begins with `take`."""
         held = []
-        for course in self.courses:
-            course.follow()
-            course.take()
-            for index, group in enumerate(course.groups):
+        for lookahead in self.lookaheads:
+            lookahead.set_next()
+            lookahead.take()
+            for index, group in enumerate(lookahead.groups):
                 if "lr" in group and not isinstance(group["lr"], torch.Tensor):
-                    held.append((group, group["lr"], course.row[index], course))
+                    held.append((group, group["lr"], lookahead.row[index], lookahead))
                     group["lr"] = held[-1][2]
-        groups = [group for course in self.courses for group in course.groups]
+        groups = [group for lookahead in self.lookaheads for group in lookahead.groups]
         told = [(group, group["capturable"]) for group in groups if recorded and "capturable" in group]
         for group, _ in told:
             group["capturable"] = True
@@ -59,7 +64,7 @@ class Rates:
         finally:
             for group, before in told:
                 group["capturable"] = before
-            written = [group for group, _, rate, course in held if group["lr"] is not rate or course.is_written]
+            written = [group for group, _, rate, lookahead in held if group["lr"] is not rate or lookahead.is_written]
             for group, number, _, _ in held:
                 group["lr"] = number
         if written:
@@ -70,7 +75,7 @@ class Rates:
             )
 
 
-class Course:
+class LRLookahead:
     """The rates of one optimizer: `row`, one for each group, is taken from a table of those to come.
 
     A schedule goes on with steps that are made, and not with those that are skipped, which a device knows first. So a graph
@@ -81,11 +86,11 @@ class Course:
     def __init__(self, optimizer: OptimizerWrapper, dtype: torch.dtype, device: torch.device) -> None:
         self._optimizer, self._dtype, self._device = optimizer, dtype, device
         self._history = optimizer._history
-        self._foreseen: list[Numbers] = []  # from the place on that the device has come to as far as the host knows
+        self._ahead: list[Numbers] = []  # from the place on that the device has come to as far as the host knows
         self._known = 0
-        self._copies: _Copies | None = None  # of the schedules, as they will be at the last that is foreseen
-        self._num_looks = self._history.num_looks
-        self._may_foresee = True
+        self._copies: _ScheduleCopies | None = None  # of the schedules, as they will be at the last that is foreseen
+        self._num_syncs = self._history.num_syncs
+        self._may_look_ahead = True
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
         self._make(len(self.groups))
 
@@ -117,14 +122,14 @@ class Course:
 
     # ------------------------------------------------------------------ on the host
 
-    def follow(self) -> None:
+    def set_next(self) -> None:
         """Have the next step read what groups hold now. Nothing that waits to be counted changes them."""
         now = self._numbers()
         if len(now) != self.row.numel():
             self._make(len(now))
-            self._foreseen = []
-        if not self._foreseen or self._foreseen[0] != now:
-            self._foreseen, self._copies = [now], None
+            self._ahead = []
+        if not self._ahead or self._ahead[0] != now:
+            self._ahead, self._copies = [now], None
             self._write(self._known, [now])
 
     def make_ready(self, deferred: Sequence[Any], *, counts: bool) -> None:
@@ -134,23 +139,23 @@ class Course:
         deferred: what is to wait for the outcome. counts: whether the graph counts the step, as for `deferred`."""
         history = self._history
         if history.waiting:
-            self._heed_writes()
-        history.sync(known_alone=True)
-        if history.num_looks != self._num_looks:  # who looked may have changed something
-            self._num_looks, self._copies = history.num_looks, None
-            del self._foreseen[1:]
-        if history.waiting and not self._foresees(deferred, counts):
+            self._apply_writes()
+        history.sync(ready_only=True)
+        if history.num_syncs != self._num_syncs:  # who looked may have changed something
+            self._num_syncs, self._copies = history.num_syncs, None
+            del self._ahead[1:]
+        if history.waiting and not self._knows_next(deferred, counts):
             history.sync()
         if not history.waiting:
-            self.follow()
+            self.set_next()
 
     def step_synced(self) -> None:
         """The host learned of a step that the device counted."""
         if self._history.num_consecutive_skips == 0:
             self._known += 1
-            self._foreseen = self._foreseen[1:]
+            self._ahead = self._ahead[1:]
 
-    def _foresees(self, deferred: Sequence[Any], counts: bool) -> bool:
+    def _knows_next(self, deferred: Sequence[Any], counts: bool) -> bool:
         """Return whether the rates of the next step are in the table, whatever becomes of those that wait."""
         history = self._history
         before = history.waiting[-1][1]
@@ -159,7 +164,7 @@ class Course:
         if not counts:
             if deferred:
                 return False
-            self.follow()
+            self.set_next()
             return True
         alike = all(
             isinstance(one, PendingSchedulerStep)
@@ -168,41 +173,41 @@ class Course:
             and one.follows(history.progress)
             for one, other in zip(before[1:], deferred, strict=True)
         )
-        if not alike or not self._may_foresee or None in self._numbers():
+        if not alike or not self._may_look_ahead or None in self._numbers():
             return False
-        if self._foreseen[0] != self._numbers():
-            self._may_foresee = False
+        if self._ahead[0] != self._numbers():
+            self._may_look_ahead = False
             _logger.warning(
                 "a schedule of %s went to %s, and %s was foreseen, which steps that were launched meanwhile used: what it "
                 "computes from has changed. Captured steps wait for the outcome of the one before from now on",
                 type(self._optimizer.unwrap()).__name__,
                 self._numbers(),
-                self._foreseen[0],
+                self._ahead[0],
             )
             return False
         return self._fill([each.scheduler for each in deferred], len(history.waiting))
 
     def _fill(self, schedules: Sequence[Any], count: int) -> bool:
         """Have the table hold `count` more rates than that of the next step; return False where nobody knows them."""
-        if len(self._foreseen) > count:
+        if len(self._ahead) > count:
             return True
         new: list[Numbers] = []
         try:
             if self._copies is None:
-                del self._foreseen[1:]
-                self._copies = _Copies(schedules, self._optimizer)
-            while len(self._foreseen) + len(new) < min(2 * count + 1, AHEAD):
+                del self._ahead[1:]
+                self._copies = _ScheduleCopies(schedules, self._optimizer)
+            while len(self._ahead) + len(new) < min(2 * count + 1, AHEAD):
                 new.append(self._copies.step())
         except Exception:  # a schedule that cannot be copied, or ends; where it is due its own step says so
             self._copies = None
-        self._write(self._known + len(self._foreseen), new)
-        self._foreseen += new
-        return len(self._foreseen) > count
+        self._write(self._known + len(self._ahead), new)
+        self._ahead += new
+        return len(self._ahead) > count
 
-    def _heed_writes(self) -> None:
+    def _apply_writes(self) -> None:
         """If somebody wrote a rate while steps wait: count them as if each had been counted before the next was made."""
         history, now = self._history, self._numbers()
-        before = self._foreseen[0] if self._foreseen else now
+        before = self._ahead[0] if self._ahead else now
         if now == before or len(now) != len(before):
             return
         written = [(group, new, old) for group, new, old in zip(self.groups, now, before, strict=True) if new != old]
@@ -231,13 +236,13 @@ class Course:
             self._table[start : start + len(part)].copy_(part, non_blocking=True)
 
 
-class _Copies:
+class _ScheduleCopies:
     """Schedules of one optimizer, to be stepped ahead of it. Raises ValueError where they write more than rates."""
 
     def __init__(self, schedules: Sequence[Any], optimizer: OptimizerWrapper) -> None:
         if any("step" in vars(schedule) for schedule in schedules):
             raise ValueError("somebody replaced a schedule's step, and that of a copy might step the schedule itself")
-        self._groups = _Groups(optimizer.unwrap().param_groups)
+        self._groups = _GroupsProxy(optimizer.unwrap().param_groups)
         memo: dict[int, Any] = {id(each): self._groups for each in (optimizer, optimizer.unwrap())}
         self._schedules = [copy.deepcopy(schedule, memo) for schedule in schedules]
         self._options = options_of([self._groups])
@@ -250,7 +255,7 @@ class _Copies:
         return tuple(group["lr"] for group in self._groups.param_groups)
 
 
-class _Groups:
+class _GroupsProxy:
     """What stands for an optimizer where its schedules are stepped ahead."""
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:

@@ -19,7 +19,7 @@ from booster.mixed_precision.low_precision.autopilot import Measurement, Precisi
 from booster.mixed_precision.low_precision.conversion import LinearConversion
 from booster.mixed_precision.schedule import Phase
 from booster.plugin import Plugin
-from booster.update.outcome import UpdateOptions
+from booster.update.context import UpdateOptions
 
 if TYPE_CHECKING:
     from booster.masters.quantized_state import States

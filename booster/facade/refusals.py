@@ -26,7 +26,7 @@ from booster.model.modules import bare
 from booster.model.optimizer_kinds import kind_of, unknown
 from booster.model.params import as_one_module, describe_optimizer_wrapper
 from booster.plugin import Plugin
-from booster.update.outcome import UpdateOptions
+from booster.update.context import UpdateOptions
 
 _logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from booster.plugin import Plugin
 from booster.ranks.agreement import gather
 from booster.shards import Shards
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.outcome import UpdateOptions
+from booster.update.context import UpdateOptions
 
 
 class BoostRecord:

@@ -75,7 +75,7 @@ class OptimizerWrapper(Optimizer):
 
     def replace_with(self, other: OptimizerWrapper) -> None:
         """Step as `other` does from now on, which was made of the same optimizer; counters, and who listens, stay."""
-        other._update.gradients.listen_as(self._update.gradients)
+        other._update.gradients.listeners = self._update.gradients.listeners
         other._update.models = self._update.models
         self._update, self._clip_grad_norm = other._update, other._clip_grad_norm
         self.backward_context, self._after_step = other.backward_context, other._after_step
@@ -363,7 +363,7 @@ class OptimizerWrapper(Optimizer):
             self.forget_weights()
             torch.clear_autocast_cache()
         if changed:
-            self._history.note_progress()
+            self._history.progress += 1  # what follows progress goes on
         return result
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

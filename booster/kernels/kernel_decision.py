@@ -1,7 +1,7 @@
-"""The decision and step by kernels: one launch reads the gradients, one decides, one for each kind of tensor updates.
+"""The decision and the step by kernels: one launch reads the gradients, one decides, one for each kind of tensor updates.
 
-Everything else is as on any device. What the kernels do not know, such as sparse gradients or a step with hooks, is stepped on
-the same states.
+Everything else is as on any device (`update/device.py`). What kernels do not know, such as sparse gradients or a step with
+hooks, `application` steps on the same states. The rule is that of `update/decision.py`; `launches.decide` computes it.
 """
 
 from __future__ import annotations
@@ -15,49 +15,57 @@ import torch
 
 from booster.common.devices import HostCopy
 from booster.common.torch_internals.optimizer_internals import mark_step_called, step_hooks
-from booster.kernels.covered import Covered, CoveredMasters
+from booster.kernels.kernel_pass import KernelPass
 from booster.kernels.launch_cache import current
-from booster.kernels.norms import KernelNorms, LookByKernels
-from booster.kernels.released import KernelPass, LookByTorch
+from booster.kernels.readings import KernelNorms, KernelReading, TorchReading
 from booster.kernels.rule import Rule
-from booster.kernels.steps import UNSCALED, KernelSteps
+from booster.kernels.steps import UNSCALED, DecisionInputs, KernelSteps
+from booster.kernels.supported import SupportedMasters, SupportedParams
 from booster.kernels.table import Tables
 from booster.loss_scaler import DeviceScale
 from booster.masters.update import MasterApplication
 from booster.update.application import Application, StepScalars
 from booster.update.choice import step_in_backward
 from booster.update.context import UpdateContext
-from booster.update.device import DeviceDecision, DeviceGradients, nonfinite
+from booster.update.device import DeviceDecision, DeviceGradients, is_one, nonfinite
 from booster.update.gradients import Gradients
 from booster.update.optimizer_state import OptimizerState
 from booster.update.outcome import Copy, LazyStepFields, StepFields, StepResult
 from booster.update.update import Update
 
-_SKIPPED, _DIVISOR = 5, 1  # places in what `decide` writes: of float32 and float64 numbers
+# Places in what `decide` writes: of float32, float64 and int64 numbers in the same memory.
+_SKIPPED, _NEXT_SCALE, _SEED = 5, 6, 7
+_NORM, _GRAD_SCALE = 0, 1
+_GROWTH, _HYSTERESIS, _ZEROS = 4, 5, 6
 
 
 class KernelDecision(DeviceDecision):
     """Decides and steps by kernels. Gradients are only read: after a step they carry the loss scale that they had, and no clip.
-    What kernels do not know, `application` steps."""
 
-    def __init__(self, gradients: DeviceGradients, application: Application, covered: Covered) -> None:
+    Attributes:
+        supported: what kernels step.
+        steps: their launches.
+    """
+
+    def __init__(self, gradients: DeviceGradients, application: Application, supported: SupportedParams) -> None:
         super().__init__(gradients, application)
-        self.covered, self._counts_zeros = covered, covered.steps.counts_zeros
-        self.steps = covered.steps
-        self._parts: list[KernelSteps] = []  # of what is stepped together within a backward pass, in its order
-        self._looks: list[KernelSteps] = []  # and of what is looked at together
+        self.supported, self._counts_zeros = supported, supported.steps.counts_zeros
+        self.steps = supported.steps
+        # Of a backward pass that steps: launches of what is stepped together, and of what is read together, in their order.
+        self._parts: list[KernelSteps] = []
+        self._readings: list[KernelSteps] = []
         self.begin_gradual()
 
     def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
         gradients, bound = self.gradients, self.gradients.bound
         if gradients.in_backward is not None and gradients.in_backward.uncounted:
             return super().step(params)
-        tables = self.covered.ready(params)
+        tables = self.supported.tables(params)
         if tables is not None:
             with current(tables.device):
                 return self._launch(tables, bound)
         if bound is not None:
-            self.gradients.clip_norm(bound)
+            gradients.clip_norm(bound)
         return super().step(params)
 
     def _launch(self, tables: Tables, bound: float | None) -> tuple[StepResult, Any]:
@@ -66,29 +74,32 @@ class KernelDecision(DeviceDecision):
         norms: Any = gradients.norms
         carried, pending, seed = gradients.scale, gradients.factor, gradients.loss_scale
         checks, joint, sums, found_in = gradients.checks, gradients.joint, None, None
-        fresh: LookByKernels | None = None
+        fresh: KernelReading | None = None
         alone = joint.found is None and len(joint.members) == 1
         if checks:
             last = gradients.read[-1] if len(gradients.read) == 1 and bound is None else None
-            fresh = last if isinstance(last, LookByKernels) and last.carried is carried else None
+            fresh = last if isinstance(last, KernelReading) and last.carried is carried else None
             if fresh is None and (bound is not None or not gradients.read):
-                gradients.read.append(fresh := norms.look(tables, carried))
+                gradients.read.append(fresh := norms.read_tables(tables, carried))
             sums = None if fresh is None else fresh.sums
-            if not alone or (gradients.group is not None and not self.covered.sharded):
+            if not alone or (gradients.group is not None and not self.supported.sharded):
                 found_in = self.agreed()
             elif gradients.read != [fresh]:
                 found_in = gradients.found()
         scaler, zeros = gradients.scaler, norms.zeros(tables, fresh) if self._counts_zeros else None
-        out = self.steps.run(tables, self.covered, scaler, sums, zeros, found_in, carried, pending, seed, bound, checks)
+        inputs = DecisionInputs(sums, zeros, found_in, carried, pending, seed, bound)
+        out = self.steps.run(tables, self.supported, scaler, inputs, checks=checks)
+        single, numbers = out.view(torch.float32), out.view(torch.float64)
         if checks and alone:
-            joint.decide(out.view(torch.float32)[_SKIPPED])
-        numbers = out.view(torch.float64)
+            joint.decide(single[_SKIPPED])
         first = gradients.norm is None and sums is not None
-        norm = numbers[0] if first else gradients.norm
-        plain = bound is None and pending is None and (carried is None or _is_one(carried))
-        scale = 1.0 if plain else numbers[_DIVISOR]
-        if scaler.enabled:
-            self._follow_scale(out)
+        norm = numbers[_NORM] if first else gradients.norm
+        plain = bound is None and pending is None and (carried is None or is_one(carried))
+        scale = 1.0 if plain else numbers[_GRAD_SCALE]
+        if type(scaler) is DeviceScale:
+            scaler.follow(single[_NEXT_SCALE], out[_GROWTH], out[_HYSTERESIS])
+        elif scaler.enabled:
+            scaler.update(single[_SKIPPED])
         mark_step_called(gradients.optimizer)
         if not checks and zeros is None:
             return StepResult(True, StepFields(loss_scale=1.0)), scale
@@ -103,44 +114,83 @@ class KernelDecision(DeviceDecision):
 
     # ------------------------------------------------------------------ within backward
 
-    def released_pass(self, gradients: Gradients) -> KernelPass:
+    def backward_pass(self, gradients: Gradients) -> KernelPass:
         return KernelPass(gradients)
 
     def begin_gradual(self) -> None:
-        self._num_parts = self._num_looks = 0
+        self._num_parts = self._num_readings = 0
         self._zeros_along: list[torch.Tensor] = []
         self._sums_along: list[torch.Tensor] = []  # of squares of gradients that no launch has decided by yet
-        self._found_along: torch.Tensor | None = (
-            None  # whether others that came are not finite, 0-dim; None: there are none
-        )
+        # Whether gradients that came before those are not finite, 0-dim; None: there are none.
+        self._found_along: torch.Tensor | None = None
 
-    def look_along(self, params: list[torch.Tensor]) -> LookByKernels | LookByTorch:
+    def _launches(self, known: list[KernelSteps], place: int, *, only_reads: bool) -> KernelSteps:
+        """Return the launches at `place` of a pass, which are those of the pass before: tables are kept by them."""
+        if place == len(known):
+            steps, group = self.steps, self.gradients.group
+            options = {"counts_zeros": self._counts_zeros, "only_reads": only_reads}
+            known.append(KernelSteps(steps.rule, self.gradients.optimizer, group, **options))
+        return known[place]
+
+    def read_along(self, params: list[torch.Tensor]) -> KernelReading | TorchReading:
         """Read the gradients of `params`, by which the parts that follow are stepped or not."""
         norms: Any = self.gradients.norms
-        if self._num_looks == len(self._looks):
-            steps = self.steps
-            group, counts = self.gradients.group, self._counts_zeros
-            self._looks.append(
-                KernelSteps(steps.rule, self.gradients.optimizer, group, counts_zeros=counts, only_reads=True)
-            )
-        looks, self._num_looks = self._looks[self._num_looks], self._num_looks + 1
-        tables = self.covered.look(looks, params) if params else None
+        readings = self._launches(self._readings, self._num_readings, only_reads=True)
+        self._num_readings += 1
+        tables = self.supported.reading_tables(readings, params) if params else None
         if tables is None:
-            found = norms.look_by_torch(params)
+            found = norms.read_by_torch(params)
         else:
             with current(tables.device):
-                found = norms.look(tables, self.gradients.scale)
+                found = norms.read_tables(tables, self.gradients.scale)
         self._sums_along.append(found.sums)
         if found.zeros is not None:
             self._zeros_along.append(found.zeros)
         return found
 
+    def step_part(self, params: Sequence[torch.Tensor]) -> bool:
+        """Step `params` before the others of their step; return False, with nothing done, where kernels do not know them."""
+        steps = self._launches(self._parts, self._num_parts, only_reads=False)
+        self._num_parts += 1
+        tables, gradients = self.supported.partial_tables(steps, list(params)), self.gradients
+        norms: Any = gradients.norms
+        counts = self._counts_zeros and not self._num_readings  # else those that read have counted
+        if tables is None:
+            if counts:
+                self._zeros_along.append(norms.zeros_by_torch(params))
+            return False
+        found, sums = gradients.joint.found, None
+        if not isinstance(found, torch.Tensor):
+            found = self._found_along
+            if self._sums_along:
+                sums = self._sums_along[0] if len(self._sums_along) == 1 else torch.cat(self._sums_along)
+        checks = found is not None or sums is not None
+        with current(tables.device):
+            if counts:
+                self._zeros_along.append(norms.zeros(tables, None))
+            inputs = DecisionInputs(sums, None, found, gradients.scale, gradients.factor)
+            out = steps.run(tables, self.supported, UNSCALED, inputs, checks=checks, is_part=True)
+        if sums is not None:
+            self._sums_along, self._found_along = [], out.view(torch.float32)[_SKIPPED]
+        return True
+
+    @property
+    def found_of_part(self) -> torch.Tensor | None:
+        """Whether gradients that came so far are not finite, or the step is skipped whatever they are, 0-dim; None: they were
+        not read."""
+        found = self.gradients.joint.found
+        if isinstance(found, torch.Tensor):
+            return found
+        if self._sums_along:
+            found, before = nonfinite(torch.cat(self._sums_along).sum()), self._found_along
+            self._sums_along, self._found_along = [], found if before is None else torch.maximum(before, found)
+        return self._found_along
+
     def zeros_in(self, params: list[torch.Tensor]) -> torch.Tensor | None:
         if not self._counts_zeros:
             return None
         norms: Any = self.gradients.norms
-        in_backward = self.gradients.in_backward
-        if in_backward is None or not in_backward.uncounted:
+        if not self._made_in_backward:
             return norms.zeros_by_torch(params).sum()
         zeros = self._zeros_along
         return None if not zeros else zeros[0].sum() if len(zeros) == 1 else torch.cat(zeros).sum()
@@ -153,58 +203,15 @@ class KernelDecision(DeviceDecision):
         return bool(joint.found) if hooked or not isinstance(joint.found, torch.Tensor) else False
 
     @property
-    def found_of_part(self) -> torch.Tensor | None:
-        """Whether gradients that came so far are not finite, or the step is skipped whatever they are, 0-dim; None: nobody
-        looked."""
-        found = self.gradients.joint.found
-        if isinstance(found, torch.Tensor):
-            return found
-        if self._sums_along:
-            found, before = nonfinite(torch.cat(self._sums_along).sum()), self._found_along
-            self._sums_along, self._found_along = [], found if before is None else torch.maximum(before, found)
-        return self._found_along
+    def _made_in_backward(self) -> bool:
+        in_backward = self.gradients.in_backward
+        return in_backward is not None and in_backward.uncounted
 
     def _apply_divided(self, params: list[torch.Tensor], found: torch.Tensor, carried: Any, clip: Any) -> bool:
-        in_backward = self.gradients.in_backward
-        made = in_backward is not None and in_backward.uncounted
-        return True if made else super()._apply_divided(params, found, carried, clip)
-
-    def step_part(self, params: Sequence[torch.Tensor]) -> bool:
-        """Step `params` before the others of their step; return False, with nothing done, where kernels do not know them."""
-        if self._num_parts == len(self._parts):
-            group, counts = self.gradients.group, self._counts_zeros
-            self._parts.append(KernelSteps(self.steps.rule, self.gradients.optimizer, group, counts_zeros=counts))
-        steps, self._num_parts = self._parts[self._num_parts], self._num_parts + 1
-        tables, gradients, norms = self.covered.part(steps, list(params)), self.gradients, self.gradients.norms
-        if tables is None:
-            if self._counts_zeros and not self._num_looks:
-                self._zeros_along.append(norms.zeros_by_torch(params))  # type: ignore[attr-defined]
-            return False
-        found, sums = gradients.joint.found, None
-        if not isinstance(found, torch.Tensor):
-            found = self._found_along
-            if self._sums_along:
-                sums = self._sums_along[0] if len(self._sums_along) == 1 else torch.cat(self._sums_along)
-        checks = found is not None or sums is not None
-        with current(tables.device):
-            if self._counts_zeros and not self._num_looks:
-                self._zeros_along.append(norms.zeros(tables, None))  # type: ignore[attr-defined]
-            scalars = sums, None, found, gradients.scale, gradients.factor, None, None, checks
-            out = steps.run(tables, self.covered, UNSCALED, *scalars, is_part=True)
-        if sums is not None:
-            self._sums_along, self._found_along = [], out.view(torch.float32)[_SKIPPED]
-        return True
+        return True if self._made_in_backward else super()._apply_divided(params, found, carried, clip)
 
     def _apply(self, params: list[torch.Tensor], scalars: StepScalars) -> bool:
-        in_backward = self.gradients.in_backward
-        return True if in_backward is not None and in_backward.uncounted else super()._apply(params, scalars)
-
-    def _follow_scale(self, out: torch.Tensor) -> None:
-        single, scaler = out.view(torch.float32), self.gradients.scaler
-        if type(scaler) is DeviceScale:
-            scaler.follow(single[6], out[4], out[5])
-        else:
-            scaler.update(single[_SKIPPED])
+        return True if self._made_in_backward else super()._apply(params, scalars)
 
 
 def kernel_update(
@@ -213,14 +220,13 @@ def kernel_update(
     """Make an update that steps by kernels as `rule` says, and by `application` what they do not know.
 
     counts_zeros: tell how many elements of gradients are zero."""
-    masters = isinstance(application, MasterApplication)
-    covered: Covered
-    if masters:
-        covered = CoveredMasters(context, rule, application.whole, counts_zeros=counts_zeros)  # type: ignore[attr-defined]
+    supported: SupportedParams
+    if isinstance(application, MasterApplication):
+        supported = SupportedMasters(context, rule, application.whole, counts_zeros=counts_zeros)
     else:
-        covered = Covered(context, rule, counts_zeros=counts_zeros)
-    gradients = DeviceGradients(context, KernelNorms(context, covered))
-    decision = KernelDecision(gradients, application, covered)
+        supported = SupportedParams(context, rule, counts_zeros=counts_zeros)
+    gradients = DeviceGradients(context, KernelNorms(context, supported))
+    decision = KernelDecision(gradients, application, supported)
     step_in_backward(context, gradients, decision)
     return Update(gradients, decision, kept)
 
@@ -245,8 +251,11 @@ class _Decided(HostCopy):
 
 @dataclass(frozen=True, eq=False)
 class _Fields(LazyStepFields):
-    """decided: has the loss scale where that lives on a device, the norm where `is_first` says that it read it, and the number
-    of zeros where they are `counted`."""
+    """Fields that are read of one copy to the host.
+
+    Attributes:
+        decided: has the loss scale where that is on a device, the norm if `is_first`, and the number of zeros if `counted`.
+    """
 
     decided: _Decided | None = None
     is_first: bool = False
@@ -255,17 +264,12 @@ class _Fields(LazyStepFields):
     def __call__(self, applied: bool) -> StepFields:
         assert self.decided is not None
         there = self.decided.tensor()
-        on_device = isinstance(self.loss_scale, torch.Tensor)
-        scale = there.view(torch.float32)[7] if on_device else self.loss_scale
-        norm = there.view(torch.float64)[0] if self.is_first else self.grad_norm
-        return LazyStepFields(scale, norm, self.report, there[6] if self.counted else None)(applied)
+        scale = there.view(torch.float32)[_SEED] if isinstance(self.loss_scale, torch.Tensor) else self.loss_scale
+        norm = there.view(torch.float64)[_NORM] if self.is_first else self.grad_norm
+        return LazyStepFields(scale, norm, self.report, there[_ZEROS] if self.counted else None)(applied)
 
     def copied(self, copy: Copy) -> _Fields:
         assert self.decided is not None
         plain, decided = super().copied(copy), self.decided.copied(copy)
         fields = plain.loss_scale, plain.grad_norm, plain.report, plain.num_zeros
         return _Fields(*fields, decided, self.is_first, self.counted)
-
-
-def _is_one(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) and value == 1.0

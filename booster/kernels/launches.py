@@ -2,7 +2,7 @@
 
 What is stepped lies in a table on the device, a row of `COLUMNS` int64 for each stretch of memory: addresses of weights,
 of what is kept beside them, of gradients, of three states and of the scales of each; the number of elements; which of
-the clocks counts its steps; the dtype of its gradient; how many ranks hold it. A program does one tile of `TILE`
+the step counts counts it; the dtype of its gradient; how many ranks hold it. A program does one tile of `TILE`
 elements of a row.
 """
 
@@ -13,8 +13,8 @@ from booster.kernels.arithmetic import load_half, load_wide, number_of
 
 TILE = 2048  # elements of a program; a multiple of 64, so that groups of 32 and lanes of 64 lie in one
 COLUMNS = 13
-SCALARS = 8  # that `prepare` of a rule makes for each clock
-BLOCK = 128  # clocks that the deciding program counts at once
+SCALARS = 8  # that `prepare` of a rule makes for each count_
+BLOCK = 128  # step_counts that the deciding program counts at once
 AT_ONCE = tl.constexpr(4096)  # numbers that one program adds at once: each round waits for memory
 WARPS = 16  # of a program of `update`: by 4 elements a thread, which need no more registers than there are
 OUT = 8  # 64-bit words of what was decided: see `decide`
@@ -122,7 +122,7 @@ def _next_scale(scale, growth, hysteresis, found, options, out, words):
 
 
 @triton.jit(
-    do_not_specialize=["count", "num_zeros", "num_clocks"],
+    do_not_specialize=["count", "num_zeros", "num_step_counts"],
     do_not_specialize_on_alignment=[
         "partials",
         "zeros",
@@ -151,8 +151,8 @@ def decide(
     numbers,
     out,
     words,
-    clocks,
-    num_clocks,
+    step_counts,
+    num_step_counts,
     rows,
     scalars,
     CLIP: tl.constexpr,
@@ -174,7 +174,7 @@ def decide(
     what gradients are divided by; out 4 and 5 the latter and found_inf; out 6 the next scale, 7 that of this step; words
     4 and 5 its trackers, 6 how many elements of gradients are zero.
 
-    clocks: int64, (address of a float32 count, row of numbers) for each; address 0 is no count.
+    step_counts: int64, (address of a float32 count, row of numbers) for each; address 0 is no count.
     """
     found = tl.full([], 0, tl.int32)
     factor = _float64(pending)
@@ -204,16 +204,16 @@ def decide(
     if scale is not None:
         _next_scale(scale, growth, hysteresis, found, options, out, words)
     if found == 0:
-        for first in range(0, num_clocks, BLOCK):
-            clock = first + tl.arange(0, BLOCK)
-            mask = clock < num_clocks
-            address = tl.load(clocks + 2 * clock, mask, 0)
+        for first in range(0, num_step_counts, BLOCK):
+            count_ = first + tl.arange(0, BLOCK)
+            mask = count_ < num_step_counts
+            address = tl.load(step_counts + 2 * count_, mask, 0)
             counter = address.to(tl.pointer_type(tl.float32))
             step = tl.load(counter, mask & (address != 0), 0.0) + 1.0
             tl.store(counter, step, mask & (address != 0))
-            row = rows + tl.load(clocks + 2 * clock + 1, mask, 0) * NUMBERS
+            row = rows + tl.load(step_counts + 2 * count_ + 1, mask, 0) * NUMBERS
             h0, h1, h2, h3, h4, h5, h6, h7 = PREPARE(row, step.to(tl.float64))
-            to = scalars + clock * SCALARS
+            to = scalars + count_ * SCALARS
             tl.store(to, h0.to(tl.float32), mask)
             tl.store(to + 1, h1.to(tl.float32), mask)
             tl.store(to + 2, h2.to(tl.float32), mask)
@@ -252,7 +252,7 @@ def update(
 ):
     """Step one tile as `decide` says: read weights, gradients and states, apply the rule, write all but the gradients.
 
-    chances: 64 random numbers below 2**16 for weights and for each state. CHECKED: whether the step may be skipped. DIVIDE:
+    random_bits: 64 random numbers below 2**16 for weights and for each state. CHECKED: whether the step may be skipped. DIVIDE:
     whether gradients are divided by a number other than 1.
     """
     if CHECKED:

@@ -22,8 +22,7 @@ from booster.masters.options import MasterOptions
 from booster.masters.quantized_state import QuantizedState
 from booster.masters.update import choose_master_update
 from booster.update.choice import choose_update, on_device
-from booster.update.context import UpdateContext
-from booster.update.outcome import UpdateOptions
+from booster.update.context import UpdateContext, UpdateOptions
 
 SHAPES = ((7, 5), (33,), (3, 700), (1,))  # one begins within a group of 32 elements, one fills more than a tile
 STEPS = (1.0, 1.0, float("inf"))  # what one gradient is multiplied by: the last step is skipped

@@ -4,9 +4,9 @@ A form is a pair of jit functions. `masters/formats.py` and `masters/quantized_s
 arithmetic once more, for a GPU; tests hold the two together to the bit.
 
     weights   load(weights, rest, offsets, mask, HALF) -> float32
-              store(weights, rest, offsets, mask, values, chances, HALF)
+              store(weights, rest, offsets, mask, values, random_bits, HALF)
     states    open(codes, scales, offsets, mask) -> float32
-              close(codes, scales, first, offsets, mask, values, chances, TILE)
+              close(codes, scales, first, offsets, mask, values, random_bits, TILE)
 
 `first` is the first of `offsets`, a multiple of `TILE` elements; a state begins at a multiple of 64. `random_bits` points to 64
 random numbers below 2**16. A half-precision weight that somebody else wrote since the last step is its own master weight: each

@@ -21,7 +21,7 @@ from booster.mixed_precision import MixedPrecision, make
 from booster.plugin import base
 from booster.plugin.zero.plugin import check_gathers
 from booster.tensors.grads import PIECE
-from booster.update.outcome import UpdateOptions
+from booster.update.context import UpdateOptions
 
 Plugin = Literal["single", "ddp", "zero1", "zero2", "fsdp"]
 PLUGINS: dict[str, tuple[bool, bool]] = {

@@ -36,8 +36,7 @@ from booster.mixed_precision.apex.strategy import FP16ApexMixedPrecision
 from booster.model.params import describe_optimizer_wrapper
 from booster.tensors.cast_regions import both
 from booster.update.backward import BackwardPass
-from booster.update.context import UpdateContext
-from booster.update.outcome import UpdateOptions
+from booster.update.context import UpdateContext, UpdateOptions
 
 _logger = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ class Session:
         others = 0
         for gradients in list(self._gradients):
             if gradients.scaler.is_alike(precision.scales):
-                gradients.use(precision.scales)
+                gradients.scaler = precision.scales
             else:
                 others += 1
         if others:

@@ -58,9 +58,8 @@ from booster.mixed_precision.half_products.product_choice import CHOICES, Choice
 from booster.mixed_precision.keep_fp32 import KeepFP32
 from booster.mixed_precision.policy import Conversion, DtypePolicy, Placement
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.context import UpdateContext
+from booster.update.context import UpdateContext, UpdateOptions
 from booster.update.fused_kernel import has_sound_kernel
-from booster.update.outcome import UpdateOptions
 from booster.update.update import Update
 
 

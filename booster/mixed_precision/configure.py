@@ -31,9 +31,8 @@ from booster.shards import Shards
 from booster.tensors.weak import reading_weakly
 from booster.update.choice import COMPILED, PARAMETERS, choose_update
 from booster.update.compiled_step import can_compile
-from booster.update.context import UpdateContext
+from booster.update.context import UpdateContext, UpdateOptions
 from booster.update.fused_kernel import switch_to_fused
-from booster.update.outcome import UpdateOptions
 
 
 def configure(

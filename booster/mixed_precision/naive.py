@@ -24,7 +24,7 @@ from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.keep_fp32 import KeepFP32, is_batch_norm, normalise_keep_fp32
 from booster.mixed_precision.policy import DtypePolicy, Placement
 from booster.model.modules import PlacedModule
-from booster.update.outcome import UpdateOptions
+from booster.update.context import UpdateOptions
 
 
 class NaiveMixedPrecision(HalfPrecision):

@@ -36,7 +36,7 @@ from booster.model.params import Done, set_tensors
 from booster.shards import Shards
 from booster.tensors.trees import HALF_DTYPES
 from booster.tensors.weak import forward_depth_of, install_weak_buffers, remove_weak_buffers
-from booster.update.outcome import StepListener
+from booster.update.context import StepListener
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,11 +286,16 @@ def _parameters(module: nn.Module) -> Iterator[torch.Tensor]:
             yield param.grad
 
 
-class StepHistories(StepListener, Protocol):
+class StepHistories(StepListener):
     """What listens to the steps of a model, and what checkpoints keep of it."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to resume."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        raise NotImplementedError
 
 
 class Conversion(Protocol):

@@ -1,1 +1,41 @@
-"""From backward to step: loss scale, norm, clip and the decision, in one pass over the gradients."""
+"""The update of one optimizer: from a backward pass to a step, with loss scale, norm, clip and the decision to skip.
+
+The idea: gradients are read once and written as rarely as can be. They stay multiplied by the loss scale until the step. One
+read of them, their norm, tells both whether something overflowed and by how much to clip; scale and clip are then one number,
+`grad_scale`, by which a fused optimizer divides while it steps.
+
+An example: a loss scale of 1024, `clip_grad_norm=1.0`, and gradients whose norm is 4096 as they are, so 4.0 in truth.
+
+    b.backward(loss, optimizer)     loss * 1024; autograd fills `.grad`              Gradients.scale = 1024
+    optimizer.step()
+        norm                        4096, read once; finite, so nothing is skipped   Gradients.read
+        clip                        factor 1.0 / 4.0, which waits                    Gradients.factor = 0.25
+        grad_scale                  1024 / 0.25 = 4096                               StepScalars
+        step                        AdamW(fused=True) divides by 4096 as it steps    Application.step
+        loss scale                  one more step without overflow                   LossScaler.update(False)
+        StepResult                  applied, grad_norm 4.0, loss_scale 1024.0
+
+Had the norm been inf, on any rank, nothing would be stepped: the host does not call the optimizer, a device gives it
+`found_inf`.
+
+In reading order:
+
+    context.py           `UpdateContext`: the optimizer, scale, ranks, shards and options that an update is made from;
+                         `StepListener`: base class of what hears of steps
+    choice.py            the table of which objects an update is put together from; start here to add a kind of step
+    update.py            `Update`: one optimizer's step, as a wrapper calls it gradients.py         `Gradients`: which scale
+    `.grad` carries, which clips wait, what was read; when `.grad` is written backward.py          `run_backward` for one or
+    several optimizers; `JointDecision` of those that share a loss decision.py          the rule of a decision, and the two
+    base classes `Norms` and `Decision` host.py, device.py   the rule by Python numbers, and by 0-dim tensors that nothing
+    waits for application.py       `Application`: step the user's optimizer; `StepScalars`: by which numbers fused_kernel.py
+    what torch's fused kernels can step; switching to them and back compiled_step.py     norms and steps by torch.compile
+    gradual.py           one step in parts: the optimizer restricted to some of its parameters in_backward.py       the
+    optimizer in backward (`release_gradients`): passes and what is known between them in_backward_pass.py  one optimizer in
+    one such pass outcome.py           `StepResult`, the counters of steps, and the error after too many skips parameters.py
+    names of parameters; checks that nobody changed dtypes or scaled gradients optimizer_state.py, state_dict.py,
+    state_loading.py   what a checkpoint holds of an optimizer, and a load of it, all or nothing
+
+What is true everywhere: whatever touches gradients runs inside `Shards.local()`, where parameters are this rank's shards. A
+number is a float on a host and a 0-dim tensor on a device; `float(...)` of one waits for the device. Below are `shards/`,
+`ranks/` and `tensors/`; `masters/`, `kernels/`, apex and `interface/optimizer.py` subclass or call what is here.
+"""

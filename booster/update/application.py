@@ -1,4 +1,9 @@
-"""Stepping the user's optimizer, whose fused kernel, if it has one, is told its divisor and kept to what it can step."""
+"""Stepping the user's optimizer on gradients that still carry a scale, by its fused kernel where it has one.
+
+A fused kernel divides by `grad_scale` and skips on `found_inf` by itself, which makes a step cheap. It walks raw memory,
+and takes parameter, gradient and states to be laid out alike: where they are not, it reads and writes the wrong elements,
+on a CPU without a word. `FusedKernel` therefore looks before every step, without a Python call for a contiguous parameter.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +39,12 @@ _NO_STATE: dict[str, Any] = {}
 
 
 class StepScalars:
-    """What a step is told: by what gradients are divided, and whether nothing is to change.
+    """The numbers of one step: what gradients are divided by, and whether nothing is to change.
 
-    divisor: a number, or a 0-dim tensor, which nobody reads on the host, as found_inf.
+    Attributes:
+        grad_scale: a number, or a 0-dim tensor, which the host does not read.
+        found_inf: likewise a 0-dim tensor, 1 for a skip; None where the host has decided.
+        grad_scale_is_one: whether it is known that there is nothing to divide by.
     """
 
     def __init__(self, grad_scale: float | torch.Tensor = 1.0, found_inf: torch.Tensor | None = None) -> None:
@@ -47,21 +55,21 @@ class StepScalars:
 
     @property
     def number(self) -> float:
-        """The divisor as a number; waits for the device where it lives on one."""
+        """`grad_scale` as a number; waits for the device where it is a tensor there."""
         return float(self.grad_scale)
 
     @property
     def is_tensor(self) -> bool:
-        """Whether a kernel has to heed it, since the host does not know it."""
+        """Whether the host does not know the numbers, so that a kernel has to heed them."""
         return self.found_inf is not None or isinstance(self.grad_scale, torch.Tensor)
 
     def step(self, call: Callable[[], Any], optimizer: Any, device: torch.device) -> None:
-        """Call `call`, a step of `optimizer` by a fused kernel, which reads this there for its length. One number is put onto
-        each device once, without waiting for it. Another optimizer is stepped beside it: see `_step_beside`."""
+        """Call `call`, a step of `optimizer`, whose fused kernel finds these numbers in its attributes meanwhile. A number is
+        copied to each device once. An optimizer without such a kernel is stepped by `_step_divided`."""
         if type(optimizer) not in KERNELS or not all(
             map(_FUSED, optimizer.param_groups)
         ):  # `honours_grad_scale`, uncalled
-            self._step_beside(call, optimizer)
+            self._step_divided(call, optimizer)
             return
         if not self.grad_scale_is_one:
             if device not in self._there:
@@ -82,9 +90,9 @@ class StepScalars:
             optimizer.__dict__.pop("found_inf", None)
 
     @torch.no_grad()
-    def _step_beside(self, call: Callable[[], Any], optimizer: Any) -> None:
-        """Call `call`, a step of `optimizer` that knows nothing of this, on gradients that are divided for it. What it wrote is
-        put back where nothing is to change: weights, states and gradients lie twice in memory meanwhile."""
+    def _step_divided(self, call: Callable[[], Any], optimizer: Any) -> None:
+        """Call `call`, a step of `optimizer` without a kernel, on gradients that are divided before it. What it wrote is put
+        back where nothing is to change: weights, states and gradients are twice in memory meanwhile."""
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         grads = [param.grad for param in params]
         if not self.grad_scale_is_one:

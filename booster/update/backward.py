@@ -8,47 +8,19 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
-from torch.optim import Optimizer
 
 from booster.common import arguments
-from booster.loss_scaler import LossScaler
-from booster.shards import Shards
 from booster.tensors.cast_regions import region
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.in_backward import OptimizerInBackward
+from booster.update.in_backward import run_in_backward
 from booster.update.outcome import Copy, NonFiniteParams, SkippedReason, SkipReport
-from booster.update.parameters import Parameters
-from booster.update.released_backward import run_in_backward
 
-_RELEASE = attrgetter("in_backward")
-
-
-class Participant(Protocol):
-    """What a backward pass, and a decision that several share, need of one optimizer; see `Gradients`."""
-
-    optimizer: Optimizer
-    parameters: Parameters
-    shards: Shards
-    joint: JointDecision
-    losses: list[torch.Tensor]
-    check: bool
-    read: list[Any]
-    in_backward: OptimizerInBackward | None
-
-    @property
-    def scaler(self) -> LossScaler: ...
-    @property
-    def norms(self) -> Any: ...
-    def scale_for(self, loss_id: int) -> Any: ...
-    def join(self, joint: JointDecision) -> None: ...
-    def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None: ...
-    def after_backward(self, loss: torch.Tensor | None) -> None: ...
-    def abandon_backward(self) -> None: ...
-    def found(self) -> Any: ...
+Gradients = Any  # of `update.gradients`, which imports this file
+_IN_BACKWARD = attrgetter("in_backward")
 
 
 class JointDecision:
@@ -58,14 +30,14 @@ class JointDecision:
     one's report. One alone, which holds this, is held weakly: a cycle would keep its parameters in memory.
     """
 
-    def __init__(self, members: list[Participant]) -> None:
-        self.members = members if len(members) > 1 else [weakref.proxy(member) for member in members]
+    def __init__(self, members: list[Gradients]) -> None:
+        self.members: list[Any] = members if len(members) > 1 else [weakref.proxy(member) for member in members]
         self.found: Any = None
         self.nonfinite_loss: bool | None = None  # of any rank; None: not asked
         self._losses: list[torch.Tensor] = []
         self._blame: list[NonFiniteParams] = []
 
-    def leave(self, member: Participant) -> None:
+    def leave(self, member: Gradients) -> None:
         """`member` has stepped."""
         self.members.remove(member)
         if len(self.members) == 1:
@@ -117,7 +89,7 @@ class BackwardPass:
     optimizer, for a decision that all of them share.
     """
 
-    members: Sequence[Participant]
+    members: Sequence[Gradients]
     loss_id: int = 0
     delayed: bool = False
     checked: bool = True
@@ -127,7 +99,7 @@ class BackwardPass:
 
 def run_backward(
     loss: torch.Tensor,
-    members: Sequence[Participant],
+    members: Sequence[Gradients],
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     *,
     divisor: float = 1.0,
@@ -152,7 +124,7 @@ def run_backward(
     if create_graph is not False:
         arguments.flag("create_graph", create_graph)
     inputs = None if inputs is None else _checked_inputs(inputs)
-    released = not delayed and any(map(_RELEASE, members))
+    released = not delayed and any(map(_IN_BACKWARD, members))
     if released:
         for member in members:
             if member.in_backward is not None:
@@ -200,7 +172,7 @@ def _run_engine(
 
 
 def begin_backward(
-    members: Sequence[Participant], *, loss_id: int = 0, delayed: bool = False, create_graph: bool = False
+    members: Sequence[Gradients], *, loss_id: int = 0, delayed: bool = False, create_graph: bool = False
 ) -> tuple[BackwardPass, Any]:
     """Make `members` ready for gradients of a loss; returns the pass and the scale to multiply the loss with, a float or
     0-dim tensor. `end_backward` or `abandon_backward` must follow."""
@@ -215,7 +187,7 @@ def begin_backward(
         known = [member.joint.members if len(member.joint.members) > 1 else [member] for member in members]
         decision = JointDecision(list({id(other): other for each in known for other in each}.values()))
         for member in decision.members:
-            member.join(decision)
+            member.joint = decision
     this = BackwardPass(members, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
     for member in members:
         member.before_backward(scale, this)

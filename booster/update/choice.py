@@ -24,12 +24,11 @@ from booster.ranks.messages import communication_device
 from booster.update.application import Application, decides_on_device
 from booster.update.compiled_step import CompiledApplication, compiled_norms
 from booster.update.context import UpdateContext
-from booster.update.decision import Decision
+from booster.update.decision import Decision, Norms
 from booster.update.device import DeviceDecision, DeviceGradients, DeviceNorms
 from booster.update.gradients import Gradients
 from booster.update.host import HostDecision, HostNorms
 from booster.update.in_backward import OptimizerInBackward
-from booster.update.norms import Norms
 from booster.update.optimizer_state import OptimizerState
 from booster.update.update import Update
 
@@ -76,7 +75,7 @@ def step_in_backward(context: UpdateContext, gradients: Gradients, decision: Dec
     options = context.options
     if options.release_gradients:
         mode, max_norm = str(options.release_gradients), float(options.clip_grad_norm)
-        gradients.use_within_backward(OptimizerInBackward(mode, max_norm, decision))
+        gradients.in_backward = OptimizerInBackward(mode, max_norm, decision)
 
 
 def update_on_device(context: UpdateContext, stepping: Stepping = PARAMETERS) -> Update:

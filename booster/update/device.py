@@ -20,9 +20,8 @@ from booster.common.devices import HostCopy
 from booster.ranks.messages import communication_device
 from booster.tensors.grads import agree_on, clamp_values, tensor_norms
 from booster.update.application import NO_SCALARS, Application, StepScalars
-from booster.update.decision import Decision
+from booster.update.decision import Decision, Norms
 from booster.update.gradients import Gradients
-from booster.update.norms import Norms
 from booster.update.outcome import Copy, LazyStepFields, NonFiniteParams, StepFields, StepResult
 
 
@@ -100,7 +99,7 @@ class Clip:
         if start is None:
             start = bounds[self._max_norm] = torch.full_like(self._norm, 1e-6 / self._max_norm)
         out, share = torch.empty_like(self._norm, dtype=torch.float32), 1.0 / self._max_norm
-        if _is_one(carried):
+        if is_one(carried):
             return torch.add(start, self._norm, alpha=share, out=out).clamp_(min=1.0)
         return torch.mul(torch.add(start, self._norm, alpha=share).clamp_(min=1.0), carried, out=out)
 
@@ -128,7 +127,7 @@ class DeviceNorms(Norms):
             total = torch.linalg.vector_norm(norms, norm_type) if values else norms.sum()
         norm = total if gradients.factor is None else total * gradients.factor
         scale = gradients.scale
-        return DeviceNorm(total, norms, params), norm if scale is None or _is_one(scale) else norm / scale
+        return DeviceNorm(total, norms, params), norm if scale is None or is_one(scale) else norm / scale
 
     def _each(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         # Powers of finite float32 gradients can overflow float32, and looking again would wait for the host. Squares of
@@ -169,6 +168,7 @@ class DeviceDecision(Decision):
 
     on_device = True
     gradients: DeviceGradients
+    application: Application
 
     def __init__(self, gradients: DeviceGradients, application: Application) -> None:
         super().__init__(gradients, application)
@@ -187,7 +187,7 @@ class DeviceDecision(Decision):
         norm, report = gradients.norm, gradients.joint.report()
         if self._apply_divided(params, found, carried, clip):
             # A skip leaves the gradients as they were, and the clips that wait with them.
-            left = 1.0 if _is_one(carried) and (clip is None or _is_one(clip)) else partial(_left, found, carried, clip)
+            left = 1.0 if is_one(carried) and (clip is None or is_one(clip)) else partial(_left, found, carried, clip)
         if gradients.scaler.enabled:
             gradients.scaler.update(found)
         fields = LazyStepFields(loss_scale, norm, report, zeros)
@@ -204,7 +204,7 @@ class DeviceDecision(Decision):
         else:
             grad_scale = carried if clip is None else carried / clip
         return self._apply(
-            params, StepScalars(grad_scale if _is_one(grad_scale) else _on(found.device, grad_scale, None), found)
+            params, StepScalars(grad_scale if is_one(grad_scale) else _on(found.device, grad_scale, None), found)
         )
 
     def _apply(self, params: list[torch.Tensor], scalars: StepScalars) -> bool:
@@ -264,7 +264,8 @@ def _on(device: torch.device, value: Any, dtype: torch.dtype | None = torch.floa
     return torch.full((), float(value), dtype=dtype or torch.float64, device=device)
 
 
-def _is_one(value: Any) -> bool:
+def is_one(value: Any) -> bool:
+    """Return whether `value` is the number 1; a tensor is not asked."""
     return not isinstance(value, torch.Tensor) and value == 1.0
 
 

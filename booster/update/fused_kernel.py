@@ -1,4 +1,4 @@
-"""Torch's fused optimizers: switching to them, and keeping to the implementation that there is."""
+"""Torch's fused optimizers: switching to them where that is sound, and keeping to the implementation that there is."""
 
 from __future__ import annotations
 

@@ -18,17 +18,14 @@ from typing import Any
 
 import torch
 
-from booster.loss_scaler import LossScaler
 from booster.ranks import agreement
 from booster.tensors.grads import gradient_values, own_memory, scale_in_graph, scale_values
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.backward import BackwardPass, JointDecision
-from booster.update.context import UpdateContext
+from booster.update.context import StepListener, UpdateContext
+from booster.update.decision import Norms
 from booster.update.in_backward import OptimizerInBackward
-from booster.update.norms import Norms
-from booster.update.outcome import StepListener
-from booster.update.parameters import Parameters
-from booster.update.touched import EVERY, FIRST, GradMutationCheck
+from booster.update.parameters import EVERY, FIRST, GradMutationCheck, Parameters
 
 _logger = logging.getLogger(__name__)
 WHOLE = nullcontext()  # where parameters are whole, `local()` changes nothing
@@ -40,14 +37,24 @@ _DTYPE = attrgetter("dtype")  # of every parameter in every step, without a Pyth
 class Gradients:
     """State of one optimizer's gradients; see the module docstring.
 
-    scale: what they are multiplied by; None: there are none that we know of. factor: the product of clip factors not yet
-    applied, or None. bound: of a clip that waits unread for the decision. read: norms taken since the last backward pass; they
-    tell found_inf. norm: the first of them, as it would be unscaled. check: whether the next step looks at gradients of its own
-    accord. release: how they are used within backward, where they are.
+    Attributes:
+        scale: what they are multiplied by; None: there are none that we know of.
+        factor: the product of the clip factors that wait; None: no clip does.
+        bound: of a clip that waits unread for the decision.
+        read: norms taken since the last backward pass; they tell found_inf.
+        norm: the first of them, as it would be unscaled.
+        check: whether the next step reads its gradients of its own accord.
+        loss_scale: of this step's backward passes.
+        losses: of these passes, where a skip has to say why.
+        num_backwards: how many passes there were since the last step.
+        joint: the decision, shared with the optimizers of the same loss.
+        in_backward: how passes step on them, where they do.
+        listeners: what hears of passes and steps.
+        mutation_check: scaled gradients as the last pass left them, in steps that compare.
+        piles_up: whether gradients can wait that no step may use yet although a backward pass has ended.
     """
 
     piles_up = False
-    """Whether gradients can be there that no step may use yet although a backward pass has ended."""
 
     def __init__(self, context: UpdateContext, norms: Norms) -> None:
         scaler, options = context.scaler, context.options
@@ -66,7 +73,7 @@ class Gradients:
         self.joint = JointDecision([self])
         self.in_backward: OptimizerInBackward | None = None
         self.listeners: list[StepListener] = []
-        self._told_touched = False
+        self._warned_of_mutation = False
         self._present: list[torch.Tensor] | None = None  # `params()`, within a step
         self._in_pass = False
         self._prescribed: float | None = None  # the next scale, for what is beside the run
@@ -74,7 +81,7 @@ class Gradients:
         self.reset(None)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is not listened to: who listens, such as an open record, knows this one.
+        # Listeners, such as an open record, stay with the original of a copy.
         return {**self.__dict__, "listeners": [], "mutation_check": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -91,8 +98,8 @@ class Gradients:
         self.norm: Any = None
         self.check = self.scaler.enabled or self.skip_nonfinite
         self.num_backwards = 0
-        self.mutation_check: GradMutationCheck | None = None  # scaled gradients, as the last backward pass left them
-        self.loss_scale: Any = 1.0  # of this step's backward passes
+        self.mutation_check: GradMutationCheck | None = None
+        self.loss_scale: Any = 1.0
         self.losses: list[torch.Tensor] = []
         self._differentiable = False  # a graph may lead through gradients at rest
         self._present = None
@@ -102,21 +109,21 @@ class Gradients:
         self.joint.found = None
 
     def for_replay(self, scale: float) -> Gradients:
-        """Return gradients of the same optimizer as before any pass, of losses that are multiplied by `scale`; nobody listens,
-        and no pass uses them."""
+        """Return gradients of the same optimizer as before any pass, of losses that are multiplied by `scale`; no listener
+        hears of them, and no pass steps on them."""
         other = copy.copy(self)
         other.joint = JointDecision([other])
         other.listeners, other.in_backward, other._prescribed = [], None, scale
         other.reset(None)
         return other
 
-    def kept(self) -> dict[str, Any]:
-        """Return what is carried to the next call, by name, to be given to `go_on`; tensors in it lie where they lay."""
+    def snapshot(self) -> dict[str, Any]:
+        """Return what is carried to the next step, by name, for `restore`; tensors in it are not copied."""
         values = {name: getattr(self, name) for name in _CARRIED_ON}
         return {name: list(value) if type(value) is list else value for name, value in values.items()}
 
-    def go_on(self, kept: Mapping[str, Any]) -> None:
-        """Carry what was `kept`, and nothing that was read."""
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Carry what `snapshot` gave as `kept`, with nothing read."""
         for name, value in kept.items():
             setattr(self, name, list(value) if type(value) is list else value)
         self.read, self.mutation_check = [], None
@@ -135,25 +142,9 @@ class Gradients:
             return self._prescribed
         return self.scaler.factor if self.norms.on_device else self.scaler.scale
 
-    def use_within_backward(self, in_backward: OptimizerInBackward) -> None:
-        """Have passes step on them, as `in_backward` says."""
-        self.in_backward = in_backward
-
     def listen(self, listener: StepListener) -> None:
-        """Tell `listener` of every backward pass and step from now on. A copy does not."""
+        """Have `listener` hear of every backward pass and step from now on; those of a copy it does not hear."""
         self.listeners.append(listener)
-
-    def listen_as(self, other: Gradients) -> None:
-        """Have who listens to `other` listen to these."""
-        self.listeners = other.listeners
-
-    def use(self, scaler: LossScaler) -> None:
-        """Take the scale from `scaler` from now on."""
-        self.scaler = scaler
-
-    def join(self, joint: JointDecision) -> None:
-        """Decide with the others of `joint` from now on, until the next step."""
-        self.joint = joint
 
     def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None:
         """Bring gradients that exist already to `scale`, pending clips applied, so that new ones add to them. this: the pass
@@ -202,9 +193,9 @@ class Gradients:
     def check_mutations(self) -> None:
         """One WARNING if somebody else wrote to gradients that are noted; they are noted no longer."""
         mutation_check, self.mutation_check = self.mutation_check, None
-        params = [] if mutation_check is None or self._told_touched else mutation_check.touched()
+        params = [] if mutation_check is None or self._warned_of_mutation else mutation_check.mutated()
         if params:
-            self._told_touched = True
+            self._warned_of_mutation = True
             _logger.warning(
                 "the gradient of %s%s was changed between b.backward and step() while it was multiplied by the loss "
                 "scale, as by torch's clip_grad_norm_, by a loss.backward() of its own, or by hand: what is added or compared "
@@ -259,7 +250,7 @@ class Gradients:
         finally:
             self._present = before
 
-    def nobody_has(self) -> bool:
+    def none_anywhere(self) -> bool:
         """Return whether no rank has a gradient; a collective where ranks hold shards and there was no backward."""
         if self.shards.sharded and self.num_backwards:
             return False  # a rank without any joins the collectives of the others
@@ -277,8 +268,8 @@ class Gradients:
             self.norm = norm
         return norm
 
-    def take(self, read: Any) -> None:
-        """Take `read` for what was read of the gradients, which a pass has used."""
+    def set_read(self, read: Any) -> None:
+        """Have `read` be what was read of the gradients, which a pass has used."""
         self.read = [read]
         self.norm = read.total if self.scale is None else read.total / self.scale
 
@@ -304,7 +295,7 @@ class Gradients:
             self._unscale()
 
     def _unscale(self) -> None:
-        if self.nobody_has():
+        if self.none_anywhere():
             return
         self.require_backward()
         if self.check and not self.read:
@@ -312,11 +303,11 @@ class Gradients:
         self.apply_scale()
 
     def carry(self, scale: Any) -> None:
-        """`.grad` is multiplied by `scale` now, no clip waits, and nothing was read of it."""
+        """`.grad` is multiplied by `scale` now, no clip waits, and no norm was read."""
         self.scale, self.factor, self.read = scale, None, []
 
-    def look_anew(self) -> None:
-        """Gradients may have been written to: nothing was read of them."""
+    def forget_read(self) -> None:
+        """Gradients may have been written to: norms that were read do not hold."""
         self.read, self.joint.found = [], None
 
     def apply_scale(self) -> None:
@@ -341,7 +332,7 @@ class Gradients:
             self._present = self._find_params()
             try:
                 unsure = not self.num_backwards if self.shards.sharded else not self._present
-                if unsure and self.nobody_has():
+                if unsure and self.none_anywhere():
                     if asked:
                         self._refuse_early_clip("clip_grad_by_norm")
                     return torch.tensor(0.0, dtype=torch.float32)
@@ -367,7 +358,7 @@ class Gradients:
     def clip_value(self, clip_value: float) -> None:
         """Clamp the unscaled gradients to [-clip_value, clip_value]. A step with non-finite gradients is skipped."""
         with self.shards.local():
-            if self.nobody_has():
+            if self.none_anywhere():
                 self._refuse_early_clip("clip_grad_by_value")
                 return
             self.require_backward()
@@ -400,7 +391,7 @@ class Gradients:
         self._present = params = self._find_params()
         if self.parameters.are_full and not HALF_DTYPES.isdisjoint(map(_DTYPE, params)):
             self.parameters.check_full(params)
-        if (not self.num_backwards if self.shards.sharded else not params) and self.nobody_has():
+        if (not self.num_backwards if self.shards.sharded else not params) and self.none_anywhere():
             return None
         if self._in_pass or self.piles_up or not self.num_backwards:
             self.require_backward()

@@ -14,11 +14,10 @@ import torch
 
 from booster.ranks import agreement
 from booster.tensors.grads import clamp_values, nonfinite_indices, tensor_norms
-from booster.update.application import NO_SCALARS, StepScalars
+from booster.update.application import NO_SCALARS, Application, StepScalars
 from booster.update.context import UpdateContext
-from booster.update.decision import Decision
+from booster.update.decision import Decision, Norms
 from booster.update.gradients import Gradients
-from booster.update.norms import Norms
 from booster.update.outcome import Copy, NonFiniteParams, StepFields, StepResult
 
 _NONFINITE = attrgetter("nonfinite")  # of every norm in every step, without a Python call for each
@@ -115,6 +114,9 @@ class HostNorms(Norms):
 
 class HostDecision(Decision):
     """The decision as a bool. Where ranks share gradients, one small collective of those that decide together."""
+
+    gradients: Gradients
+    application: Application
 
     def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
         gradients, scaler = self.gradients, self.gradients.scaler

@@ -12,28 +12,31 @@ import torch
 from booster.tensors.grads import gradient_values, nonfinite_indices, tensor_norms
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.gradual import GradualStep, most_at_once
-from booster.update.in_backward import OptimizerInBackward
 
 
 class InBackwardPass:
     """One optimizer in one backward pass. Where ranks hold shards all of them meet the same parameters in the same order.
 
-    seen: parameters whose gradient came. norms, nonfinite: by parameter, of what this rank holds of it; it may hold nothing.
-    held: gradients of earlier passes that are set aside. _apart: gradients that wait in memory of their own, of what this rank
-    holds, which may be nothing.
+    Attributes:
+        params, trained: all parameters, and those that a pass fills.
+        norms, nonfinite: by parameter, of this rank's shard of its gradient; there may be none.
+        stashed: gradients of earlier passes, put away while a first pass measures.
+        reads_exactly: whether norms are taken in float64, after float32 ones overflowed.
+        measures_first: whether a first pass is needed, since a number of all gradients comes before the first step.
+        measures_along: whether norms are taken while stepping, for the next step to clip by.
     """
 
     def __init__(self, gradients: Any) -> None:
         self.gradients = gradients
-        self.in_backward: OptimizerInBackward = gradients.in_backward
+        self.in_backward: Any = gradients.in_backward  # an `OptimizerInBackward`
         self.decision: Any = self.in_backward.decision
         self.params: list[torch.Tensor] = gradients.parameters.held()
         self.trained = [param for param in self.params if param.requires_grad]
         self.norms: dict[torch.Tensor, torch.Tensor] = {}
         self.nonfinite: set[torch.Tensor] = set()
-        self.held: dict[torch.Tensor, torch.Tensor] = {}
+        self.stashed: dict[torch.Tensor, torch.Tensor] = {}
         self._apart: dict[torch.Tensor, torch.Tensor | None] = {}
-        self.looks_again = False
+        self.reads_exactly = False
         self._seen: set[torch.Tensor] = set()
         dtypes = {param.dtype for param in self.params}
         wide = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -50,8 +53,8 @@ class InBackwardPass:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Inside, gradients that there are already are set aside; a pass brings new ones."""
-        self.held = {param: param.grad for param in self.params if param.grad is not None}
-        for param in self.held:
+        self.stashed = {param: param.grad for param in self.params if param.grad is not None}
+        for param in self.stashed:
             param.grad = None
         self.norms, self._seen = {}, set()
         try:
@@ -59,22 +62,22 @@ class InBackwardPass:
         finally:
             for param in self.params:
                 self._shards.drop_gradient(param)
-            for param, grad in self.held.items():
+            for param, grad in self.stashed.items():
                 param.grad = grad
-            self.held = {}
+            self.stashed = {}
 
     def measure(self, param: torch.Tensor) -> None:
-        """Look at the gradient of `param`, which is complete, and free it."""
+        """Take the norm of the gradient of `param`, which is complete, and free it."""
         if self._shards.has_gradient(param):
-            self._look(param)
+            self._read_norm(param)
             self._shards.drop_gradient(param)
 
     def measure_rest(self) -> None:
-        """Look at gradients that there were before and to which the pass adds nothing."""
-        for param, grad in self.held.items():
+        """Take the norms of gradients that there were before and to which the pass adds nothing."""
+        for param, grad in self.stashed.items():
             if param not in self._seen:
                 param.grad = grad
-                self._look(param)
+                self._read_norm(param)
                 param.grad = None
 
     def overflows(self) -> bool:
@@ -88,31 +91,31 @@ class InBackwardPass:
         """Whether there are gradients; where ranks hold shards all go on together, also those without."""
         return bool(self.norms) or self._shards.sharded
 
-    def look_again(self) -> None:
+    def read_exactly(self) -> None:
         """Let `measure` find what is not finite, with norms in float64 that finite numbers do not overflow."""
-        self.looks_again, self._dtype = True, torch.float64
+        self.reads_exactly, self._dtype = True, torch.float64
 
-    def _look(self, param: torch.Tensor) -> None:
-        """Take the norm of this rank's part of the gradient of `param`, if it has one."""
+    def _read_norm(self, param: torch.Tensor) -> None:
+        """Take the norm of this rank's shard of the gradient of `param`, if it has one."""
         self._seen.add(param)
-        with self._lent([param]) as (shard,):
+        with self._local_shards([param]) as (shard,):
             if shard.grad is None:
                 return
             values = gradient_values([shard])
             self.norms[param] = tensor_norms(values, 2.0, self._dtype)[0]
-            if self.looks_again and not values[0].isfinite().all():
+            if self.reads_exactly and not values[0].isfinite().all():
                 self.nonfinite.add(param)
 
-    def _look_along(self, param: torch.Tensor) -> None:
-        """As `_look`, in a pass that steps: `_judge` is next to ask."""
-        self._look(param)
+    def _read_along(self, param: torch.Tensor) -> None:
+        """As `_read_norm`, in a pass that steps, before `_decide_next`."""
+        self._read_norm(param)
 
-    def _doubt(self, params: Sequence[torch.Tensor]) -> bool:
-        """Return whether this rank's part of a gradient of `params` is not finite, and note which. Waits for the device."""
+    def _find_nonfinite(self, params: Sequence[torch.Tensor]) -> bool:
+        """Return whether a gradient of `params` is not finite in this rank's shard; keeps which. Waits for the device."""
         own = [param for param in params if param in self.norms]
         if not own:
             return False
-        with self._lent(own) as local_shards:
+        with self._local_shards(own) as local_shards:
             norms = torch.stack([self.norms[param].to(self.norms[own[0]].device) for param in own])
             bad = nonfinite_indices(gradient_values(local_shards), norms)
         self.nonfinite.update(own[index] for index in bad)
@@ -135,12 +138,12 @@ class InBackwardPass:
             return torch.zeros(0, dtype=torch.float32)
         return torch.stack([norm.to(norms[0].device) for norm in norms])
 
-    def take_norm(self) -> None:
-        """Tell the gradients what was read of them."""
+    def set_norm(self) -> None:
+        """Have the gradients know the norm that was measured."""
         measured = self.measured
         nonfinite = [index for index, param in enumerate(self._with_norms) if param in self.nonfinite]
         names_of = self.gradients.parameters.names_of(nonfinite, measured)
-        self.gradients.take(self.gradients.norms.as_read(self._total(measured), names_of))
+        self.gradients.set_read(self.gradients.norms.as_read(self._total(measured), names_of))
         if self.in_backward.max_norm and not self.measures_along:
             self.gradients.clip_by(self.in_backward.max_norm, self.gradients.norm)
 
@@ -162,9 +165,9 @@ class InBackwardPass:
         self._unit = {param: index for index, unit in enumerate(units) for param in unit}
         self._units = units
         self._missing = [sum(param.requires_grad for param in unit) for unit in units]
-        self._unjudged: list[torch.Tensor] = []
+        self._undecided: list[torch.Tensor] = []
         self._loose: list[torch.Tensor] = []
-        self._num_unjudged = self._num_loose = 0
+        self._num_undecided = self._num_loose = 0
         self._began = self._stopped = False
 
     def _divide_by(self) -> Any:
@@ -180,15 +183,15 @@ class InBackwardPass:
             return
         self._seen.add(param)
         if not self.measures_along:
-            self._admit(param)
+            self._step_when_complete(param)
             return
-        self._look_along(param)
-        self._unjudged.append(param)
-        self._num_unjudged += param.numel()
-        if self._num_unjudged >= self._most:
-            self._judge()
+        self._read_along(param)
+        self._undecided.append(param)
+        self._num_undecided += param.numel()
+        if self._num_undecided >= self._most:
+            self._decide_next()
         else:
-            self._set_apart(param)
+            self._copy_apart(param)
 
     def step_rest(self) -> None:
         """Step what has a gradient and was not stepped yet: what waited for others, and what had one before the pass."""
@@ -196,7 +199,7 @@ class InBackwardPass:
             for param in self.params:
                 if param not in self._seen and self._has_gradient(param):
                     self.step_on(param)
-            self._judge()
+            self._decide_next()
         self._step_loose()
         rest = [param for param in self.params if self._has_gradient(param)]
         if rest:
@@ -206,43 +209,43 @@ class InBackwardPass:
                 for param in self._apart:
                     local_shards[param].grad = self._apart[param]
                 self._gradual.rest(list(local_shards.values()))
-                for param, grad in before.items():  # no gradient need be there that it is a part of
+                for param, grad in before.items():  # this rank may have no shard of it
                     local_shards[param].grad = grad
             self._step(rest)
         if self._began:
             self._gradual.end()
 
-    def _judge(self) -> None:
-        """Go on with those that wait for it, unless the gradient of one of them, or of one before, is not finite on any rank.
+    def _decide_next(self) -> None:
+        """Step those that wait for a decision, unless a gradient of theirs, or one before, is not finite on any rank.
 
         Where ranks hold shards, one small collective, before which all of them have met the same parameters.
         """
-        params, self._unjudged = self._unjudged, []
+        params, self._undecided = self._undecided, []
         if not params:
             return
-        self._num_unjudged = 0
-        self._stopped = self._stopped or self.gradients.norms.found_anywhere(self._doubt(params))
+        self._num_undecided = 0
+        self._stopped = self._stopped or self.gradients.norms.found_anywhere(self._find_nonfinite(params))
         for param in params:
             if self._stopped:
                 self._drop(param)
             else:
-                self._admit(param)
+                self._step_when_complete(param)
 
-    def _admit(self, param: torch.Tensor) -> None:
+    def _step_when_complete(self, param: torch.Tensor) -> None:
         index = self._unit.get(param)
         if index is not None:
             self._missing[index] -= 1
             if not self._missing[index] and all(map(self._has_gradient, self._units[index])):
                 self._step(self._units[index])
             else:
-                self._set_apart(param)
+                self._copy_apart(param)
             return
         self._loose.append(param)
         self._num_loose += param.numel()
         if self._num_loose >= self._most:
             self._step_loose()
         else:
-            self._set_apart(param)
+            self._copy_apart(param)
 
     def _step_loose(self) -> None:
         loose, self._loose, self._num_loose = self._loose, [], 0
@@ -253,7 +256,7 @@ class InBackwardPass:
         if not self._began:
             self._began = True
             self._gradual.begin()
-        with self._lent(params) as lent:
+        with self._local_shards(params) as lent:
             local_shards = [shard for shard in lent if shard.grad is not None]
             if local_shards:
                 self.decision.look_at_part(local_shards)
@@ -264,10 +267,10 @@ class InBackwardPass:
 
     # ------------------------------------------------------------------ gradients that wait
 
-    def _set_apart(self, param: torch.Tensor) -> None:
-        """Copy the gradient of `param`, which waits, where it is a view of memory that others share, and let go of that.
+    def _copy_apart(self, param: torch.Tensor) -> None:
+        """Copy the gradient of `param`, which waits, out of memory that it shares with others, so that this can be freed.
 
-        Those of a bucket, or of what `fully_shard` reduces together, lie in one piece, which lives as long as any of them.
+        Gradients of a bucket, or of what `fully_shard` reduces together, share memory that lives as long as any of them does.
         """
         if param in self._apart:
             return
@@ -281,8 +284,8 @@ class InBackwardPass:
         self._shards.drop_gradient(param)
 
     @contextmanager
-    def _lent(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
-        """As `lent` of the shards, with what was set apart."""
+    def _local_shards(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+        """As `local_shards` of the shards, with the gradients that were copied apart."""
         with self._shards.local_shards(params) as local_shards:
             for param, shard in zip(params, local_shards, strict=True):
                 if self._apart.get(param) is not None:

@@ -1,15 +1,10 @@
-"""What optimizer steps did: the result of one, the counters of all, and the error after too many skips.
-
-Who is told of an optimizer's backward passes and steps.
-
-How boosted optimizers step.
-"""
+"""What optimizer steps did: the result of one, the counters of all, and the error after too many skips."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -32,38 +27,38 @@ class StepFields(NamedTuple):
 Copy = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Applied(Protocol):
-    """Whether a step was applied, which a device knows. Calling it waits for the device."""
+T_co = TypeVar("T_co", covariant=True)
 
-    def __call__(self) -> bool: ...
+
+class Lazy(Protocol[T_co]):
+    """A result that is made when it is called for, which waits for the device. copied: the same, of copies of its tensors."""
+
+    def __call__(self) -> T_co: ...
+    def copied(self, copy: Copy) -> Lazy[T_co]: ...
+
+
+class Applied(Lazy[bool], Protocol):
+    """Whether a step was applied, which a device knows. ready: whether a call would not wait. on_device: the answer, 0-dim."""
 
     def ready(self) -> bool: ...
-
     def on_device(self) -> torch.Tensor: ...
-
     def copied(self, copy: Copy) -> Applied: ...
 
 
-class NonFiniteParams(Protocol):
-    """Names of parameters with an inf or NaN in their gradients. Calling it waits for the device."""
-
-    def __call__(self) -> tuple[str, ...]: ...
-
-    def copied(self, copy: Copy) -> NonFiniteParams: ...
-
-
-class SkipReport(Protocol):
-    """Why a step was skipped, and the names of the parameters to blame. Calling it waits for the device."""
-
-    def __call__(self) -> tuple[SkippedReason, tuple[str, ...]]: ...
-
-    def copied(self, copy: Copy) -> SkipReport: ...
+NonFiniteParams = Lazy[tuple[str, ...]]
+"""Names of the parameters with an inf or NaN in their gradients."""
+SkipReport = Lazy[tuple[SkippedReason, tuple[str, ...]]]
+"""Why a step was skipped, and those names."""
 
 
 @dataclass(frozen=True, eq=False)
 class LazyStepFields:
-    """The fields of a step that a device decided, read when somebody asks. loss_scale, grad_norm, num_zeros: numbers, or 0-dim
-    tensors."""
+    """The fields of a step that a device decided, read when somebody asks.
+
+    Attributes:
+        loss_scale, grad_norm, num_zeros: numbers, or 0-dim tensors.
+        report: why it was skipped, if it was.
+    """
 
     loss_scale: Any
     grad_norm: Any = None
@@ -222,32 +217,33 @@ class LossScaleError(RuntimeError):
 class StepHistory:
     """Counters of one optimizer's steps, and what waits for the outcome of the last ones.
 
-    max_consecutive_skips: so many skips in a row raise `LossScaleError` on settling; None never does. scaler: of the next
-    steps, which the message describes.
+    max_consecutive_skips: so many skips in a row raise `LossScaleError` in `sync`; None never does.
+
+    Attributes:
+        progress: steps applied in this process, which no checkpoint restores.
+        last: the last result.
+        scaler: of the next steps, which the message describes.
+        waiting: steps that are not counted yet, each with what waits for it.
+        num_syncs: how often all were to be counted.
     """
 
     def __init__(self, max_consecutive_skips: int | None, scaler: LossScaler) -> None:
         self.num_steps = 0
         self.num_applied = 0
         self.num_consecutive_skips = 0
-        self.progress = 0  # applied in this process, never restored
+        self.progress = 0
         self.last: StepResult | None = None
         self._max_consecutive_skips = max_consecutive_skips
         self.scaler = scaler
         self.waiting: list[tuple[StepResult, list[Callable[[], None]]]] = []
-        """Steps that are not counted yet, each with what waits for it."""
-        self.num_looks = 0  # how often somebody wanted all to be counted
-        self._is_settling = False
+        self.num_syncs = 0
+        self._is_syncing = False
 
     def record(self, result: StepResult) -> None:
-        """Note a step whose outcome need not be known yet."""
+        """Record a step whose outcome need not be known yet."""
         self.num_steps += 1
         self.last = result if result.loss is None else result.without_loss()
         self.waiting.append((self.last, []))
-
-    def note_progress(self) -> None:
-        """Weights were changed by gradients, otherwise than in a step: what follows progress goes on."""
-        self.progress += 1
 
     def when_synced(self, action: Callable[[], None]) -> None:
         """Run `action` once the last step's outcome is known to the host: now, or at the next `sync()`."""
@@ -256,22 +252,22 @@ class StepHistory:
         else:
             action()
 
-    def sync(self, result: StepResult | None = None, *, known_alone: bool = False) -> None:
+    def sync(self, result: StepResult | None = None, *, ready_only: bool = False) -> None:
         """Count the steps that wait, waiting for the outcome of each, then run what waited for it. Raises `LossScaleError`.
 
-        result: of a step that is not noted yet. known_alone: only those of which nobody has to wait."""
+        result: of a step that is not recorded yet. ready_only: count those alone that are known without waiting."""
         if result is not None:
             self.num_steps += 1
             self.last = result if result.loss is None else result.without_loss()
             self.waiting.append((self.last, []))
-        if self._is_settling:  # what waited wants to know of its own step
+        if self._is_syncing:  # what waited wants to know of its own step
             return
-        self._is_settling = True
-        self.num_looks += not known_alone
+        self._is_syncing = True
+        self.num_syncs += not ready_only
         try:
             while self.waiting:
                 result, deferred = self.waiting[0]
-                if known_alone and not result.is_known:
+                if ready_only and not result.is_known:
                     return
                 applied = result._applied is True or result.applied
                 del self.waiting[0]
@@ -289,7 +285,7 @@ class StepHistory:
                 ):
                     raise LossScaleError(self._report(result))
         finally:
-            self._is_settling = False
+            self._is_syncing = False
 
     def state_dict(self) -> dict[str, int]:
         """The counters, without `progress`."""
@@ -330,41 +326,3 @@ def read_counters(state: Mapping[str, Any]) -> dict[str, int]:
 
 
 _COUNTERS = ("num_steps", "num_applied", "num_consecutive_skips")
-
-
-class StepListener(Protocol):
-    """What an `Update` calls. A listener changes nothing that trains, and waits for no device.
-
-    Inherit from it to listen to some of these alone: each does nothing by itself.
-    """
-
-    def after_backward(self, loss: torch.Tensor | None) -> None:
-        """A pass is complete. loss: detached, of one element, not scaled; None where another pipeline stage has it."""
-        return
-
-    def before_step(self, update: Any, number: int) -> None:
-        """Gradients are there, as `update.carried` says, and nothing is decided yet. Not before a step with a closure."""
-        return
-
-    def after_step(self, update: Any, number: int, result: StepResult) -> None:
-        """The step is made or skipped. number: of the step, from 1; a checkpoint keeps count."""
-        return
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateOptions:
-    """The arguments of the same names of `Booster`. Raises TypeError or ValueError for one that is not legal."""
-
-    fused_optimizer: bool | str = True
-    clip_grad_norm: float = 0.0
-    skip_nonfinite: bool = False
-    max_consecutive_skips: int | None = 50
-    release_gradients: bool | str = False
-
-    def __post_init__(self) -> None:
-        arguments.choice("fused_optimizer", self.fused_optimizer, (True, False, "compile", "triton"))
-        if self.max_consecutive_skips is not None:
-            arguments.count("max_consecutive_skips", self.max_consecutive_skips, also="None for no limit")
-        arguments.number("clip_grad_norm", self.clip_grad_norm, least=0, fix="0 is off")
-        arguments.flag("skip_nonfinite", self.skip_nonfinite)
-        arguments.choice("release_gradients", self.release_gradients, (False, "exact", "previous_norm"))

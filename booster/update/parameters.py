@@ -1,14 +1,20 @@
-"""The parameters of one optimizer: what they are called, and whether they are what they were."""
+"""The parameters of one optimizer: their names, and checks that nobody changed dtypes or gradients behind the library's back.
+
+While gradients are multiplied by a loss scale, a clip of the user's own would clip scaled ones. `GradMutationCheck` finds that,
+in the first steps and then one in a hundred, from tensors' version counters, which cost nothing to read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
+from booster.common.torch_internals.tensor_internals import local_tensor, version
+from booster.model.dtensors import is_dtensor
 from booster.tensors.trees import HALF_DTYPES
 
 SPARSE = "{name}, {dtype}, has a sparse gradient, which flat buckets do not step; build its module with sparse=False"
@@ -20,6 +26,9 @@ _DTYPE = attrgetter("dtype")  # of every parameter, without a Python call for ea
 def name_of_stranger(group: int, place: int) -> str:
     """What a parameter of no boosted model is called in states and checkpoints: by its group and its place there."""
     return f"group {group}, parameter {place}"
+
+
+FIRST, EVERY = 2, 100  # steps whose gradients `GradMutationCheck` compares: the first ones, and one in so many
 
 
 class Parameters:
@@ -65,3 +74,54 @@ class Parameters:
                 "they are, since the precision casts what it computes; for half weights with masters use "
                 "mixed_precision='fp16_naive' or 'bf16_naive'"
             )
+
+
+class _Noted(NamedTuple):
+    param: torch.Tensor
+    value: torch.Tensor  # that holds the numbers: of a DTensor this rank's part
+    version: int
+
+
+class GradMutationCheck:
+    """The gradients of `params` as a backward pass left them. Kept are the tensors themselves, and how often they were written.
+
+    Torch's clip of DTensors counts nowhere, so of them an element each is kept too; comparing it waits for the device.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        self._noted = [
+            _Noted(param, value, _version(param)) for param in params if (value := _value(param)) is not None
+        ]
+        self._in_parts = [noted.value for noted in self._noted if is_dtensor(noted.param.grad)]
+        self._sample = self._sampled()
+
+    def mutated(self) -> list[torch.Tensor]:
+        """Return the parameters whose gradients were written in place since, or are other tensors; not those that have none
+        any more or zeros alone, and not what was written through `.data`, which torch does not count."""
+        now = [(noted, _value(noted.param)) for noted in self._noted]
+        found = [
+            noted.param
+            for noted, value in now
+            if value is not None
+            and (value is not noted.value or _version(noted.param) != noted.version)
+            and value.any()
+        ]
+        if found or not self._in_parts or torch.equal(self._sample, self._sampled()):
+            return found
+        return [noted.param for noted in self._noted]
+
+    def _sampled(self) -> torch.Tensor:
+        elements = [value.detach().reshape(-1)[:1].float() for value in self._in_parts]
+        return torch.cat(elements).nan_to_num() if elements else torch.zeros(0, dtype=torch.float32)
+
+
+def _value(param: torch.Tensor) -> torch.Tensor | None:
+    grad = param.grad
+    if grad is None or grad.is_sparse:  # whose reader puts a coalesced one in its place
+        return None
+    return local_tensor(grad) if is_dtensor(grad) else grad
+
+
+def _version(param: torch.Tensor) -> int:
+    grad: torch.Tensor = param.grad  # type: ignore[assignment]
+    return version(grad) + (version(local_tensor(grad)) if is_dtensor(grad) else 0)

@@ -148,7 +148,7 @@ class Update:
             application = self.decision.application
             result, changed = application.call(gradients if pending else None, method, keep=culprits is None)
             if pending:
-                gradients.look_anew()
+                gradients.forget_read()
         if culprits is not None and changed:
             self._refuse_nonfinite(name, culprits)
         if shards.sharded:

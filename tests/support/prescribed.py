@@ -10,8 +10,7 @@ from torch.optim import SGD, Optimizer
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, LossScaler, NoScale
 from booster.update.choice import update_on_device
-from booster.update.context import UpdateContext
-from booster.update.outcome import UpdateOptions
+from booster.update.context import UpdateContext, UpdateOptions
 
 HOST, DEVICE = "host", "device"
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 _LEAVES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
-_COUNTERS = ("num_looks",)  # how often somebody asked, which no step depends on
+_COUNTERS = ("num_syncs",)  # how often somebody asked, which no step depends on
 _OTHERS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, logging.Logger)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 MARK = "booster"
-_CACHES = ("_addresses", "_views", "num_looks")
+_CACHES = ("_addresses", "_views", "num_syncs")
 
 
 def fingerprint(*roots):

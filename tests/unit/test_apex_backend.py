@@ -19,7 +19,7 @@ from booster.common.installed import find_apex
 from booster.mixed_precision import FP16ApexMixedPrecision
 from booster.mixed_precision.apex import real
 from booster.mixed_precision.policy import InProcess
-from booster.update.outcome import UpdateOptions
+from booster.update.context import UpdateOptions
 
 ROOT = Path(booster.__file__).parents[1]
 

@@ -66,7 +66,7 @@ compiled("norm_of", launches.norm_of, norm, {"previous": None})
 compiled("norm_of previous", launches.norm_of, {**norm, "previous": "*fp64"}, {})
 compiled("clip_by", launches.clip_by, dict.fromkeys(("norm", "bound", "pending", "factor"), "*fp64"), {})
 names = "partials count zeros num_zeros found_in carried pending options scale growth hysteresis seed"
-names += " numbers out words clocks num_clocks rows scalars"
+names += " numbers out words step_counts num_step_counts rows scalars"
 types = "*fp64 i32 *i32 i32 *fp32 *fp32 *fp64 *fp64 *fp32 *i64 *i64 *fp32 *fp64 *fp32 *i64 *i64 i32 *fp64 *fp32"
 whole = dict(zip(names.split(), types.split(), strict=True))
 maybe = {"partials", "zeros", "found_in", "carried", "pending", "scale", "growth", "hysteresis", "seed"}
@@ -84,7 +84,7 @@ def update(rule, flags, form, half, ways):
                  "TILE": launches.TILE}
     for place, way in enumerate(ways):
         constants |= {f"OPEN{place}": way.open, f"CLOSE{place}": way.close}
-    types = {"table": "*i64", "tiles": "*i32", "first_tile": "i32", "scalars": "*fp32", "out": "*fp32", "chances": "*i32"}
+    types = {"table": "*i64", "tiles": "*i32", "first_tile": "i32", "scalars": "*fp32", "out": "*fp32", "random_bits": "*i32"}
     compiled(f"update {rule.body.__name__} {flags} {form.store.__name__} {half} {ways[0].open.__name__}",
              launches.update, types, constants, launches.WARPS, asks=form.bytes_kept < 4 and rule is rules[1])
 

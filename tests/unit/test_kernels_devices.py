@@ -12,8 +12,7 @@ from torch.optim import SGD
 from booster.kernels.eligibility import _refusal
 from booster.loss_scaler import NoScale
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
-from booster.update.context import UpdateContext
-from booster.update.outcome import UpdateOptions
+from booster.update.context import UpdateContext, UpdateOptions
 
 pytestmark = interpreted
 FORMS = {
@@ -44,7 +43,7 @@ def spread(step, monkeypatch, number=None):
         places = {id(param): place for place, group in enumerate(groups) for param in group["params"]}
     else:
         places = {id(param): place % number for place, param in enumerate(step[1].parameters())}
-    monkeypatch.setattr(steps, "_PLACE", lambda param: places[id(param)])
+    monkeypatch.setattr(steps, "_DEVICE", lambda param: places[id(param)])
 
 
 def tables(step):

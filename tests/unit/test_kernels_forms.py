@@ -62,7 +62,7 @@ def alike(found, expected):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_every_half_number_with_any_rest_is_read_and_written_as_its_form_says(name):
-    from booster.kernels.stretches import DTYPES
+    from booster.kernels.segments import DTYPES
     from booster.kernels.weights import FORMS as KERNELS
 
     kind, dtype = FORMS[name]

@@ -173,7 +173,7 @@ def test_what_does_not_compile_is_known_before_anything_is_written_and_torch_ste
 
     from booster.kernels.steps import KernelSteps
 
-    made, run, asked = KernelSteps._made, InterpretedFunction.run, {}
+    made, run, asked = KernelSteps._make_tables, InterpretedFunction.run, {}
 
     def as_on_a_gpu(steps, *given):
         tables = made(steps, *given)
@@ -187,7 +187,7 @@ def test_what_does_not_compile_is_known_before_anything_is_written_and_torch_ste
             raise RuntimeError("no compiler")
         return run(kernel, *args, **options)
 
-    monkeypatch.setattr(KernelSteps, "_made", as_on_a_gpu)
+    monkeypatch.setattr(KernelSteps, "_make_tables", as_on_a_gpu)
     counting = lambda: BF16NaiveMixedPrecision(log_num_zeros_in_grad=True)  # noqa: E731
     both = pair(make_model, adamw, counting, clip_grad_norm=0.1)
     monkeypatch.setattr(InterpretedFunction, "run", refusing)

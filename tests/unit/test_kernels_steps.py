@@ -14,7 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, AdamW
 
 from benchmarks.waits import HostReads
-from booster.loss_scaler import DynamicScale
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 
 pytestmark = interpreted
@@ -62,34 +61,6 @@ def test_a_skip_leaves_every_byte(form, bad):
     after = everything(*step[1:])
     assert len(before) == len(after) > len(params)
     assert all(map(torch.equal, before, after))
-
-
-def scales(number):
-    drawn = random.Random(number)
-    bounds = drawn.choice([(None, None), (2.0, 2.0**12), (None, 2.0**10), (2.0**7, None)])
-    return {
-        "init_scale": drawn.choice([2.0**8, 1000.0]),
-        "growth_factor": drawn.choice([2.0, 1.7]),
-        "backoff_factor": drawn.choice([0.5, 0.3]),
-        "growth_interval": drawn.choice([1, 2, 3]),
-        "hysteresis": drawn.choice([1, 2, 3]),
-        "min_scale": bounds[0],
-        "max_scale": bounds[1],
-    }
-
-
-def test_the_scale_that_kernels_decide_is_that_of_the_rule_over_ten_thousand_random_sequences():
-    from interpreted_scales import Scales
-
-    for batch in range(20):
-        hosts = [DynamicScale(**scales(batch * 512 + index)) for index in range(512)]
-        drawn, device = random.Random(batch), Scales(hosts)
-        for _ in range(12):
-            found = [drawn.random() < 0.4 for _ in hosts]
-            for host, each in zip(hosts, found, strict=True):
-                host.update(each)
-            device.step(found)
-            assert device.read() == [tuple(host.state_dict().values()) for host in hosts]
 
 
 def test_a_loss_scale_moves_as_on_the_host():

@@ -381,7 +381,7 @@ def test_zero_grad_clears_working_gradients_and_a_step_leaves_them_with_their_sc
 def test_gradients_that_are_kept_after_a_step_add_up_at_the_right_scale(clip):
     scaler = DynamicScale(init_scale=2.0**4, growth_interval=1)
     run = Run(lambda p: optim.SGD(p, lr=1.0), FP16, "fp32", shapes=[(4,)])
-    run.optimizer._update.gradients.use(scaler)
+    run.optimizer._update.gradients.scaler = scaler
     start = run.values()[0]
     for _ in range(2):  # the scale doubles in between, and the first gradient stays
         run.optimizer.backward(loss_with(run.params, [1.0]))

@@ -14,8 +14,8 @@ from booster.ranks import agreement
 from booster.tensors.grads import gradient_values, unscale_values
 from booster.update.backward import BackwardPass
 from booster.update.context import UpdateContext
+from booster.update.decision import Norms
 from booster.update.gradients import Gradients
-from booster.update.norms import Norms
 
 NO_CLOSURE = "Currently, Amp does not support closure use with optimizers."
 

@@ -14,8 +14,8 @@ from booster.mixed_precision.apex.gradients import NO_CLOSURE, ApexGradients
 from booster.model.dtensors import dtensor_around, local_shard
 from booster.tensors.grads import gradient_values, own_memory, scale_values, unscale_values
 from booster.update.context import UpdateContext
+from booster.update.decision import Norms
 from booster.update.gradients import Gradients
-from booster.update.norms import Norms
 
 
 class _GradSnapshot:

@@ -26,12 +26,12 @@ from booster.mixed_precision.policy import Placement
 from booster.model.params import named_parameters
 from booster.update.application import Application, StepScalars
 from booster.update.backward import BackwardPass
-from booster.update.context import UpdateContext
+from booster.update.context import UpdateContext, UpdateOptions
+from booster.update.decision import Norms
 from booster.update.gradients import Gradients
 from booster.update.host import HostDecision, HostNorms
-from booster.update.norms import Norms
 from booster.update.optimizer_state import OptimizerState
-from booster.update.outcome import StepFields, StepResult, UpdateOptions
+from booster.update.outcome import StepFields, StepResult
 from booster.update.update import Update
 
 

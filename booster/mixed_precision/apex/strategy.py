@@ -40,8 +40,7 @@ from booster.mixed_precision.policy import DtypePolicy, InProcess, Placement, ha
 from booster.model.modules import bare
 from booster.tensors.cast_regions import CastFunctions, both, cast_floats
 from booster.tensors.trees import is_container
-from booster.update.context import UpdateContext
-from booster.update.outcome import UpdateOptions
+from booster.update.context import UpdateContext, UpdateOptions
 from booster.update.update import Update
 
 _logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from booster.mixed_precision.low_precision.recipes import GEMMS, GemmConfig, Gem
 from booster.mixed_precision.low_precision.strategy import LowPrecision
 from booster.ranks.agreement import all_names
 from booster.ranks.messages import reduced
-from booster.update.outcome import StepListener
+from booster.update.context import StepListener
 
 _logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from booster.common import arguments
 from booster.common.torch_internals.autograd_internals import compiler_is_loaded
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import DelayedScale
+from booster.mixed_precision.policy import StepHistories
 from booster.number_formats import E4M3, E5M2
 from booster.number_formats.scaling import scale_of
 from booster.ranks.agreement import all_names
 from booster.ranks.messages import reduced
-from booster.update.outcome import StepListener
 
 _MATRICES = 3  # of a layer: its input, its weight, and the gradient of its output
 
@@ -38,7 +38,7 @@ class DelayedScaling:
         arguments.count("margin", self.margin, least=0)
 
 
-class ScaleHistories(StepListener):
+class ScaleHistories(StepHistories):
     """The largest magnitudes in the layers of one model, and the scales of the step that follow from them.
 
     Listens to the optimizer's steps: after each, ranks agree on the largest magnitudes of it, in one collective for all layers,
@@ -70,8 +70,6 @@ class ScaleHistories(StepListener):
                 matrices = [DelayedScale(self._scale[row, i], self._amax[row, i]) for i in range(_MATRICES)]
                 layers[name].recipe = layers[name].recipe.delayed(*matrices)
                 self._scales.update(((row, i), matrix) for i, matrix in enumerate(matrices))
-
-    # ---- what a listener of steps does
 
     @torch.no_grad()
     def after_step(self, update: Any, number: int, result: Any) -> None:

@@ -22,7 +22,7 @@ from booster.mixed_precision import MixedPrecision
 from booster.plugin import SingleDevice
 from booster.tensors.micro_batch import MicroBatch
 from booster.tensors.trees import map_tensors, tensors
-from booster.update.outcome import UpdateOptions
+from booster.update.context import UpdateOptions
 
 _MOST_SCALES = 48  # that are tried until gradients are finite
 

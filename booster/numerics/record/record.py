@@ -31,6 +31,7 @@ from booster.numerics.record.record_file import SCHEMA, LineFile
 from booster.numerics.record.samples import Sample
 from booster.plugin import Plugin
 from booster.ranks.coordinator import DistCoordinator
+from booster.update.context import StepListener
 from booster.update.outcome import StepResult
 from booster.update.update import Update
 
@@ -290,7 +291,7 @@ class _Sampled(NamedTuple):
         return [*self.gradients.lines(applied), *(line for each in self.layers for line in each.lines())]
 
 
-class _RecordListener:
+class _RecordListener(StepListener):
     """Listens to one optimizer; see `StepListener`."""
 
     def __init__(self, record: Record, name: str) -> None:

@@ -1,4 +1,9 @@
-"""Norms and zeros of gradients, which one launch reads; by torch where a clip asks for more than a norm of order 2."""
+"""What is read of gradients: squares, norms and zeros.
+
+One launch reads all gradients (`KernelReading`). What kernels cannot read, as sparse gradients, torch does (`TorchReading`). A
+backward pass that steps reads some at a time (`PassReadings`). All know which parameters they read, the sum of squares, and,
+when somebody asks, which of the gradients were not finite.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.kernels.covered import Covered
 from booster.kernels.launch_cache import current
 from booster.kernels.launches import add_up, clip_by, norm_of
-from booster.kernels.released import Along, LookByTorch
+from booster.kernels.supported import SupportedParams
 from booster.kernels.table import Tables
 from booster.ranks import agreement
 from booster.tensors.grads import gradient_values, tensor_norms
@@ -31,25 +35,25 @@ class KernelNorms(DeviceNorms):
 
     waits = True
 
-    def __init__(self, context: UpdateContext, covered: Covered) -> None:
+    def __init__(self, context: UpdateContext, supported: SupportedParams) -> None:
         super().__init__(context)
-        self._covered, self._counts_zeros = covered, covered.steps.counts_zeros
+        self._supported, self._counts_zeros = supported, supported.steps.counts_zeros
 
     def read(self, gradients: Gradients, norm_type: float) -> tuple[Any, Any]:
-        tables = self._covered.ready(gradients.params()) if norm_type == 2.0 else None
+        tables = self._supported.tables(gradients.params()) if norm_type == 2.0 else None
         if tables is None:
             return super().read(gradients, norm_type)
         with current(tables.device):
-            read = self.look(tables, gradients.scale)
-            there = self._covered.steps.factor_on
+            read = self.read_tables(tables, gradients.scale)
+            there = self._supported.steps.factor_on
             scale = there("carried", gradients.scale, tables.device)
             return read, read.norm(scale, there("pending", gradients.factor, tables.device))
 
     def found(self, read: Sequence[Any]) -> torch.Tensor:
-        known = read[0].found if len(read) == 1 and isinstance(read[0], Along) else None
+        known = read[0].found if len(read) == 1 and isinstance(read[0], PassReadings) else None
         return super().found(read) if known is None else known
 
-    def look(self, tables: Tables, carried: Any) -> LookByKernels:
+    def read_tables(self, tables: Tables, carried: Any) -> KernelReading:
         """Read the gradients in `tables`, which are multiplied by `carried`. On their device."""
         sums, zeros = tables.first.measure(counts_zeros=self._counts_zeros)
         partials, counts = [sums], [zeros]
@@ -65,10 +69,10 @@ class KernelNorms(DeviceNorms):
         if self.shards.sharded:
             sums = agreement.all_reduce(_added_up(sums), self.group, dist.ReduceOp.SUM).view(1)
         if not self._counts_zeros:
-            return LookByKernels(tables, partials, sums, carried)
-        return LookByKernels(tables, partials, sums, carried, _together(counts, tables.device), self._versions(tables))
+            return KernelReading(tables, partials, sums, carried)
+        return KernelReading(tables, partials, sums, carried, _together(counts, tables.device), self._versions(tables))
 
-    def zeros(self, tables: Tables, read: LookByKernels | None) -> torch.Tensor | None:
+    def zeros(self, tables: Tables, read: KernelReading | None) -> torch.Tensor | None:
         """Return how many elements of the gradients in `tables` are zero, by tiles. read: a reading of them, which tells unless
         they were written to since."""
         if read is not None and read.versions == self._versions(tables):
@@ -79,7 +83,7 @@ class KernelNorms(DeviceNorms):
                 counts.append(table.measure(counts_zeros=True)[1])
         return _together(counts, tables.device)
 
-    def look_by_torch(self, params: Sequence[torch.Tensor]) -> LookByTorch:
+    def read_by_torch(self, params: Sequence[torch.Tensor]) -> TorchReading:
         """Read the gradients of `params` by operations of torch."""
         norms = torch.zeros(0, dtype=torch.float64, device=self.device)
         if params:
@@ -88,7 +92,7 @@ class KernelNorms(DeviceNorms):
         if self.shards.sharded:
             copies = torch.tensor(self.shards.num_replicas_of(params), dtype=torch.float64).to(norms.device)
             squares = agreement.all_reduce((squares / copies).sum(), self.group, dist.ReduceOp.SUM).view(1)
-        return LookByTorch(list(params), norms, squares, self.zeros_by_torch(params) if self._counts_zeros else None)
+        return TorchReading(list(params), norms, squares, self.zeros_by_torch(params) if self._counts_zeros else None)
 
     def zeros_by_torch(self, params: Sequence[torch.Tensor]) -> torch.Tensor:
         """Count zeros of what kernels do not measure: of each of `params`."""
@@ -102,14 +106,65 @@ class KernelNorms(DeviceNorms):
         if norm.dtype != torch.float64 or not isinstance(max_norm, float):
             return super().clipped(norm, max_norm, factor)
         found = torch.empty_like(norm)
-        bound = self._covered.steps.device_numbers("bound", (max_norm,), norm.device)
+        bound = self._supported.steps.device_numbers("bound", (max_norm,), norm.device)
         with current(norm.device):
-            pending = self._covered.steps.factor_on("pending", factor, norm.device)
+            pending = self._supported.steps.factor_on("pending", factor, norm.device)
             clip_by[(1,)](norm, bound, pending, found, enable_fp_fusion=False)
         return found
 
 
-class LookByKernels:
+class TorchReading:
+    """What torch's operations read of the gradients of `params`.
+
+    norms: of each, float64. sums: their squares, or one sum of all ranks' where they hold shards. zeros: how many elements of
+    each are zero, where that is counted."""
+
+    def __init__(
+        self, params: list[torch.Tensor], norms: torch.Tensor, sums: torch.Tensor, zeros: torch.Tensor | None
+    ) -> None:
+        self.params, self._norms, self.sums, self.zeros = params, norms, sums, zeros
+
+    def copied(self, copy: Copy) -> TorchReading:
+        """The same, of a copy of what names whose gradients are not finite."""
+        return TorchReading(self.params, copy(self._norms), self.sums, self.zeros)
+
+    def squares(self) -> dict[torch.Tensor, float]:
+        """Return the squares of the norms by parameter; waits for the device."""
+        return dict(zip(self.params, self._norms.square().tolist(), strict=True))
+
+
+class PassReadings:
+    """What a pass read of its gradients, a look at a time.
+
+    sums: of squares of all of them. found: 1 where they are not finite, 0 where they are, 0-dim; None: nobody knows."""
+
+    def __init__(self, looks: Sequence[Any], sums: torch.Tensor, found: torch.Tensor | None) -> None:
+        self._readings, self.sums, self.found = looks, sums, found
+
+    def copied(self, copy: Copy) -> PassReadings:
+        """The same, of a copy of what names whose gradients are not finite."""
+        return PassReadings([look.copied(copy) for look in self._readings], self.sums, self.found)
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """Whose gradients were read."""
+        return [param for look in self._readings for param in look.params]
+
+    @cached_property
+    def total(self) -> torch.Tensor:
+        """The norm of the gradients as they are, 0-dim on the device."""
+        return self.sums.sum().sqrt()
+
+    @cached_property
+    def each(self) -> torch.Tensor:
+        """The norms of `params`; waits for the device."""
+        squares: dict[torch.Tensor, float] = {}
+        for look in self._readings:
+            squares |= look.squares()
+        return torch.tensor([squares.get(param, 0.0) for param in self.params], dtype=torch.float64).sqrt()
+
+
+class KernelReading:
     """What one reading of the gradients found. sums: partial sums of squares, of all ranks where they hold shards.
     carried: what gradients were multiplied by then. zeros: how many elements of each tile are zero, of gradients of these
     `versions`, where that is counted."""
@@ -126,9 +181,9 @@ class LookByKernels:
         self._tables, self._partials, self.sums, self.carried = tables, partials, sums, carried
         self.zeros, self.versions = zeros, versions
 
-    def copied(self, copy: Copy) -> LookByKernels:
+    def copied(self, copy: Copy) -> KernelReading:
         """The same, of a copy of what names whose gradients are not finite."""
-        return LookByKernels(self._tables, list(map(copy, self._partials)), self.sums, self.carried)
+        return KernelReading(self._tables, list(map(copy, self._partials)), self.sums, self.carried)
 
     @cached_property
     def params(self) -> list[torch.Tensor]:

@@ -1,74 +1,23 @@
-"""Kernels within a backward pass that uses its gradients: what is known of them stays on the device, and the host goes on.
+"""Kernels that step within a backward pass: what is known of the gradients stays on the device, and the host goes on.
 
-The passes are those of `update/released_backward.py`. Nobody waits to know whether the second of two is worth while: where a
-step is skipped it runs all the same, and its launches write nothing. Norms are taken in float64, which no gradients overflow.
+The passes are those of `update/in_backward.py`. The host does not wait to learn whether the second of two passes is worth
+while: where a step is skipped it runs all the same, and its launches write nothing. Norms are taken in float64, which no
+gradients overflow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from booster.kernels.launch_cache import current
 from booster.kernels.launches import norm_of
+from booster.kernels.readings import PassReadings
 from booster.update.device import DeviceNorm
 from booster.update.gradual import GradualStep
 from booster.update.in_backward_pass import InBackwardPass
-from booster.update.outcome import Copy
-
-
-class LookByTorch:
-    """What torch's operations read of the gradients of `params`.
-
-    norms: of each, float64. sums: their squares, or one sum of all ranks' where they hold shards. zeros: how many elements of
-    each are zero, where that is counted."""
-
-    def __init__(
-        self, params: list[torch.Tensor], norms: torch.Tensor, sums: torch.Tensor, zeros: torch.Tensor | None
-    ) -> None:
-        self.params, self._norms, self.sums, self.zeros = params, norms, sums, zeros
-
-    def copied(self, copy: Copy) -> LookByTorch:
-        """The same, of a copy of what names whose gradients are not finite."""
-        return LookByTorch(self.params, copy(self._norms), self.sums, self.zeros)
-
-    def squares(self) -> dict[torch.Tensor, float]:
-        """Return the squares of the norms by parameter; waits for the device."""
-        return dict(zip(self.params, self._norms.square().tolist(), strict=True))
-
-
-class Along:
-    """What a pass read of its gradients, a look at a time.
-
-    sums: of squares of all of them. found: 1 where they are not finite, 0 where they are, 0-dim; None: nobody knows."""
-
-    def __init__(self, looks: Sequence[Any], sums: torch.Tensor, found: torch.Tensor | None) -> None:
-        self._looks, self.sums, self.found = looks, sums, found
-
-    def copied(self, copy: Copy) -> Along:
-        """The same, of a copy of what names whose gradients are not finite."""
-        return Along([look.copied(copy) for look in self._looks], self.sums, self.found)
-
-    @property
-    def params(self) -> list[torch.Tensor]:
-        """Whose gradients were read."""
-        return [param for look in self._looks for param in look.params]
-
-    @cached_property
-    def total(self) -> torch.Tensor:
-        """The norm of the gradients as they are, 0-dim on the device."""
-        return self.sums.sum().sqrt()
-
-    @cached_property
-    def each(self) -> torch.Tensor:
-        """The norms of `params`; waits for the device."""
-        squares: dict[torch.Tensor, float] = {}
-        for look in self._looks:
-            squares |= look.squares()
-        return torch.tensor([squares.get(param, 0.0) for param in self.params], dtype=torch.float64).sqrt()
 
 
 class KernelGradualStep(GradualStep):
@@ -106,8 +55,8 @@ class KernelPass(InBackwardPass):
     def __init__(self, gradients: Any) -> None:
         super().__init__(gradients)
         self._dtype = torch.float64
-        self._looks: list[Any] = []
-        self._looked_at: set[torch.Tensor] = set()
+        self._readings: list[Any] = []
+        self._read_params: set[torch.Tensor] = set()
         self._next: torch.Tensor | None = None  # what the step after this one is clipped by
 
     def overflows(self) -> bool:
@@ -115,26 +64,26 @@ class KernelPass(InBackwardPass):
 
     @property
     def _with_norms(self) -> list[torch.Tensor]:
-        return [param for param in self.params if param in self.norms or param in self._looked_at]
+        return [param for param in self.params if param in self.norms or param in self._read_params]
 
     @property
     def counts(self) -> bool:
-        return bool(self._looked_at) or super().counts
+        return bool(self._read_params) or super().counts
 
-    def take_norm(self) -> None:
+    def set_norm(self) -> None:
         if self.measures_along:
-            self._take_along()
+            self._set_norm_along()
             return
         norms, norm = self.gradients.norms, self.stacked().to(self.gradients.norms.device)
         total = torch.linalg.vector_norm(norm)
         if self._shards.sharded:
             total = norms.shared_total(norm, 2.0, self.measured)
-        self.gradients.take(DeviceNorm(total, norm, self.measured))
+        self.gradients.set_read(DeviceNorm(total, norm, self.measured))
         if self.in_backward.max_norm:
             self.gradients.clip_by(self.in_backward.max_norm, self.gradients.norm)
 
-    def _take_along(self) -> None:
-        gradients, device, sums = self.gradients, self.gradients.norms.device, [look.sums for look in self._looks]
+    def _set_norm_along(self) -> None:
+        gradients, device, sums = self.gradients, self.gradients.norms.device, [look.sums for look in self._readings]
         found = self.decision.found_of_part
         total = (
             torch.cat(sums)
@@ -148,7 +97,7 @@ class KernelPass(InBackwardPass):
         with current(device):
             previous = self.in_backward.previous
             norm_of[(1,)](total, total.numel(), carried, None, norms, previous, enable_fp_fusion=False)
-        gradients.read = [Along(self._looks, total, found)]
+        gradients.read = [PassReadings(self._readings, total, found)]
         gradients.norm, self._next = norms.unbind()
 
     def begin(self) -> None:
@@ -165,20 +114,20 @@ class KernelPass(InBackwardPass):
         """Launches divide by what waits; see `KernelGradualStep` for the others."""
         return None
 
-    def _look_along(self, param: torch.Tensor) -> None:
+    def _read_along(self, param: torch.Tensor) -> None:
         """Those that are judged together are looked at together, in one launch."""
 
-    def _judge(self) -> None:
-        params, self._unjudged = self._unjudged, []
+    def _decide_next(self) -> None:
+        params, self._undecided = self._undecided, []
         if not params:
             return
-        self._num_unjudged = 0
-        with self._lent(params) as parts:
+        self._num_undecided = 0
+        with self._local_shards(params) as parts:
             there = {param: part for param, part in zip(params, parts, strict=True) if part.grad is not None}
-            self._looks.append(self.decision.look_along(list(there.values())))
-        self._looked_at.update(there)
+            self._readings.append(self.decision.read_along(list(there.values())))
+        self._read_params.update(there)
         for param in params:
-            self._admit(param)
+            self._step_when_complete(param)
 
     def _keep_norm(self, norm: Any) -> None:
         if self._next is None:

@@ -1,0 +1,277 @@
+"""What kernels step: contiguous segments of parameters with their states, and which parameters those are.
+
+A float32 parameter is one segment; a bucket of master weights is one segment for each piece of a parameter in it. States are
+torch's own, in the optimizer's `state`: they are made here where there are none yet, so that a step by kernels, a step by torch
+and a checkpoint find each other's. Addresses are kept as numbers; a step asks first whether they hold (`Segments.holds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from booster.kernels.arithmetic import BFLOAT16, FLOAT16, FLOAT32
+from booster.kernels.rule import Rule
+from booster.kernels.weights import ENCODINGS, FORMS, FULL, FULL_STATE, StateForm, WeightForm
+from booster.masters.bucket import Bucket
+from booster.masters.quantized_state import QuantizedState
+from booster.shards import Shards
+from booster.tensors.flat import is_dense
+from booster.update.application import lay_states
+
+DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+_ADDRESS = torch.Tensor.data_ptr
+
+
+class Unsupported(Exception):
+    """Kernels cannot step this; the text says why."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Segment:
+    """Elements `start` to `start + size` of `param`, in memory order, and what is stepped with them. Addresses are numbers.
+
+    Attributes:
+        weights: address of the elements.
+        residual: address of what is kept for them beside the half-precision weight; 0 for nothing.
+        codes, scales: addresses of their states, and of the scales of quantized ones.
+        names, encodings: of these states.
+        step_count: index of the number that counts their steps.
+        form: how the weight is kept.
+        flags: of the group, in bits.
+        half: code of the parameter's dtype.
+        copies: how many ranks hold the segment.
+        bucket: that it is in, if any, at `offset`, with its states at `states_offset`.
+    """
+
+    param: torch.Tensor
+    size: int
+    step_count: int
+    names: tuple[str, ...]
+    flags: int
+    half: int
+    copies: int
+    start: int = 0
+    weights: int = 0
+    residual: int = 0
+    codes: tuple[int, ...] = ()
+    scales: tuple[int, ...] = ()
+    encodings: tuple[StateForm, ...] = ()
+    form: WeightForm = FULL
+    bucket: Bucket | None = None
+    offset: int = 0
+    states_offset: int = 0
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether states and residual bits are in host memory between steps."""
+        return self.bucket is not None and self.bucket.host is not None
+
+
+class Segments:
+    """All that one step updates, or one reading reads, by the groups of `optimizer`.
+
+    Attributes:
+        all: the segments, in the order in which they were added.
+        step_counts: (address of a float32 count or 0, group) by index.
+    """
+
+    def __init__(self, optimizer: Optimizer, rule: Rule, shards: Shards) -> None:
+        self.all: list[Segment] = []
+        self.step_counts: list[tuple[int, int]] = []
+        self._optimizer, self._rule, self._shards = optimizer, rule, shards
+        self._state = optimizer.state
+        self._entries: list[tuple[dict[str, Any], str, Any]] = []
+        self._owners: list[tuple[Any, dict[str, Any]]] = []
+        self._tensors: list[torch.Tensor] = []
+        self._flags = [flags_of(rule, group) for group in optimizer.param_groups]
+
+    def holds(self) -> bool:
+        """Return whether states, weights and flags are what and where they were."""
+        state = self._optimizer.state
+        if state is not self._state or list(map(_ADDRESS, self._tensors)) != self._addresses:
+            return False
+        for owner, own in self._owners:
+            if state.get(owner) is not own:
+                return False
+        for own, name, value in self._entries:
+            if own.get(name) is not value:
+                return False
+        return self._flags == [flags_of(self._rule, group) for group in self._optimizer.param_groups]
+
+    def complete(self) -> None:
+        """All was added."""
+        self._addresses = list(map(_ADDRESS, self._tensors))
+
+    def add(self, group: int, param: torch.Tensor) -> None:
+        """Add a float32 parameter that is stepped as it is. Raises Unsupported."""
+        if type(param) not in (torch.Tensor, torch.nn.Parameter) or param.dtype != torch.float32:
+            raise Unsupported(f"a parameter of shape {tuple(param.shape)} is {type(param).__name__} of {param.dtype}")
+        if not is_dense(param):
+            raise Unsupported(f"a parameter of shape {tuple(param.shape)} has gaps or overlaps in memory")
+        own, count = self._own(group, param, param)
+        lay_states(param, own)
+        names = self._begun(group, own)
+        codes = tuple(self._state_of(own, name, param).data_ptr() for name in names)
+        self._tensors.append(param)
+        scales, encodings = (0,) * len(codes), (FULL_STATE,) * len(codes)
+        own_memory = {"weights": param.data_ptr(), "codes": codes, "scales": scales, "encodings": encodings}
+        self._put(group, count, param, size=param.numel(), **own_memory)
+
+    def add_reading(self, param: torch.Tensor) -> None:
+        """Add the gradient of a parameter, which is only read."""
+        if not self.step_counts:
+            self.step_counts.append((0, 0))
+        self._put(0, 0, param, size=param.numel())
+
+    def add_bucket(self, bucket: Bucket) -> None:
+        """Add all pieces in a bucket. Raises Unsupported."""
+        if type(bucket.format) not in FORMS:
+            raise Unsupported(f"weights in the form {type(bucket.format).__name__} have no kernel")
+        residual = bucket.residual
+        if residual is not None:
+            self._tensors.append(residual)
+        self._tensors += bucket.params
+        of_bucket: Any = None
+        for index, (piece, weights) in enumerate(zip(bucket.pieces, bucket.working(), strict=True)):
+            if bucket.whole or of_bucket is None:
+                handle = bucket.handles[index if bucket.whole else 0]
+                own, count = self._own(bucket.group, handle, weights)
+                names = self._begun(bucket.group, own)
+                self._make_states(bucket, own, names)
+                of_bucket = count, [self._kept(bucket, handle, own, name) for name in names]
+            count, kept = of_bucket
+            offset = 0 if bucket.whole else piece.offset
+            codes, scales = addresses_of(kept, offset)
+            self._put(
+                bucket.group,
+                count,
+                piece.param,
+                start=piece.start,
+                size=piece.size,
+                weights=weights.data_ptr(),
+                residual=residual_address(residual, piece.offset),
+                codes=codes,
+                scales=scales,
+                encodings=tuple(
+                    ENCODINGS[value.encoding] if isinstance(value, QuantizedState) else FULL_STATE for value in kept
+                ),
+                form=FORMS[type(bucket.format)],
+                bucket=bucket,
+                offset=piece.offset,
+                states_offset=offset,
+            )
+
+    def _put(self, group: int, count: int, param: torch.Tensor, **own: Any) -> None:
+        names = self._rule.states(self._optimizer.param_groups[group])
+        copies, half = self._shards.num_replicas(param) or 1, DTYPES[param.dtype]
+        flags = self._flags[group]
+        segment = Segment(param=param, step_count=count, names=names, flags=flags, half=half, copies=copies, **own)
+        self.all.append(segment)
+
+    def _own(self, group: int, owner: Any, param: torch.Tensor) -> tuple[dict[str, Any], int]:
+        """The state of `owner`, a key of the optimizer's, and the index of its step count."""
+        own: dict[str, Any] = self._optimizer.state[owner]
+        self._owners.append((owner, own))
+        address = 0
+        if self._rule.counts:
+            step = own.get("step")
+            there = isinstance(step, torch.Tensor) and step.device == param.device and step.dtype == torch.float32
+            if not there:  # torch's default implementation counts on the host
+                given = 0.0 if step is None else float(step)
+                own["step"] = step = torch.full((), given, dtype=torch.float32, device=param.device)
+            assert isinstance(step, torch.Tensor)
+            self._remember(own, "step", step)
+            address = step.data_ptr()
+        self.step_counts.append((address, group))
+        return own, len(self.step_counts) - 1
+
+    def _begun(self, group: int, own: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the states in `own`. Raises Unsupported where torch has to make them."""
+        names = self._rule.states(self._optimizer.param_groups[group])
+        if self._rule.begins_by_torch(self._optimizer.param_groups[group]) and any(
+            own.get(name) is None for name in names
+        ):
+            raise Unsupported("a first step, which makes states that do not begin at zero")
+        return names
+
+    def _remember(self, own: dict[str, Any], name: str, value: Any) -> None:
+        self._entries.append((own, name, value))
+        self._tensors += value.tensors if isinstance(value, QuantizedState) else [value]
+
+    def _state_of(self, own: dict[str, Any], name: str, param: torch.Tensor) -> torch.Tensor:
+        value = own.get(name)
+        if value is None:
+            value = own[name] = torch.zeros_like(param, memory_format=torch.preserve_format).detach()
+        alike = isinstance(value, torch.Tensor) and (value.dtype, value.device) == (torch.float32, param.device)
+        if not alike or value.shape != param.shape:
+            raise Unsupported(
+                f"the state {name!r} of a parameter of shape {tuple(param.shape)} is no float32 tensor like it"
+            )
+        self._remember(own, name, value)
+        return value
+
+    def _make_states(self, bucket: Bucket, own: dict[str, Any], names: Sequence[str]) -> None:
+        """Give a flat `bucket` the states that it lacks, zero, where they are between steps."""
+        missing = [] if bucket.whole else [name for name in names if own.get(name) is None]
+        for name in missing:
+            encoding = None
+            if bucket.quantizer is not None:
+                like = torch.empty(bucket.size, dtype=torch.float32, device="meta")
+                encoding = bucket.quantizer.encoding_of(name, like, bucket)
+            if encoding is None:
+                own[name] = torch.zeros(bucket.size, dtype=torch.float32, device=bucket.device)
+            else:
+                own[name] = QuantizedState(encoding, bucket.size, bucket.device)
+        if missing and bucket.host is not None:
+            bucket.host.keep_states(bucket, self._state)
+
+    def _kept(self, bucket: Bucket, handle: torch.Tensor, own: dict[str, Any], name: str) -> Any:
+        if bucket.whole:
+            return self._state_of(own, name, handle)
+        value = own[name]
+        if not isinstance(value, QuantizedState) and (value.dtype, value.shape) != (torch.float32, (bucket.size,)):
+            raise Unsupported(f"the state {name!r} of a bucket is no float32 tensor of its size")
+        self._remember(own, name, value)
+        return value
+
+
+def flags_of(rule: Rule, group: dict[str, Any]) -> int:
+    """Return the flags of a group in the bits of a number."""
+    found = 0
+    for place, flag in enumerate(rule.flags(group)):
+        found |= bool(flag) << place
+    return found
+
+
+def same(these: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return whether two lists are of the same objects."""
+    return len(these) == len(others) and all(map(is_, these, others))
+
+
+def numbers_of(rule: Rule, groups: Iterable[dict[str, Any]]) -> list[tuple[float, ...]]:
+    """Return the rows of numbers of all groups; 0 for a learning rate that is a tensor, which is not read here."""
+    return [
+        rule.numbers({**group, "lr": 0.0} if isinstance(group.get("lr"), torch.Tensor) else group) for group in groups
+    ]
+
+
+def residual_address(residual: torch.Tensor | None, offset: int) -> int:
+    """The address of what is kept of the element at `offset` of a bucket; 0 for nothing."""
+    return 0 if residual is None else residual.data_ptr() + offset * residual.element_size()
+
+
+def addresses_of(states: Sequence[Any], offset: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The addresses of codes and of scales of the element at `offset`, a multiple of 32 where there are scales."""
+    codes, scales = [], []
+    for value in states:
+        tensor = value.codes if isinstance(value, QuantizedState) else value
+        codes.append(tensor.data_ptr() + offset * tensor.element_size())
+        there = isinstance(value, QuantizedState) and value.scales is not None
+        scales.append(value.scales.data_ptr() + offset // 32 * 2 if there else 0)
+    return tuple(codes), tuple(scales)
