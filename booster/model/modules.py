@@ -60,6 +60,7 @@ def bare(module: nn.Module) -> nn.Module:
 
 def wait_for_weights(placed: nn.Module) -> None:
     """Wait for weights of a placed module that an optimizer's step left on their way from other ranks."""
+    # By the type: an attribute of the wrapped model may have that name.
     wait = getattr(type(placed), "wait_for_weights", None)
     if wait is not None:
         wait(placed)
@@ -67,7 +68,7 @@ def wait_for_weights(placed: nn.Module) -> None:
 
 def unwrap_placed(module: nn.Module) -> nn.Module:
     """Return the user's model inside what a plugin wrapped around it."""
-    while is_placed(module):
+    while is_placed(module):  # a plugin may wrap more than once
         module = module.module  # type: ignore[assignment]
     return module
 

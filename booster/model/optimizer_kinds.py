@@ -111,11 +111,11 @@ def known(optimizer: Optimizer) -> Known:
 
 def makes_missing_states(cls: type[Optimizer]) -> bool:
     """Whether a step of `cls` gives a state to a parameter that has none, as it does but for Adagrad in torch 2.11."""
-    return not KNOWN.get(cls, UNKNOWN).made_at_once or _adagrad_begins_late()
+    return not KNOWN.get(cls, UNKNOWN).made_at_once or _adagrad_makes_missing_states()
 
 
 @functools.cache
-def _adagrad_begins_late() -> bool:
+def _adagrad_makes_missing_states() -> bool:
     # Found by a try: no attribute of torch says it.
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
     weight.grad = torch.zeros_like(weight)
@@ -210,6 +210,7 @@ def check_attributes(optimizer: Optimizer, params: Iterable[torch.Tensor], would
     named: set[str] = set()
     for cls in own:
         for value in vars(cls).values():
+            # A property, and a method that torch's profiling wraps, are looked into as well.
             function = inspect.unwrap(getattr(value, "fget", value) or value)
             if code := getattr(function, "__code__", None):
                 named |= _names_in(code)
@@ -235,6 +236,7 @@ def _check_states(optimizer: Optimizer, would: str) -> None:
     own, inner = type(optimizer), inner_optimizers(optimizer)
     state = inspect.getattr_static(own, "state", None)
     is_read_only = isinstance(state, property) and state.fset is None
+    # One dict for both is fine: the inner optimizer finds the states of the new parameters there, too.
     apart = [name for name, each in inner.items() if is_read_only or each.state is not optimizer.state]
     if apart:
         base = type(inner[apart[0]]).__name__

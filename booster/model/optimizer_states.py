@@ -42,7 +42,7 @@ def state_differences(where: str, now: Any, given: Any, legal: Any = ...) -> Ite
             yield from entry_differences(where, now, given)
     elif isinstance(now, str):
         fits = isinstance(given, str)
-    elif isinstance(now, bool):
+    elif isinstance(now, bool):  # before numbers, which bool is one of
         fits = isinstance(given, bool)
     elif _is_numeric(now):
         fits = _is_numeric(given)
@@ -98,7 +98,7 @@ def snapshot_entries(optimizer: Optimizer, group: Any) -> Callable[[], None]:
     held = snapshot_value([*entries.values(), *numbers.values()])
 
     def back() -> None:
-        for key in group.keys() - entries.keys() - {"params"}:
+        for key in group.keys() - entries.keys() - {"params"}:  # entries that the trial added
             del group[key]
         group.update(entries)
         vars(optimizer).update(numbers)

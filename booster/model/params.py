@@ -124,7 +124,7 @@ def rebind(
                 group["params"][index] = replacement
                 if param in optimizer.state:
                     optimizer.state[replacement] = optimizer.state.pop(param)
-            _move_state(optimizer, replacement)
+            _move_state(optimizer, replacement)  # also of a parameter that stayed and went to another device
     return Selection(kept, sizes, frozenset(old.keys() - new.keys())) if partial else None
 
 
@@ -147,7 +147,7 @@ def set_tensors(module: nn.Module, value_of: Callable[[str, torch.Tensor], torch
     for name, param in module._parameters.items():
         if param is None or not param.is_floating_point():
             continue
-        if param not in done:
+        if param not in done:  # a tied parameter is cast once
             value = value_of(name, param)
             if is_dtensor(param) and value.dtype != param.dtype:
                 done[param] = nn.Parameter(value, requires_grad=param.requires_grad)

@@ -259,9 +259,10 @@ class MultiStepWarmupLR(ClosedFormLR):
         if not steps or any(a >= b for a, b in zip(steps, steps[1:], strict=False)):
             legal = "steps in increasing order, each once, and at least one"
             raise ValueError(arguments.refusal("milestones", steps, legal))
-        self.milestones = steps
+        self.milestones = steps  # a list, as the state dict must be plain data
         self.gamma = arguments.number("gamma", gamma, least=0)
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
+        # After `super().__init__`, which checks the two bounds.
         for step in self.milestones:
             arguments.count("milestones", step, least=warmup_steps, most=total_steps, what="from warmup to total_steps")
 
@@ -298,6 +299,7 @@ class MultiStepLR(MultiStepWarmupLR):
 def _ending(schedule: type[of_torch.LRScheduler], last: int = 0) -> Any:
     """Return `schedule` as a base class: the rate stays where it is after step `total_steps + last`."""
 
+    # Beyond its end torch's cycle raises, and its cosine climbs again.
     class Ending(schedule):  # type: ignore[valid-type, misc]
         def get_lr(self) -> list[Rate]:
             if self.last_epoch > self.total_steps + last:
