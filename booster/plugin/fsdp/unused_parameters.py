@@ -24,9 +24,8 @@ from booster.common.torch_internals.fsdp_internals import (
 from booster.plugin.fsdp.forward_writes import ForwardWrites
 from booster.tensors.trees import tensors
 
-_COMPARED = (
-    4  # forward passes in which ranks compare the order in which they gather, and a GPU is asked what they reduce
-)
+# First forward passes, in which ranks compare the order in which they gather, and a GPU is asked what they reduce.
+_COMPARED = 4
 
 
 class _Group:
@@ -102,7 +101,7 @@ class UnusedParameters:
         self._num_params = 0
         self._under_way = False
         self._passes_left = _COMPARED if self._ranks else 0
-        self._compare_hooks: list[Any] = []  # hooks
+        self._compare_hooks: list[Any] = []  # of those first passes
 
     def before_sharding(self, modules: Sequence[nn.Module]) -> _Group:
         """Register what runs before the output hooks of `fully_shard`, which will be applied to `modules` together.
