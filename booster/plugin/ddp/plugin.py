@@ -211,10 +211,10 @@ class TorchDDPPlugin(Plugin):
     def make_shards(self, optimizer: Optimizer) -> Shards:
         if self.group is None:
             return Shards(optimizer)
-        return ReplicatedShards(optimizer, self._sync_trackers, self._reducers, self._alike)
+        return ReplicatedShards(optimizer, self._sync_trackers, self._reducers, self._replica_ranks)
 
     @property
-    def _alike(self) -> dist.ProcessGroup | None:
+    def _replica_ranks(self) -> dist.ProcessGroup | None:
         """The ranks with equal weights; None under a hook of the user, after which gradients may differ, as in local SGD."""
         return self._ranks if self._comm_hook is None else None
 

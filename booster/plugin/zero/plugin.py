@@ -186,7 +186,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             overlaps=self._overlaps,
             sync_trackers=self._sync_trackers,
             reducers=self._reducers,
-            ranks=self._alike,
+            ranks=self._replica_ranks,
         )
 
     def _register_comm_hook(self, placed: DistributedDataParallel, device: torch.device) -> None:
