@@ -58,7 +58,8 @@ class Session:
         """Raise RuntimeError where `precision` would begin to cast inside contexts that end before the session does."""
         self._check_thread()
         own = self._thread is not None
-        modes = sum(not _is_default_device(mode) for mode in _function_modes()) - own * self._num_modes
+        # The mode of torch.set_default_device comes and goes below all others; that of `with torch.device` does not.
+        modes = sum(mode is not default_device_mode() for mode in function_modes()) - own * self._num_modes
         autocast = torch.is_autocast_enabled(device_type) and not own
         if precision.options.patch_torch_functions and (modes > 0 or autocast):
             raise RuntimeError(
@@ -128,15 +129,6 @@ class Session:
                 "for them. amp.state_dict() holds those of this one; those of the others are in each optimizer's state_dict()",
                 others,
             )
-
-
-def _function_modes() -> list[Any]:
-    return function_modes()
-
-
-def _is_default_device(mode: Any) -> bool:
-    # That of torch.set_default_device, which comes and goes below all other modes; `with torch.device` does not.
-    return mode is default_device_mode()
 
 
 __all__ = [

@@ -202,7 +202,9 @@ _UNITS = (
 
 def half_units() -> tuple[str, ...]:
     """The units of this CPU for half precision that oneDNN uses: of "AMX-FP16", "AMX-BF16", "AVX512-FP16", "AVX512-BF16"."""
-    level = _level()
+    # oneDNN reads the variables once, when it first multiplies; torch's flags do not show them.
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    level = _LEVELS.get(limit.upper(), 9)
     least = {name: level for name, _, level in _UNITS}
     return tuple(name for name in all_half_units() if level >= least[name])
 
@@ -217,9 +219,3 @@ def cpu_name() -> str:
     """What this CPU calls itself."""
     has = torch.cpu.get_capabilities()
     return str(has.get("cpu_name") or has.get("architecture", "unknown"))
-
-
-def _level() -> int:
-    # oneDNN reads them once, when it first multiplies; flags do not show them.
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
-    return _LEVELS.get(limit.upper(), 9)

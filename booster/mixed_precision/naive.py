@@ -238,16 +238,13 @@ class BufferAverage:
             return
         buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point() and buffer.numel()]
         for device in dict.fromkeys(buffer.device for buffer in buffers):
-            _average([buffer for buffer in buffers if buffer.device == device], world_size, self._group)
+            own = [buffer for buffer in buffers if buffer.device == device]
+            # In float32, because a sum of halves rounds and overflows; divided afterwards, because gloo has no AVG.
+            flat = torch.cat([buffer.reshape(-1).float() for buffer in own])
+            dist.all_reduce(flat, group=self._group)
+            flat /= world_size
+            for buffer, mean in zip(own, flat.split([buffer.numel() for buffer in own]), strict=True):
+                buffer.copy_(mean.view_as(buffer))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BufferAverage:
         return type(self)(self._group)  # a process group cannot be copied
-
-
-def _average(buffers: list[torch.Tensor], world_size: int, group: dist.ProcessGroup | None) -> None:
-    # In float32, because a sum of halves rounds and overflows; divided afterwards, because gloo has no AVG.
-    flat = torch.cat([buffer.reshape(-1).float() for buffer in buffers])
-    dist.all_reduce(flat, group=group)
-    flat /= world_size
-    for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-        buffer.copy_(mean.view_as(buffer))

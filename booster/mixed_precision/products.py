@@ -52,7 +52,9 @@ def product_modules(model: nn.Module, *, placed: bool = False) -> frozenset[str]
     while True:
         # A parameter that two modules share follows the stricter one, and takes what else that module holds along.
         strict = {tensor for tensor, place in places if place.holder in refused}
-        more = {place.holder for tensor, place in places if tensor in strict} | _projections(model, refused)
+        more = {place.holder for tensor, place in places if tensor in strict}
+        # Attention that stays in float32 reads the weight of its output projection, and does not call that module.
+        more |= {each.out_proj for each in refused if isinstance(each, nn.MultiheadAttention)}
         if more <= refused:
             break
         refused |= more
@@ -82,10 +84,3 @@ def _is_product(module: nn.Module, own: str, *, placed: bool) -> bool:
             same &= getattr(kind, "_conv_forward", None) is getattr(base, "_conv_forward", None)
             return same and forward is None and own in names
     return False
-
-
-def _projections(model: nn.Module, refused: set[nn.Module]) -> set[nn.Module]:
-    """Return output projections of attention that stays in float32: it reads their weights, and does not call them."""
-    return {
-        module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention) and module in refused
-    }

@@ -98,13 +98,23 @@ class RoundedOperands(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         operands = _OPERANDS.get(func, ()) if self.enabled else ()
         if operands:
-            args = tuple(_rounded(each) if place in operands else each for place, each in enumerate(args))
+            args = tuple(
+                round_to(each, TF32) if place in operands and each.dtype == torch.float32 else each
+                for place, each in enumerate(args)
+            )
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def _rehearsed() -> Iterator[None]:
-    operands, backends = RoundedOperands(), _attention_backends()
+    cuda = torch.backends.cuda
+    enabled = {
+        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: cuda.math_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
+    }
+    operands, backends = RoundedOperands(), [backend for backend, is_enabled in enabled.items() if is_enabled]
 
     @contextmanager
     def left() -> Iterator[None]:
@@ -115,22 +125,6 @@ def _rehearsed() -> Iterator[None]:
         finally:
             operands.enabled = True
 
-    # Attention in products that the mode sees.
+    # By the math backend attention is made of products, which the mode sees.
     with surrounding(left), operands, sdpa_kernel(SDPBackend.MATH):
         yield
-
-
-def _attention_backends() -> list[SDPBackend]:
-    """Return which implementations of attention torch may choose from here."""
-    cuda = torch.backends.cuda
-    enabled = {
-        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
-        SDPBackend.MATH: cuda.math_sdp_enabled(),
-        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
-    }
-    return [backend for backend, is_enabled in enabled.items() if is_enabled]
-
-
-def _rounded(x: torch.Tensor) -> torch.Tensor:
-    return round_to(x, TF32) if x.dtype == torch.float32 else x

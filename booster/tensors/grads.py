@@ -57,7 +57,12 @@ def tensor_norms(values: Sequence[torch.Tensor], norm_type: float, dtype: torch.
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     on_cpu = len(devices) == 1 and _CPU in devices
     if dtype is not None and on_cpu and max(map(_NUMEL, values)) > PIECE and not torch.compiler.is_compiling():
-        norms = _norms_by_pieces(values, norm_type, dtype)
+        # As `_foreach_norm`, without wide copies of more than a piece.
+        split = [value.view(-1).split(PIECE) if value.is_contiguous() else (value,) for value in values]
+        of_pieces = [[torch.linalg.vector_norm(piece, norm_type, dtype=dtype) for piece in each] for each in split]
+        norms = [
+            own[0] if len(own) == 1 else torch.linalg.vector_norm(torch.stack(own), norm_type) for own in of_pieces
+        ]
     else:
         norms = list(torch._foreach_norm(values, norm_type, dtype=dtype))  # type: ignore[arg-type]
     if len(devices) > 1:
@@ -68,13 +73,6 @@ def tensor_norms(values: Sequence[torch.Tensor], norm_type: float, dtype: torch.
 def _sizes(value: torch.Tensor, norm_type: float) -> torch.Tensor:
     """Return real numbers of the same norm as the complex `value`."""
     return torch.view_as_real(value.detach()) if norm_type == 2.0 and not value.is_conj() else value.detach().abs()
-
-
-def _norms_by_pieces(values: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """As `torch._foreach_norm` on CPU, without wide copies of more than a piece."""
-    split = [value.view(-1).split(PIECE) if value.is_contiguous() else (value,) for value in values]
-    norms = [[torch.linalg.vector_norm(piece, norm_type, dtype=dtype) for piece in pieces] for pieces in split]
-    return [own[0] if len(own) == 1 else torch.linalg.vector_norm(torch.stack(own), norm_type) for own in norms]
 
 
 def nonfinite_indices(values: Sequence[torch.Tensor], norms: torch.Tensor) -> list[int]:

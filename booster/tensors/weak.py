@@ -172,8 +172,9 @@ def _settle(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[torch.dtype |
                 kind = None
     if half is None and scalar is not None and role != "arithmetic":
         half = scalar
-    if role == "float" or (role == "to" and any(_is_wide(each) for each in (*args, *kwargs.values()))):
-        return None, False, None
+    given = (*args, *kwargs.values())
+    if role == "float" or (role == "to" and any(isinstance(each, torch.dtype) and each in _WIDE for each in given)):
+        return None, False, None  # the user asks for float32: the result is no longer weak
     if half is None:
         return None, False, kind
     written = _written(func)
@@ -208,10 +209,6 @@ def _fitted(func: Any, args: Any, kwargs: dict[str, Any], half: torch.dtype, up:
     left = (*_written(func), "out") if up else ()
     args = tuple([each if place in left else _cast(each, half, up, func) for place, each in enumerate(args)])
     return args, {key: value if key in left else _cast(value, half, up, func) for key, value in kwargs.items()}
-
-
-def _is_wide(value: Any) -> bool:
-    return isinstance(value, torch.dtype) and value in _WIDE
 
 
 def _cast(value: Any, half: torch.dtype, up: bool, func: Any) -> Any:

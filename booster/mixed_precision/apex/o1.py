@@ -64,7 +64,11 @@ def dispatched(module: Any, name: str) -> tuple[Callable[..., Any], ...]:
     if function in _CALLS:
         return _CALLS[function]
     holds_functions = module is torch.Tensor or isinstance(module, ModuleType)
-    if not holds_functions or inspect.isclass(function) or not callable(function) or not _dispatches(function):
+    # A Python function of torch gives way to a mode where it says so in its first lines, or where torch overrides it.
+    dispatches = not inspect.isfunction(function) or (
+        "handle_torch_function" in function.__code__.co_names or function in get_testing_overrides()
+    )
+    if not holds_functions or inspect.isclass(function) or not callable(function) or not dispatches:
         raise ValueError(
             f"{getattr(module, '__name__', module)}.{name} cannot be registered: torch does not dispatch it, so its "
             "arguments are never seen. Register the function of torch that it calls, or a function of your own that "
@@ -72,12 +76,6 @@ def dispatched(module: Any, name: str) -> tuple[Callable[..., Any], ...]:
         )
     with_indices = getattr(module, f"{name}_with_indices", None)
     return (function,) if with_indices is None else (function, with_indices)
-
-
-def _dispatches(function: Any) -> bool:
-    if inspect.isfunction(function):
-        return "handle_torch_function" in function.__code__.co_names or function in get_testing_overrides()
-    return True
 
 
 Kind = Literal["half", "float", "promote"]
@@ -144,7 +142,7 @@ class Registered:
         return {
             function: _instead_of_autocast(_RULES[kind])
             for (path, name), kind in self._torch_functions.items()
-            for function in dispatched(_resolve(path), name)
+            for function in dispatched(torch.Tensor if path == "torch.Tensor" else sys.modules[path], name)
         }
 
 
@@ -203,10 +201,6 @@ def _path(module: Any) -> str:
     if isinstance(module, ModuleType):
         return module.__name__
     return f"{getattr(module, '__module__', None)}.{getattr(module, '__qualname__', repr(module))}"
-
-
-def _resolve(path: str) -> Any:
-    return torch.Tensor if path == "torch.Tensor" else sys.modules[path]
 
 
 class O1Casts:

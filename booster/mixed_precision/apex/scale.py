@@ -51,7 +51,13 @@ class ApexScale:
         if skip:
             self.scale = max(self.scale / 2.0, self._minimum or SMALLEST_SCALE)
             self.unskipped = 0
-            self._warn_below_one()
+            if self.scale < 1.0 and not self._warned:
+                self._warned = True
+                _logger.warning(
+                    "the loss scale fell below 1, to %g: gradients overflow without any scaling. As in apex it goes on "
+                    "falling; min_loss_scale=1 would stop it",
+                    self.scale,
+                )
         else:
             self.unskipped += 1
         if self.unskipped == self._window and self.dynamic:
@@ -61,15 +67,6 @@ class ApexScale:
 
     def state_dict(self) -> dict[str, Any]:
         return {"loss_scale": self.scale, "unskipped": self.unskipped}
-
-    def _warn_below_one(self) -> None:
-        if self.scale < 1.0 and not self._warned:
-            self._warned = True
-            _logger.warning(
-                "the loss scale fell below 1, to %g: gradients overflow without any scaling. As in apex it goes on falling; "
-                "min_loss_scale=1 would stop it",
-                self.scale,
-            )
 
 
 class ApexScales(LossScaler):

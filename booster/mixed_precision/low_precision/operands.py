@@ -138,7 +138,11 @@ class GatheredWeight:
         if how.hadamard or operand.stochastic or operand.delayed is not None:
             return None
         came = self._arrived(self.weight)
-        return came if came is not None and (came.scaling, came.values.dtype) == _form(operand) else None
+        return (
+            came
+            if came is not None and (came.scaling, came.values.dtype) == (operand.scaling, operand.format.dtype)
+            else None
+        )
 
 
 class QuantizedWeights:
@@ -192,10 +196,6 @@ def _has_same_transpose(x: torch.Tensor, operand: CastConfig, how: GemmConfig, r
     over = operand.scaling.over
     alike = over == "tensor" or (isinstance(over, tuple) and over[0] == over[1] and not x.shape[0] % recipe.multiple)
     return alike and operand.format.dtype is not None and not (how.hadamard or operand.stochastic)
-
-
-def _form(operand: CastConfig) -> tuple[Any, ...]:
-    return operand.scaling, operand.format.dtype
 
 
 def _state(weight: torch.Tensor) -> tuple[Any, ...]:
