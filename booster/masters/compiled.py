@@ -343,8 +343,3 @@ def can_compile_masters(optimizer: Optimizer, options: MasterOptions) -> bool:
             reason,
         )
     return reason is None
-
-
-def half_norms(values: list[torch.Tensor]) -> torch.Tensor:
-    """Return the 2-norm of each tensor of `values`, in float32, from operations that the compiler makes loops of."""
-    return torch.stack([value.float().square().sum() for value in values]).sqrt()

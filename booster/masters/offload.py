@@ -30,44 +30,8 @@ from booster.shards.base import State
 _ALIGNMENT = 256  # bytes, as the allocator's: kernels read several numbers at once
 
 
-class QueueEvent(Protocol):
-    """A point in a queue."""
-
-    def synchronize(self) -> None:
-        """Let the host wait for it."""
-
-
-class Queue(Protocol):
-    """Operations that run one after another, at the same time as those of other queues."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between host and device. The host goes on at once."""
-
-    def wait(self, event: Any) -> None:
-        """Run what comes later after `event`."""
-
-    def mark(self) -> QueueEvent:
-        """Return the point behind all so far."""
-
-
-class Transfers(Protocol):
-    """Copies between the host and one device.
-
-    Attributes:
-        into, out: queues of the two directions.
-        computing: that of the step, in which nothing is copied.
-    """
-
-    into: Queue
-    out: Queue
-    computing: Queue
-
-    def allocate_on_host(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory of the host of the shape and dtype of `like`: pinned, so that copies do not wait for kernels."""
-
-
 class CudaQueue:
-    """A CUDA stream; None is the one that is current when something is done."""
+    """Copies and kernels that run one after another: a CUDA stream; None is the one that is current at a call."""
 
     def __init__(self, stream: torch.cuda.Stream | None, device: torch.device) -> None:
         self._stream, self._device = stream, device
@@ -77,31 +41,40 @@ class CudaQueue:
         return torch.cuda.current_stream(self._device) if self._stream is None else self._stream
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between host and device; the host goes on at once."""
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
         # The allocator may give the memory to others once it is let go of, but not before this copy is done.
         (target if target.is_cuda else source).record_stream(self.stream)
 
     def wait(self, event: torch.cuda.Event) -> None:
+        """Run later operations after `event`."""
         self.stream.wait_event(event)
 
     def mark(self) -> torch.cuda.Event:
+        """Return the point after all operations so far."""
         return self.stream.record_event()
 
 
 class CudaTransfers:
-    """A stream for each direction of the bus, and the one that computes."""
+    """Copies between the host and one device. Tests put another class into `TRANSFERS`, which runs them in any legal order.
+
+    Attributes:
+        into, out: queues of the two directions of the bus.
+        computing: that of the step, in which nothing is copied.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.into: Queue = CudaQueue(torch.cuda.Stream(device), device)
-        self.out: Queue = CudaQueue(torch.cuda.Stream(device), device)
-        self.computing: Queue = CudaQueue(None, device)
+        self.into = CudaQueue(torch.cuda.Stream(device), device)
+        self.out = CudaQueue(torch.cuda.Stream(device), device)
+        self.computing = CudaQueue(None, device)
 
     def allocate_on_host(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory of the host like `like`: pinned, so that copies do not wait for kernels."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
-TRANSFERS: dict[str, Callable[[torch.device], Transfers]] = {"cuda": CudaTransfers}
+TRANSFERS: dict[str, Callable[[torch.device], CudaTransfers]] = {"cuda": CudaTransfers}
 """By type of device; of others memory is the host's already, and nothing moves."""
 
 
@@ -126,7 +99,7 @@ class HostMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.transfers = TRANSFERS[device.type](device)
-        self.saved: QueueEvent | None = None  # the end of what was last sent here
+        self.saved: torch.cuda.Event | None = None  # the end of what was last sent here
         self._lent: set[int] = set()  # ids of buckets with their residual bits on the device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostMemory:
@@ -183,8 +156,8 @@ class Prefetch:
         self._host, self._transfers = host, host.transfers
         self._buckets, self._state = list(buckets), state
         self._place = {id(bucket): index for index, bucket in enumerate(self._buckets)}
-        self._fetched: dict[int, tuple[dict[str, Any], torch.Tensor | None, QueueEvent]] = {}
-        self._free: list[QueueEvent | None] = [None, None]
+        self._fetched: dict[int, tuple[dict[str, Any], torch.Tensor | None, torch.cuda.Event]] = {}
+        self._free: list[torch.cuda.Event | None] = [None, None]
         offloaded = [self._goods(bucket).values() for bucket in self._buckets]
         largest = max(
             (sum(_room_of(t) for value in values for t in tensors_of(value)) for values in offloaded), default=0

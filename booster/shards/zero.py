@@ -277,7 +277,7 @@ class ZeroShards(Shards):
         for layout in self._layouts:
             layout.pending_all_gathers.wait()
 
-    def mark_sharded(self, divisor: float | torch.Tensor) -> None:
+    def mark_divided(self, divisor: float | torch.Tensor) -> None:
         if not self._reduced:
             self._divisor *= divisor
 
