@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comparing import whole
 from lora import TOLERANCES, adapted, base, boosted, differs, loaded, quantised_by_others, steps, trained, widened
 from safetensors.torch import save_file
 
@@ -25,10 +26,6 @@ PRECISIONS = {
     "fp16_apex O2": lambda: FP16ApexMixedPrecision("O2", loss_scale=2.0**10, verbosity=0),
 }
 BITS = {name: torch.bfloat16 if "bf16" in name else torch.float16 for name in PRECISIONS} | {"fp32": torch.float32}
-
-
-def whole(param):
-    return (param.full_tensor() if hasattr(param, "full_tensor") else param).detach().clone()
 
 
 def train(rank, world_size, path, plugin, precisions):

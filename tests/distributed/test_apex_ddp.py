@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comparing import same
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -78,10 +79,6 @@ def split_batch(level, accum, ranks=2):
                     booster.backward(loss, optimizer)
         applied.append(bool(optimizer.step()))
     return outcome(model, optimizer, applied, losses)
-
-
-def same(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])

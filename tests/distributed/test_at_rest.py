@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from comparing import flat
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -145,12 +146,6 @@ EVENTS = {
 }
 
 
-def weights(model):
-    return torch.cat(
-        [(p.full_tensor() if isinstance(p, DTensor) else p).detach().float().flatten() for p in model.parameters()]
-    )
-
-
 def held(model, optimizer):
     """Whether the model's parameters are those of the optimizer."""
     own = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -175,7 +170,7 @@ def after_events(rank, world_size, plugin, precision, events):
         one_step(parts, 1)
         one_step(parts, 2)
         at_rest.append(held(model, optimizer))
-        final = weights(model)
+        final = flat(model)
         plain = final if plain is None else plain
         found[name] = at_rest, float((final - plain).abs().max())
     return found
@@ -203,7 +198,7 @@ def evaluated_in_inference_mode(rank, world_size, plugin, precision):
             booster.backward(loss, optimizer)
             optimizer.step()
             optimizer.zero_grad()
-        found.append(weights(model))
+        found.append(flat(model))
     return float((found[0] - found[1]).abs().max())
 
 
@@ -250,7 +245,7 @@ def written_between_passes(rank, world_size, plugin, precision):
         for group in optimizer.param_groups:
             group["lr"] = 0.0
         one_step(parts, 2)
-        return weights(model)
+        return flat(model)
 
     plain = {then: run("in place", then, idle=False) for then in NEXT}
     ways = product(("in place", "data"), NEXT)
@@ -278,7 +273,7 @@ def written_to_the_optimizers(rank, world_size, plugin):
                 for param in group["params"]:
                     param.mul_(0.5)
         one_step(parts, 0)
-        runs.append(weights(model))
+        runs.append(flat(model))
     return float((runs[1] - runs[0]).abs().max())
 
 
@@ -295,8 +290,8 @@ def dtypes(rank, world_size, precision):
         for step in range(2):
             one_step(parts, step)
         shown[plugin] = {str(dtype) for dtype in parts[1].unwrap().seen}
-        expected = weights(parts[1]) if plugin == "single" else expected
-        distance[plugin] = float((weights(parts[1]) - expected).abs().max())
+        expected = flat(parts[1]) if plugin == "single" else expected
+        distance[plugin] = float((flat(parts[1]) - expected).abs().max())
     return shown, distance
 
 
@@ -360,12 +355,12 @@ def frozen_between_passes(rank, world_size, plugin, precision):
         for param in block.parameters():
             param.requires_grad_(not trains)
         one_step(parts, 0)
-        before = weights(block)
+        before = flat(block)
         model(batch(9, booster))
         for param in block.parameters():
             param.requires_grad_(trains)
         one_step(parts, 1)
-        found[trains] = {param.requires_grad for param in block.parameters()}, not torch.equal(weights(block), before)
+        found[trains] = {param.requires_grad for param in block.parameters()}, not torch.equal(flat(block), before)
     return found
 
 
@@ -389,10 +384,10 @@ def joins_between_passes(rank, world_size, plugin, precision):
         if idle:
             model(batch(9, booster))
         optimizer.add_param_group({"params": list(model.blocks[1].parameters())})
-        before = weights(model.blocks[1])
+        before = flat(model.blocks[1])
         one_step((booster, model, optimizer), 1)
-        runs.append(weights(model))
-    return float((runs[1] - runs[0]).abs().max()), not torch.equal(weights(model.blocks[1]), before)
+        runs.append(flat(model))
+    return float((runs[1] - runs[0]).abs().max()), not torch.equal(flat(model.blocks[1]), before)
 
 
 @pytest.mark.parametrize("plugin", SHARDED)
@@ -421,7 +416,7 @@ def zeroed(rank, world_size, plugin, precision, set_to_none):
                 model.zero_grad(set_to_none)
             booster.backward(output.float().square().mean(), optimizer)
             optimizer.step()
-            runs.append(weights(model))
+            runs.append(flat(model))
         found[name] = float((runs[0] - runs[1]).abs().max())
     return found
 

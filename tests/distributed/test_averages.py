@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from comparing import whole
 from pages import as_script
-from test_hybrid import whole
 from torch import nn
 
 from booster import Booster

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from runs import differing, whole
+from comparing import whole
+from runs import differing
 from torch import nn
 
 from booster import Booster

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from comparing import whole
 from torch import nn
 
 from booster import Booster
@@ -55,10 +56,6 @@ def train(parts, rank, world_size, steps):
         booster.backward((model(data).float() - 1).square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def state(parts):

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from comparing import same, weights
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -89,10 +90,6 @@ def step(run, number):
     return reduced.count
 
 
-def whole(model):
-    return [getattr(param, "full_tensor", lambda param=param: param)().detach().clone() for param in model.parameters()]
-
-
 def agrees(rank, world_size, name):
     """All-reduces of a step, beside those without; and of each step the largest magnitudes on this rank, and the scales."""
     run, plain = boosted(name), boosted(name, delayed=False)
@@ -117,7 +114,7 @@ def resumes(rank, world_size, name, folder):
     assert (scales[0] > 0).all()
     for number in range(4, 7):
         step(run, number), step(again, number)
-    return all(torch.equal(a, b) for a, b in zip(whole(run[1]), whole(again[1]), strict=True))
+    return same(weights(run[1]), weights(again[1]))
 
 
 def check(results):

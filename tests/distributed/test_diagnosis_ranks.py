@@ -7,6 +7,7 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
+from comparing import assert_same
 from programs import run
 from torch import nn
 from torch.nn import functional as F
@@ -120,20 +121,6 @@ class Run:
 
 def _local(tensor):
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
-
-
-def assert_same(one, other, where=""):
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)), where
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_same(one[key], other[key], f"{where}/{key}")
-    elif isinstance(one, (list, tuple)):
-        for index, pair in enumerate(zip(one, other, strict=True)):
-            assert_same(*pair, f"{where}/{index}")
-    else:
-        assert one == other or (one != one and other != other), (where, one, other)
 
 
 # ---------------------------------------------------------------------- faults

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import whole
+from comparing import flat, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -94,10 +94,6 @@ def loss_of(logits, targets):
 def data(step, rank=0, world_size=1):
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
     return tokens.chunk(world_size)[rank], ((3 * tokens + 1) % VOCABULARY).chunk(world_size)[rank]
-
-
-def flat(model):
-    return torch.cat([whole(param).float().flatten() for param in model.parameters()])
 
 
 def adamw(params):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from comparing import whole
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,10 +84,6 @@ def boosted(gather_in_fp8, plugin=None, model_options=None, **options):
     return booster, model, optimizer
 
 
-def whole(model):
-    return [getattr(param, "full_tensor", lambda param=param: param)().detach().clone() for param in model.parameters()]
-
-
 def train(booster, model, optimizer, accumulated=1, steps=4):
     """Losses with one of an evaluation after each step, weights, bytes gathered by a step and all-reduces of one forward."""
     losses, gathered = [], 0
@@ -106,7 +103,7 @@ def train(booster, model, optimizer, accumulated=1, steps=4):
         with torch.no_grad():
             losses.append(F.cross_entropy(model(x), y))
         model.train()
-    return torch.stack(losses), whole(model), gathered
+    return torch.stack(losses), [*map(whole, model.parameters())], gathered
 
 
 # model, precision, plugin, micro-batches
@@ -326,7 +323,7 @@ def test_a_nan_outlives_a_maximum_over_ranks_that_prefers_numbers(monkeypatch, b
 def left(rank, world_size):
     """After a forward pass without backward, weights are what they were; what is written to them counts."""
     booster, model, optimizer = boosted(True, TorchFSDPPlugin(wrap_policy=lambda name, module: False))
-    before = whole(model)
+    before = [*map(whole, model.parameters())]
     x, y = data(0)
     model(x)  # gathered weights stay for a backward pass that never comes
     shown = model.unwrap().blocks[0].up.weight.detach().clone()
@@ -350,7 +347,7 @@ def left(rank, world_size):
 def whole_after(model, x):
     with torch.no_grad():
         model(x)
-    return whole(model)
+    return [*map(whole, model.parameters())]
 
 
 def test_master_weights_are_never_rounded(ranks2):

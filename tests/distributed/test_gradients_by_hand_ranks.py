@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comparing import flat
 from matrix import hybrid
 from torch import nn
 
@@ -30,11 +31,6 @@ def net():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-def weights(model):
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    return torch.cat([p.detach().float().flatten() for p in whole])
-
-
 def write(param):
     param.grad.fill_(HAND)
 
@@ -60,7 +56,7 @@ def one_pass(booster, model, optimizer, seed=1):
 
 def moved(precision, plugin, edit, shows, passes):
     booster, model, optimizer = boosted(precision, plugin)
-    before = weights(model)
+    before = flat(model)
     for seed in range(passes):
         one_pass(booster, model, optimizer, seed)
     if shows:
@@ -71,7 +67,7 @@ def moved(precision, plugin, edit, shows, passes):
         if param.grad is not None and not is_true:
             param.grad.mul_(optimizer.loss_scale)
     applied = optimizer.step().applied
-    return applied, before - weights(model)
+    return applied, before - flat(model)
 
 
 def every_case(rank, world_size, plugin):
@@ -96,7 +92,7 @@ def sums_of_several_passes(rank, world_size, plugin):
     moves = []
     for shows, factor in ((False, 1.0), (True, 1.0), (True, 2.0)):
         booster, model, optimizer = boosted("O2", plugin)
-        before = weights(model)
+        before = flat(model)
         for seed in range(3):
             one_pass(booster, model, optimizer, seed)
         if shows:
@@ -105,7 +101,7 @@ def sums_of_several_passes(rank, world_size, plugin):
             for param in model.parameters():
                 param.grad.mul_(factor)
         optimizer.step()
-        moves.append(before - weights(model))
+        moves.append(before - flat(model))
     return moves
 
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from comparing import weights, whole
 from matrix import BATCH, DIM, LENGTH, TP_PLAN, VOCABULARY, Transformer, loss_of
-from runs import whole
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -37,10 +37,6 @@ def batch(step, booster):
     share = BATCH // booster.plugin.data_parallel_size
     tokens = tokens.narrow(0, booster.plugin.data_parallel_rank * share, share)
     return tokens[:, :-1], (tokens[:, :-1] * 3 + 1) % VOCABULARY
-
-
-def weights(model):
-    return {name: whole(param).float() for name, param in model.named_parameters()}
 
 
 def steps(booster, model, optimizer, criterion, first, last):

@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
+from comparing import whole
 from matrix import TP_PLAN, Transformer, loss_of
 from refusals import fingerprint
-from test_hybrid import batch, whole
+from test_hybrid import batch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 

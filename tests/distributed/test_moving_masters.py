@@ -5,7 +5,7 @@ from itertools import cycle
 
 import pytest
 import torch
-from test_hybrid import whole
+from comparing import whole
 from test_refused_loads_ranks import Block
 from torch import nn
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comparing import same
 from torch import nn
 
 from booster import Booster
@@ -53,10 +54,6 @@ def train(rank, world_size, name, steps, overflow, options):
         "applied": applied,
         "scale": optimizer.loss_scale,
     }
-
-
-def same(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 FORMS = [

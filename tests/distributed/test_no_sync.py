@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
+from comparing import flat
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from booster import Booster
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
@@ -39,18 +39,12 @@ def batch(step, rank):
     return torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def weights(model):
-    return torch.cat(
-        [(p.full_tensor() if isinstance(p, DTensor) else p).detach().float().flatten() for p in model.parameters()]
-    )
-
-
 def reference(world_size, steps):
     model = net()
     for step in steps:
         for rank in range(world_size):
             (model(batch(step, rank)).square().mean() / world_size).backward()
-    return weights(model) - 0.5 * torch.cat([param.grad.flatten() for param in model.parameters()])
+    return flat(model) - 0.5 * torch.cat([param.grad.flatten() for param in model.parameters()])
 
 
 def one_pass(parts, step, rank, forward="out", backward="out"):
@@ -75,12 +69,12 @@ def orders(rank, world_size, precision):
             one_pass(parts, 0, rank, *order)
             try:
                 optimizer.step()
-                at_once = float((weights(model) - reference(world_size, [0])).abs().max())
+                at_once = float((flat(model) - reference(world_size, [0])).abs().max())
             except RuntimeError as error:
                 at_once = "no_sync" if "no_sync" in str(error) else str(error)
                 one_pass(parts, 1, rank)
                 optimizer.step()
-                distance = float((weights(model) - reference(world_size, [0, 1])).abs().max())
+                distance = float((flat(model) - reference(world_size, [0, 1])).abs().max())
                 assert distance < (1e-6 if precision == "fp32" else 1e-2), (plugin, order, distance)
                 optimizer.zero_grad()
                 one_pass(parts, 2, rank, *order)
@@ -113,7 +107,7 @@ def accumulated(rank, world_size, plugin):
         one_pass(parts, step, rank, *(("in", "in") if step < 2 else ("out", "out")))
         optimizer.state_dict()
     optimizer.step()
-    return float((weights(model) - reference(world_size, range(3))).abs().max())
+    return float((flat(model) - reference(world_size, range(3))).abs().max())
 
 
 @pytest.mark.parametrize("plugin", list(PLUGINS))
@@ -131,13 +125,13 @@ def kept_graph(rank, world_size):
         booster.backward(loss / 2, optimizer)
         try:
             optimizer.step()
-            found[plugin] = float((weights(model) - reference(world_size, [0])).abs().max()) < 1e-6
+            found[plugin] = float((flat(model) - reference(world_size, [0])).abs().max()) < 1e-6
         except RuntimeError as error:
             found[plugin] = "retain_graph=True" in str(error)
             assert plugin in ("ddp", "zero1"), "what every rank could have averaged is refused"
             one_pass(parts, 1, rank)
             optimizer.step()
-            assert (weights(model) - reference(world_size, [0, 1])).abs().max() < 1e-6
+            assert (flat(model) - reference(world_size, [0, 1])).abs().max() < 1e-6
     return found
 
 
@@ -155,7 +149,7 @@ def accumulated_from_the_first_step(rank, world_size, make, precision):
                 booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    return weights(model)
+    return flat(model)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
@@ -203,7 +197,7 @@ def around(rank, world_size, precision):
                     for loss in losses:
                         booster.backward(loss, optimizer)
                 optimizer.step()
-                own = weights(model)
+                own = flat(model)
                 others = [torch.empty_like(own) for _ in range(world_size)]
                 torch.distributed.all_gather(others, own)
                 found[f"{plugin}, {way}"] = max(float((own - other).abs().max()) for other in others)
@@ -235,7 +229,7 @@ def unfrozen(rank, world_size, plugin, precision, late_group):
     one_pass(parts, 0, rank)
     optimizer.step()
     optimizer.zero_grad()
-    before = weights(model)
+    before = flat(model)
     for name in ("0.weight", "0.bias"):
         model.get_parameter(name).requires_grad_(True)
     if late_group:
@@ -244,9 +238,9 @@ def unfrozen(rank, world_size, plugin, precision, late_group):
     try:
         optimizer.step()
     except RuntimeError as error:
-        return str(error), torch.equal(weights(model), before)
+        return str(error), torch.equal(flat(model), before)
     every = [torch.empty_like(before) for _ in range(world_size)]
-    torch.distributed.all_gather(every, weights(model))
+    torch.distributed.all_gather(every, flat(model))
     return float((every[0] - every[1]).abs().max()), not torch.equal(every[0], before)
 
 

@@ -4,9 +4,10 @@ from unittest import mock
 
 import pytest
 import torch
+from comparing import same
 from fake_transfers import FakeTransfers, lies
 from test_moving_masters import LAYOUTS, steps
-from test_packed_states_ranks import everything, same
+from test_packed_states_ranks import everything
 from test_refused_loads_ranks import Block
 from torch import nn
 
@@ -64,7 +65,7 @@ def alike(stays, moved, divided):
 def test_ranks_agree_and_train_as_with_states_that_stay(ranks2, layout, form):
     first, second = ranks2(trained, layout, form)
     assert same(first[0], second[0])
-    for _, equal, where in (first, second):
-        assert equal
+    for _, agree, where in (first, second):
+        assert agree
         assert where
         assert all(where)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_hybrid import whole
+from comparing import same, whole
 from test_moving_masters import LAYOUTS, steps, wholes
 from test_refused_loads_ranks import Block
 from torch import nn
@@ -38,10 +38,6 @@ def everything(parts):
     weights = [whole(param).detach().clone() for param in model.parameters()]
     state = wholes(made.state_dict())["state"]
     return weights + [state[index][key].clone() for index in sorted(state) for key in sorted(state[index])]
-
-
-def same(a, b):
-    return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
 def packed_bytes(parts):

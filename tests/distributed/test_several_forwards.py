@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from test_two_optimizers import PLUGINS, weights
+from comparing import weights
+from test_two_optimizers import PLUGINS
 from torch import nn
 
 from booster import Booster

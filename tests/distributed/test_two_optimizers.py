@@ -5,8 +5,9 @@ from itertools import product
 
 import pytest
 import torch
+from comparing import weights, whole
 from matrix import PRECISIONS, TP_PLAN, Transformer, loss_of
-from test_hybrid import batch, whole
+from test_hybrid import batch
 
 from booster import Booster
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
@@ -68,10 +69,6 @@ def steps(parts, first, last, overflow_at=None):
 
 def overflowing(criterion):
     return lambda output, target: criterion(output, target) * float("inf")
-
-
-def weights(model):
-    return {name: whole(param) for name, param in model.named_parameters()}
 
 
 def state(parts):

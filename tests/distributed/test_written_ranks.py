@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_hybrid import whole
+from comparing import whole
 from torch import nn
 
 from booster import Booster

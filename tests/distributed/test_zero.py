@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from comparing import same
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -126,17 +127,6 @@ def zero(stage, **options):
     if stage == SCATTERED:
         return LowLevelZeroPlugin(reduce_scatter=True, **(SMALL | options))
     return LowLevelZeroPlugin(stage=stage, **(SMALL | options))
-
-
-def same(first, second):
-    """Equality of nested dicts and lists to the bit."""
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(value, second[key]) for key, value in first.items())
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(same, first, second))
-    if isinstance(first, torch.Tensor):
-        return first.dtype == second.dtype and torch.equal(first, second)
-    return first == second
 
 
 # ---- equal to DistributedDataParallel ----

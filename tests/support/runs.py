@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import torch
+from comparing import whole
 from matrix import BLOCKS, LOW, MAX_NORM, PARALLELISMS, SCALE, VOCABULARY, Transformer, loss_of, poison_next_backward
 from matrix import PRECISIONS as OF_MATRIX
 from torch import nn
@@ -124,12 +125,6 @@ class Run:
             for key, value in kept["state"].get(number, {}).items():
                 found[f"{name} {key}"] = whole(value).float()
         return found
-
-
-def whole(tensor):
-    """A copy of all of `tensor`; a collective for a DTensor."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
 def differing(one, other):

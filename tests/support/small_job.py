@@ -48,12 +48,6 @@ def train(booster, model, optimizer, steps=3, first=1):
     return losses
 
 
-def flat(model):
-    """All weights, in float32, whole."""
-    params = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    return torch.cat([p.detach().float().flatten() for p in params])
-
-
 def flat_grads(model):
     """All gradients, in float32."""
     return torch.cat([p.grad.float().flatten() for p in model.parameters()])

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from comparing import same
 from prescribed import loss_with
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
@@ -334,16 +335,6 @@ def everything(run):
             "random": (torch.get_rng_state(), random.getstate()),
         }
     )
-
-
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
 
 
 class Stop(Exception):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from comparing import assert_same, same
 from recorded_graph import RecordedGraphs
 from torch import nn
 from torch.optim import (
@@ -184,20 +185,6 @@ def trained(captured, *arguments, train=lambda run, step: run.step(*batch(step))
     results = [told(each["result"]) for each in returned if isinstance(each, dict)]
     losses = [each["loss"].detach() if isinstance(each, dict) else each for each in returned]
     return run, {"losses": losses, "results": results, **run.everything()}
-
-
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other or (one != one and other != other)
-
-
-def assert_same(one, other):
-    assert {key for key in one if not same(one[key], other[key])} == set()
 
 
 # ---------------------------------------------------------------------- the same steps

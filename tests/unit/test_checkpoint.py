@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from comparing import same
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -78,10 +79,6 @@ def job(precision="bf16_naive", seed=0, width=16, workers=0, optimizer=torch.opt
     data = TensorDataset(torch.randn(40, 8, generator=generator), torch.randint(0, 4, (40,), generator=generator))
     loader = booster.prepare_dataloader(data, batch_size=8, shuffle=True, num_workers=workers)
     return Job(booster, booster.boost(model, made, nn.CrossEntropyLoss(), loader, schedule))
-
-
-def same(first, second):
-    return first.keys() == second.keys() and all(torch.equal(value, second[key]) for key, value in first.items())
 
 
 # ---- resuming ----

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoint import job, same
+from comparing import same
+from test_checkpoint import job
 
 from booster.checkpoint import CheckpointError, damage, latest
 

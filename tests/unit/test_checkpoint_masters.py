@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comparing import same
 from safetensors.torch import load_file
 from torch import nn
 
@@ -76,10 +77,6 @@ class Job:
         return found
 
 
-def equal(one, two):
-    return one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
-
-
 NUMBERS = [("0",), ("g", "d")]
 
 
@@ -94,11 +91,11 @@ def test_masters_of_every_model_reach_wide_weights_under_all_names(tmp_path, hal
     for wide in [*WIDE, *HALF]:
         loaded = Job(wide, names, seed=7, steps=0).load(tmp_path)
         for name in names:
-            assert equal(loaded.masters()[name], want[name]), f"{half} into {wide}: {name}"
+            assert same(loaded.masters()[name], want[name]), f"{half} into {wide}: {name}"
         with_weights_alone = Job(wide, names, seed=7, steps=0)
         with_weights_alone.booster.load(tmp_path, with_weights_alone.models)
         for name in names:
-            assert equal(with_weights_alone.masters()[name], want[name]), f"{half} into {wide}, no optimizer: {name}"
+            assert same(with_weights_alone.masters()[name], want[name]), f"{half} into {wide}, no optimizer: {name}"
 
 
 @pytest.mark.parametrize("half", HALF)
@@ -106,7 +103,7 @@ def test_wide_weights_of_every_model_become_masters(tmp_path, half):
     source = Job("fp32")
     source.save(tmp_path)
     assert all(
-        equal(Job(half, seed=7, steps=steps).load(tmp_path).masters()[name], weights)
+        same(Job(half, seed=7, steps=steps).load(tmp_path).masters()[name], weights)
         for steps in (0, 2)
         for name, weights in source.masters().items()
     )
@@ -121,9 +118,9 @@ def test_convert_writes_the_masters_of_the_model_that_is_asked_for(tmp_path, hal
     for name in names:
         written = tmp_path / f"{name}.safetensors"
         assert command(["convert", str(folder), str(written), "--masters", "--model", name]) == 0
-        assert equal(load_file(written), source.masters()[name])
+        assert same(load_file(written), source.masters()[name])
         assert command(["convert", str(folder), str(written), "--model", name]) == 0
-        assert equal(load_file(written), dict(source.models[name].state_dict()))
+        assert same(load_file(written), dict(source.models[name].state_dict()))
 
 
 @pytest.mark.parametrize("half", HALF)
@@ -176,7 +173,7 @@ def test_a_half_parameter_of_no_model_has_its_master_in_a_checkpoint(tmp_path, h
     assert torch.equal(one[3], other[3])
     ours, theirs = (each[2].state_dict()["booster"]["masters"]["weights"] for each in (one, other))
     assert "group 1, parameter 0" in ours
-    assert equal(ours, theirs)
+    assert same(ours, theirs)
 
 
 @pytest.mark.parametrize(("source", "precision"), [*((each, each) for each in HALF), ("fp32", "bf16_naive")])
@@ -188,8 +185,8 @@ def test_layers_that_are_frozen_at_a_load_train_on_to_the_bit_once_they_are_not(
         table = other.unwrap().table.weight
         assert torch.equal(model.unwrap().table.weight.to(table), table)
         table.requires_grad_(True)
-    assert all(map(equal, first.masters().values(), again.masters().values()))
+    assert all(map(same, first.masters().values(), again.masters().values()))
     if source == precision:
         for job in (first, again):
             job.step(7)
-        assert all(map(equal, first.masters().values(), again.masters().values()))
+        assert all(map(same, first.masters().values(), again.masters().values()))

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from comparing import same
 from torch import nn
 
 from booster import Booster
@@ -18,10 +19,6 @@ def boosted(precision="bf16", seed=0, width=4):
     booster = Booster("cpu", precision)
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
     return booster, *booster.boost(model, torch.optim.AdamW(model.parameters()))[:2]
-
-
-def same(first, second):
-    return first.keys() == second.keys() and all(torch.equal(value, second[key]) for key, value in first.items())
 
 
 FORMS = [

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from comparing import same
 from everywhere import everywhere
 from torch import nn
 
@@ -63,10 +64,6 @@ class Run:
         for state in self.optimizer.state_dict()["state"].values():
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
         return [tensor.detach().clone() for tensor in tensors]
-
-
-def same(one, other):
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.crossed

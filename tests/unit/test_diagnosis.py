@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from comparing import assert_same
 from torch import nn
 from torch.nn import functional as F
 
@@ -76,22 +77,6 @@ class Run:
                 for module in self.raw.modules()
             ],
         }
-
-
-def assert_same(a, b, where=""):
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)), where
-        assert torch.equal(a.isnan(), b.isnan()), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}/{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for index, (one, other) in enumerate(zip(a, b, strict=True)):
-            assert_same(one, other, f"{where}/{index}")
-    else:
-        assert a == b or (a != a and b != b), where
 
 
 def test_an_overflow_in_the_forward_pass_is_named_by_module_operation_and_line():

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
+from comparing import flat
 from everywhere import everywhere
-from small_job import backward, boost, flat
+from small_job import backward, boost
 
 from booster.mixed_precision import (
     BF16NaiveMixedPrecision,

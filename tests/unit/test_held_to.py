@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_job import backward, batch, boost, flat, flat_grads, net, spoil, train
+from comparing import flat
+from small_job import backward, batch, boost, flat_grads, net, spoil, train
 from torch import nn
 
 from booster import Booster

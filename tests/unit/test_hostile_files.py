@@ -19,10 +19,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from comparing import same
 from programs import run
 from resealed import change, content_of, header_and_data, read_weights, seal, write_safetensors
 from safetensors import SafetensorError, safe_open
-from test_checkpoint import job, same
+from test_checkpoint import job
 from torch import nn
 
 from booster import load_weights

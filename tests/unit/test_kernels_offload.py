@@ -1,8 +1,9 @@
 """Kernels step what lies in the host's memory: fetched, stepped and sent back, a bucket at a time, to the same bits."""
 
 import pytest
+from comparing import same
 from interpreted import interpreted
-from test_offload import NAIVE, Run, device, equal, lies_where
+from test_offload import NAIVE, Run, device, lies_where
 
 from booster.mixed_precision import BF16NaiveMixedPrecision
 
@@ -24,7 +25,7 @@ def test_states_that_travel_are_stepped_by_kernels_to_the_bits_of_those_that_sta
     for steps, poison, missing in ((3, [2], []), (2, [], [1])):
         assert plain.train(steps, poison, missing) == moved.train(steps, poison, missing)
         (weights, state), (others, theirs) = plain.everything(), moved.everything()
-        assert equal((weights, state["state"]), (others, theirs["state"]))
+        assert same((weights, state["state"]), (others, theirs["state"]))
     assert moved.optimizer._update.decision.steps.reason is None
     assert len(moved.optimizer._update.optimizer_state.masters.buckets) > 4
     assert all(lies_where(moved))

@@ -5,8 +5,9 @@ from unittest import mock
 
 import pytest
 import torch
+from comparing import same
 from interpreted import interpreted
-from test_rounded_once import drawn, results, same
+from test_rounded_once import drawn, results
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

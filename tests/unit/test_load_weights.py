@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from comparing import same
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -57,10 +58,6 @@ def saved(model, path, dtype=None):
 
 def is_tied(model):
     return model.head.weight is model.embed.weight
-
-
-def same(first, second):
-    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 @pytest.mark.parametrize("shard", [False, True])

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from comparing import same
 from prescribed import loss_with
 from torch import optim
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,10 +85,6 @@ class Run:
         return [self.masters.master_of(param) for param in self.params]
 
 
-def equal(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 @pytest.mark.crossed
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "default"])
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -95,9 +92,9 @@ def test_a_split_master_trains_bit_for_bit_like_a_separate_one(name, fused):
     runs = [Run(ELEMENTWISE[name], BF16, form, fused=fused) for form in ("fp32", "split")]
     for run in runs:
         run.train(100 if name == "AdamW" else 25, clip=1.0)
-    assert equal(runs[0].values(), runs[1].values())
-    assert equal(runs[0].params, runs[1].params)
-    assert not equal(runs[0].values(), runs[0].sources)
+    assert same(runs[0].values(), runs[1].values())
+    assert same(runs[0].params, runs[1].params)
+    assert not same(runs[0].values(), runs[0].sources)
 
 
 @pytest.mark.crossed
@@ -164,8 +161,8 @@ def test_parameters_with_different_histories_are_saved_and_loaded_with_their_own
     other.generator.set_state(run.generator.get_state())
     for each in (run, other):
         each.train(3)
-    assert equal(run.values(), other.values())
-    assert equal(run.params, other.params)
+    assert same(run.values(), other.values())
+    assert same(run.params, other.params)
 
 
 @pytest.mark.parametrize("form", ["fp32", "split"])
@@ -281,7 +278,7 @@ def test_per_tensor_optimizers_step_whole_tensors_exactly_as_on_float32_paramete
             param.grad = grad
         run.optimizer.step()
         optimizer.step()
-    assert equal(run.values(), [param.detach() for param in reference])
+    assert same(run.values(), [param.detach() for param in reference])
     for form in ("split", "none"):
         with pytest.raises(ValueError, match=f"{name} needs whole tensors; use master_weights='fp32' or 'auto'"):
             Run(make, BF16, form, shapes=shapes)
@@ -326,7 +323,7 @@ def test_a_closure_of_an_elementwise_optimizer_runs_once_and_its_clip_counts():
     twin.train(1, clip=0.5)
     assert result.loss == 3.0
     assert calls == [1]
-    assert equal(run.values(), twin.values())
+    assert same(run.values(), twin.values())
 
 
 def test_masters_follow_weights_that_somebody_else_wrote_and_keep_the_others():
@@ -372,7 +369,7 @@ def test_zero_grad_clears_working_gradients_and_a_step_leaves_them_with_their_sc
     before = [param.grad.clone() for param in run.params]
     run.optimizer.clip_grad_by_norm(1.0)
     run.optimizer.step()
-    assert equal([param.grad for param in run.params], before)
+    assert same([param.grad for param in run.params], before)
     run.optimizer.zero_grad()
     assert all(param.grad is None for param in run.params)
 

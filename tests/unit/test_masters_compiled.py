@@ -5,8 +5,9 @@ import logging
 
 import pytest
 import torch
+from comparing import same
 from prescribed import loss_with
-from test_masters import BF16, ELEMENTWISE, FP16, SHAPES, equal, weights
+from test_masters import BF16, ELEMENTWISE, FP16, SHAPES, weights
 from test_packed_states import PACKABLE
 from torch import nn, optim
 
@@ -129,8 +130,8 @@ def test_compiled_split_masters_train_bit_for_bit_like_compiled_separate_ones(co
     separate, split = (Run(ELEMENTWISE[name], BF16, form, shapes=shapes) for form in ("fp32", "split"))
     for run in (separate, split):
         run.train(steps)
-    assert equal(separate.values(), split.values())
-    assert equal(separate.params, split.params)
+    assert same(separate.values(), split.values())
+    assert same(separate.params, split.params)
     assert len(calls) >= 2 * 2 * (steps - 1)
     eager = Run(ELEMENTWISE[name], BF16, "split", compiled=False, shapes=shapes)
     eager.train(steps)
@@ -167,8 +168,8 @@ def test_a_compiled_step_on_packed_states_is_that_of_the_eager_path(compiler, ca
         for key, value in kept.items():
             assert type(value) is type(other[key])
             if isinstance(value, QuantizedState):
-                same = (value.codes.float() == other[key].codes.float()).float().mean()
-                assert float(same) > 0.99
+                agreeing = (value.codes.float() == other[key].codes.float()).float().mean()
+                assert float(agreeing) > 0.99
                 assert (value.scales is None) == (states == "bf16")
                 if value.encoding != "unsigned":  # what another bucket left in the gaps is not in a scale
                     assert not value.dequantize(torch.empty(bucket.size))[~bucket.present()].any()
@@ -179,7 +180,7 @@ def test_a_compiled_step_on_packed_states_is_that_of_the_eager_path(compiler, ca
     again.generator.set_state(ours.generator.get_state())
     for run in (ours, again):
         run.train(2)
-    assert equal(ours.params, again.params)
+    assert same(ours.params, again.params)
 
 
 def test_an_optimizer_whose_states_every_step_must_look_at_is_not_compiled_and_says_how_it_could_be(
@@ -241,8 +242,8 @@ def test_a_skipped_step_leaves_weights_masters_and_state_as_they_were(compiler, 
     stepped = len(calls)
     run.train(1, poison=0)
     assert len(calls) == stepped > 0
-    assert equal(before[0], run.values())
-    assert equal(before[1], run.params)
+    assert same(before[0], run.values())
+    assert same(before[1], run.params)
     for key, value in run.optimizer.state_dict()["state"][0].items():
         assert torch.equal(before[2][0][key], value)
 
@@ -258,8 +259,8 @@ def test_checkpoints_of_the_compiled_and_the_eager_path_load_into_each_other(com
         run, other = runs[compiled], runs[not compiled]
         run.train(3)
         other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-        assert equal(run.values(), other.values())
-        assert equal(run.params, other.params)
+        assert same(run.values(), other.values())
+        assert same(run.params, other.params)
         for param, twin in zip(run.params, other.params, strict=True):
             ours, theirs = run.optimizer.state[param], other.optimizer.state[twin]
             assert torch.equal(ours["momentum_buffer"], theirs["momentum_buffer"])
@@ -369,7 +370,7 @@ def test_packing_without_side_effects_is_that_in_place(encoding, present):
     again.codes.copy_(codes)
     if scales is not None:
         again.scales.copy_(scales)
-    assert equal(again.tensors, kept.tensors)
+    assert same(again.tensors, kept.tensors)
     assert torch.equal(dequantize(encoding, kept.codes, kept.factors()), kept.dequantize(values.clone()))
 
 
@@ -434,7 +435,7 @@ def test_a_compiled_step_starts_from_weights_that_somebody_else_wrote(compiler, 
     before = len(calls)
     run.train(1)
     assert len(calls) > before
-    assert equal(run.params, written)
+    assert same(run.params, written)
 
 
 def test_a_schedule_that_was_made_before_boost_leaves_the_update_compiled(compiler, calls, caplog):

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from comparing import same
 from torch import nn
 
 from booster import Booster
@@ -67,16 +68,6 @@ class Run:
     def load(self, state, order=("model", "optimizer")):
         for name in order:
             getattr(self, name).load_state_dict(copy.deepcopy(state[name]))
-
-
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b) and a.dtype == b.dtype
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 CASES = [(precision, "AdamW") for precision in PRECISIONS] + [

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from comparing import same
 from recorded_graph import RecordedGraphs
 from torch import nn
 
@@ -68,10 +69,6 @@ def train(run, steps):
         optimizer.step()
         optimizer.zero_grad()
     return [param.detach().clone() for param in model.parameters()]
-
-
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_each_shape_is_timed_and_what_is_no_faster_stays_wide_as_one_line_says(caplog):

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from comparing import assert_same, same
 from fake_transfers import FakeTransfers, lies
 from prescribed import loss_with
 from test_masters import ELEMENTWISE
@@ -85,26 +86,6 @@ def lies_where(run):
     return lies(run.optimizer)
 
 
-def equal(a, b):
-    """To the bit, whatever containers hold the tensors."""
-    if isinstance(a, torch.Tensor):
-        return (
-            a.dtype == b.dtype
-            and a.shape == b.shape
-            and torch.equal(a.isnan(), b.isnan())
-            and torch.equal(a.nan_to_num(), b.nan_to_num())
-        )
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(value, b[key]) for key, value in a.items())
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a == b
-
-
-def assert_same(a, b):
-    assert equal(a.everything(), b.everything())
-
-
 # ---------------------------------------------------------------------- on a CPU
 
 
@@ -114,7 +95,7 @@ def test_on_a_cpu_every_precision_trains_to_the_same_bits_and_states_stay_where_
     plain, offloaded = Run(make()), Run(make(), offload_states=True)
     assert offloaded.booster.precision.kept.offload
     assert plain.train(4, poison=[2]) == offloaded.train(4, poison=[2])
-    assert_same(plain, offloaded)
+    assert_same(plain.everything(), offloaded.everything())
     own = [value for state in offloaded.inner.state.values() for value in state.values()]
     assert {tensor.device.type for value in own for tensor in tensors_of(value)} == {"cpu"}
 
@@ -129,7 +110,7 @@ def test_masters_and_states_that_travel_train_to_the_same_bits_as_those_that_sta
     assert len(moved.optimizer._update.optimizer_state.masters.buckets) > 4
     assert all(lies_where(moved))
     assert len(lies_where(moved)) >= 8
-    assert_same(plain, moved)
+    assert_same(plain.everything(), moved.everything())
 
 
 def test_the_only_bucket_of_a_model_is_fetched_after_the_step_before_has_sent_it(device):
@@ -137,7 +118,7 @@ def test_the_only_bucket_of_a_model_is_fetched_after_the_step_before_has_sent_it
     for run in runs:
         run.train(3)
     assert len(runs[1].optimizer._update.optimizer_state.masters.buckets) == 1
-    assert_same(*runs)
+    assert_same(*(run.everything() for run in runs))
 
 
 def test_weights_that_are_loaded_after_a_step_join_masters_that_it_still_sends(device):
@@ -146,7 +127,7 @@ def test_weights_that_are_loaded_after_a_step_join_masters_that_it_still_sends(d
         run.train(2)
         run.boosted.load_state_dict({**run.boosted.state_dict(), "0": torch.linspace(-1, 1, 40)})
         run.train(1)
-    assert_same(*runs)
+    assert_same(*(run.everything() for run in runs))
 
 
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
@@ -160,8 +141,8 @@ def test_states_of_float32_weights_travel_too(device, name, states):
     assert lies_where(runs[1])
     assert all(lies_where(runs[1]))
     (weights, state), (others, moved) = (run.everything() for run in runs)
-    assert equal(weights, others)
-    assert equal((state["state"], state["param_groups"]), (moved["state"], moved["param_groups"]))
+    assert same(weights, others)
+    assert same((state["state"], state["param_groups"]), (moved["state"], moved["param_groups"]))
     for run, saved in zip(runs, (moved, state), strict=True):  # each loads what the other saved
         run.optimizer.load_state_dict(saved)
         run.train(1)
@@ -173,7 +154,7 @@ def test_every_elementwise_optimizer_finds_its_states_again(device, name):
     plain, moved = (Run(NAIVE["split"](), ELEMENTWISE[name], offload_states=on) for on in (False, True))
     for run in (plain, moved):
         run.train(4)
-    assert_same(plain, moved)
+    assert_same(plain.everything(), moved.everything())
 
 
 @pytest.mark.parametrize("name", ["split24, 8bit", "separate", "fp16 split"])
@@ -182,7 +163,7 @@ def test_a_checkpoint_has_the_same_form_and_a_resume_is_to_the_bit(device, name)
     for run in (plain, moved):
         run.train(3)
     saved = plain.everything()
-    assert equal(saved, moved.everything())
+    assert same(saved, moved.everything())
     with torch.no_grad():
         for param, value in zip(resumed.params, saved[0], strict=True):
             param.copy_(value)
@@ -191,8 +172,8 @@ def test_a_checkpoint_has_the_same_form_and_a_resume_is_to_the_bit(device, name)
     assert all(lies_where(resumed))
     for run in (plain, moved, resumed):
         run.train(3)
-    assert_same(plain, moved)
-    assert_same(plain, resumed)
+    assert_same(plain.everything(), moved.everything())
+    assert_same(plain.everything(), resumed.everything())
 
 
 def test_buckets_that_are_divided_and_weights_that_others_write_are_followed(device):
@@ -204,7 +185,7 @@ def test_buckets_that_are_divided_and_weights_that_others_write_are_followed(dev
             run.params[0].data = run.params[0].data.t().contiguous().t()
         run.train(2)
     assert all(lies_where(moved))
-    assert_same(plain, moved)
+    assert_same(plain.everything(), moved.everything())
 
 
 @pytest.mark.parametrize("mode", ["exact", False])
@@ -216,7 +197,7 @@ def test_released_gradients_and_offloaded_states_go_together(device, name, mode)
     for run in (plain, moved):
         run.train(4, poison=[1])
     assert all(lies_where(moved))
-    assert_same(plain, moved)
+    assert_same(plain.everything(), moved.everything())
 
 
 def test_a_bucket_is_fetched_while_the_one_before_is_stepped_and_at_most_two_are_there(device):
@@ -262,7 +243,7 @@ def test_where_a_step_raises_states_and_masters_are_what_they_were(device):
     assert all(lies_where(run))
     after = run.optimizer.state_dict()
     last = max(before["state"])
-    assert equal(before["state"][last], after["state"][last])
+    assert same(before["state"][last], after["state"][last])
     run.inner.__class__ = own
     assert run.train(1) == [True]
 
@@ -272,8 +253,8 @@ def test_a_copy_of_an_optimizer_has_states_of_its_own(device):
     run.train(2)
     twin, saved = copy.deepcopy(run.optimizer), copy.deepcopy(run.optimizer.state_dict())
     run.train(2)
-    assert equal(twin.state_dict(), saved)
-    assert not equal(run.optimizer.state_dict(), saved)
+    assert same(twin.state_dict(), saved)
+    assert not same(run.optimizer.state_dict(), saved)
 
 
 # ---------------------------------------------------------------------- what is refused
@@ -289,7 +270,7 @@ def test_optimizers_that_need_whole_tensors_are_refused_before_anything_changes(
         ValueError, match=r"offload_states=True steps flat buckets, but Adafactor needs whole tensors; leave it False"
     ):
         Booster("cpu", precision, offload_states=True).boost(model, optimizer)
-    assert equal(before, model.state_dict())
+    assert same(before, model.state_dict())
 
 
 def test_a_precision_with_an_update_of_its_own_is_refused_when_the_booster_is_made():

@@ -5,8 +5,9 @@ import io
 
 import pytest
 import torch
+from comparing import same
 from prescribed import loss_with
-from test_masters import BF16, ELEMENTWISE, FP16, equal, weights
+from test_masters import BF16, ELEMENTWISE, FP16, weights
 from torch import nn, optim
 
 import booster
@@ -141,7 +142,7 @@ def test_what_was_unpacked_packs_into_the_same_bits_whatever_the_random_numbers(
         values = torch.randn(2**16 + 64, generator=generator).pow(3) * 2.0**exponent
         kept = packed(values.abs() if encoding == "unsigned" else values, encoding, rng)
         again = packed(unpacked(kept), encoding, rng)
-        assert equal(kept.tensors, again.tensors)
+        assert same(kept.tensors, again.tensors)
 
 
 @pytest.mark.parametrize("encoding", ["signed", "unsigned"])
@@ -158,7 +159,7 @@ def test_every_code_under_a_thousand_scales_comes_back_whatever_the_random_numbe
     for noise in (0, 2**16 - 1):
         again = QuantizedState(encoding, 256 * 1000, CPU)
         again.quantize(values.clone(), RoundingBits(torch.full((64,), noise, dtype=torch.int32)))
-        assert equal(kept.tensors, again.tensors)
+        assert same(kept.tensors, again.tensors)
 
 
 @pytest.mark.parametrize(("encoding", "step"), [("bf16", 2.0**-8), ("signed", 2 / 127), ("unsigned", 4 / 255)])
@@ -329,9 +330,9 @@ def test_an_overflow_leaves_states_masters_and_random_numbers_as_they_are_to_the
     run.train(3)
     before = run.kept(), run.values(), [p.detach().clone() for p in run.params], run.masters.rng.count
     assert run.train(1, poison=(0,)) == [False]
-    assert equal(before[0], run.kept())
-    assert equal(before[1], run.values())
-    assert equal(before[2], run.params)
+    assert same(before[0], run.kept())
+    assert same(before[1], run.values())
+    assert same(before[2], run.params)
     assert run.masters.rng.count == before[3]
 
 
@@ -350,7 +351,7 @@ def test_an_optimizer_that_raises_leaves_packed_states_as_they_were(lion):
     before, run.inner.fails = run.kept(), True
     with pytest.raises(RuntimeError, match="no"):
         run.train(1)
-    assert equal(before, run.kept())
+    assert same(before, run.kept())
 
 
 def test_what_others_left_between_parameters_changes_no_state():
@@ -363,7 +364,7 @@ def test_what_others_left_between_parameters_changes_no_state():
             run.optimizer.backward(loss_with(run.params, gradients))
             run.optimizer.step()
     assert torch.equal(alone.values()[0], beside.values()[0])
-    assert equal(alone.states()[:2], beside.states()[:2])
+    assert same(alone.states()[:2], beside.states()[:2])
 
 
 def test_a_bucket_that_is_divided_keeps_its_states():
@@ -375,7 +376,7 @@ def test_a_bucket_that_is_divided_keeps_its_states():
     run.optimizer.backward(loss_with(run.params[1:2], [torch.ones(33, dtype=BF16)]))
     run.masters.divide_by_gradients()
     assert len(run.masters.buckets) > len(whole.masters.buckets)
-    assert equal(before, run.states())
+    assert same(before, run.states())
 
 
 def test_the_users_random_numbers_are_not_consumed():
@@ -443,7 +444,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(precision, name):
     second.model.load_state_dict(model)
     second.optimizer.load_state_dict(optimizer)
     second.train(range(7, 16))
-    assert equal(whole.everything(), second.everything())
+    assert same(whole.everything(), second.everything())
 
 
 def test_a_run_saved_in_a_folder_resumes_to_the_bit(tmp_path):
@@ -453,7 +454,7 @@ def test_a_run_saved_in_a_folder_resumes_to_the_bit(tmp_path):
     first.booster.save(tmp_path, first.model, first.optimizer, step=5)
     second.booster.load(tmp_path, second.model, second.optimizer)
     second.train(range(5, 12))
-    assert equal(whole.everything(), second.everything())
+    assert same(whole.everything(), second.everything())
 
 
 def test_states_go_out_in_float32_under_their_usual_names_and_any_precision_loads_them():
@@ -474,7 +475,7 @@ def test_states_go_out_in_float32_under_their_usual_names_and_any_precision_load
     again = Training("bf16, split24, 8bit", ELEMENTWISE["AdamW"])
     again.model.load_state_dict(wide.model.state_dict())
     again.optimizer.load_state_dict(copy.deepcopy(back))
-    assert equal(again.everything(), few.everything())
+    assert same(again.everything(), few.everything())
 
 
 def test_a_count_of_steps_that_is_none_is_refused():

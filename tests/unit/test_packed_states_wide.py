@@ -5,8 +5,9 @@ import io
 
 import pytest
 import torch
+from comparing import same
 from prescribed import loss_with
-from test_masters import ELEMENTWISE, equal
+from test_masters import ELEMENTWISE
 from test_packed_states import PACKABLE
 from torch import nn, optim
 
@@ -153,8 +154,8 @@ def test_an_overflow_leaves_weights_and_packed_states_as_they_are_to_the_bit():
     run.train(3)
     before = run.kept(), [param.detach().clone() for param in run.params]
     assert run.train(1, poison=(0,)) == [False]
-    assert equal(before[0], run.kept())
-    assert equal(before[1], run.params)
+    assert same(before[0], run.kept())
+    assert same(before[1], run.params)
     assert run.train(1) == [True]
 
 
@@ -205,8 +206,8 @@ def test_a_state_dict_is_torchs_loads_into_torch_and_goes_on_to_the_bit():
     again.generator.set_state(run.generator.get_state())
     for each in (run, again):
         each.train(3)
-    assert equal(run.params, again.params)
-    assert equal(run.kept(), again.kept())
+    assert same(run.params, again.params)
+    assert same(run.kept(), again.kept())
 
 
 @pytest.mark.parametrize(("source", "target"), [("fp32", "8bit"), ("8bit", "fp32"), ("8bit", "bf16"), ("8bit", "8bit")])
@@ -215,7 +216,7 @@ def test_a_checkpoint_moves_between_ways_to_keep_states(source, target, tmp_path
     old.train(3)
     old.booster.save(tmp_path, old.boosted, old.optimizer, step=3)
     new.booster.load(tmp_path, new.boosted, new.optimizer)
-    assert equal(old.params, new.params)
+    assert same(old.params, new.params)
     for a, b in zip(old.params, new.params, strict=True):
         for key, value in old.optimizer.state[a].items():
             scale = float(value.abs().max())
@@ -224,8 +225,8 @@ def test_a_checkpoint_moves_between_ways_to_keep_states(source, target, tmp_path
         new.generator.set_state(old.generator.get_state())
         for each in (old, new):
             each.train(2)
-        assert equal(old.params, new.params)
-        assert equal(old.kept(), new.kept())
+        assert same(old.params, new.params)
+        assert same(old.kept(), new.kept())
 
 
 # ---------------------------------------------------------------------- what is refused, before anything is changed
@@ -247,7 +248,7 @@ def test_an_optimizer_whose_states_cannot_be_packed_is_refused_before_anything_c
         with pytest.raises(ValueError, match=reason):
             Booster("cpu", precision, states="8bit").boost(model, optimizer)
         assert model.weight.dtype == torch.float32
-        assert equal(before.values(), model.state_dict().values())
+        assert same(before.values(), model.state_dict().values())
         Booster("cpu", precision).boost(model, optimizer)
 
 

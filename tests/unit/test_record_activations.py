@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from small_job import backward, batch, boost, flat, train
+from comparing import flat
+from small_job import backward, batch, boost, train
 from test_underflow import spread
 from torch import nn
 from torch.nn import functional as F

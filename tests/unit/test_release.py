@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from comparing import assert_same
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -107,22 +108,6 @@ class Run:
             self.schedule.state_dict(),
             [repr(result) for result in self.results],
         )
-
-
-def assert_same(found, expected, where="all"):
-    assert type(found) is type(expected), where
-    if isinstance(found, torch.Tensor):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=where)
-    elif isinstance(found, dict):
-        assert found.keys() == expected.keys(), where
-        for key, value in found.items():
-            assert_same(value, expected[key], f"{where}.{key}")
-    elif isinstance(found, (list, tuple)):
-        assert len(found) == len(expected), where
-        for index, (mine, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(mine, other, f"{where}[{index}]")
-    else:
-        assert found == expected, where
 
 
 def pair(*args, **options):

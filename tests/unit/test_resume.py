@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import same
 from prescribed import loss_with
 from torch import nn
 
@@ -70,17 +71,6 @@ class Run:
     def load(self, state: dict[str, Any], order: tuple[str, ...]) -> None:
         for name in order:
             getattr(self, name).load_state_dict(copy.deepcopy(state[name]))
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equality to the last bit of nested dicts of tensors, numbers and strings."""
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 ORDERS = [("model", "optimizer", "scheduler"), ("scheduler", "optimizer", "model")]
