@@ -294,6 +294,7 @@ class Booster:
         )
         owners = refusals.scheduler_owners(lr_scheduler, optimizer, self._boosted.optimizers)
         loader = refusals.boosted_loader(dataloader, self._boosted.loaders, device=self.device, plugin=self.plugin)
+        # Before anything is changed: a later switch goes back to this.
         built = [BeforeBoost(one, self._boosted.dtypes()) for one in models]
         boosted, boosted_optimizer, boosted_criterion = self.precision.configure(
             model if isinstance(model, nn.Module) else models,
@@ -306,6 +307,7 @@ class Booster:
             each for each in ([boosted_optimizer] if several is None else boosted_optimizer) if each is not None
         ]
         wrapped_models: list[ModelWrapper] = [boosted] if isinstance(model, nn.Module) else boosted
+        # Weakly: an optimizer that the user keeps does not keep a model that was dropped.
         for update in updates_of(wrappers):
             update.models = list(map(weakref.ref, wrapped_models))
         for place, one in enumerate(wrapped_models):
@@ -358,10 +360,11 @@ class Booster:
             optimizers = [optimizer]
         else:
             optimizers = refusals.check_boosted_optimizers(optimizer, "backward")
-        if type(loss_id) is not int or loss_id != 0:  # 0 is a scaler of every precision
+        # Calls cost in every step, so what nearly every call passes is compared here: 0 is a scaler of every precision.
+        if type(loss_id) is not int or loss_id != 0:
             self.precision.check_loss_id(loss_id)
         group, divisor, weight, delayed = None, 1.0, 1.0, False
-        if self._accumulations.any_open:
+        if self._accumulations.any_open:  # an attribute, for the same reason
             group = self._accumulations.group_of(optimizers)
             delayed = self._accumulations.leaves_unsynchronised(optimizers)
             if group is not None:

@@ -146,9 +146,7 @@ def launch_from_slurm(
 
     host: the first node, as in `scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1`.
     port: 1 to 65535, free there.
-    backend: None takes nccl where CUDA is available and gloo elsewhere; any other value is used as given.
-    seed: given to `random`, numpy (if installed) and torch, the same on all ranks.
-    timeout: seconds that a collective waits for the others before it fails; None: torch's, 30 minutes, 10 under nccl.
+    backend, seed, timeout: those of `launch`; None likewise.
 
     Side effects and errors as for `launch`; RuntimeError names a missing variable.
     """
@@ -163,9 +161,7 @@ def launch_from_openmpi(
 
     host: the machine of rank 0.
     port: 1 to 65535, free there.
-    backend: None takes nccl where CUDA is available and gloo elsewhere; any other value is used as given.
-    seed: given to `random`, numpy (if installed) and torch, the same on all ranks.
-    timeout: seconds that a collective waits for the others before it fails; None: torch's, 30 minutes, 10 under nccl.
+    backend, seed, timeout: those of `launch`; None likewise.
 
     MPI itself carries no tensors unless backend="mpi" is available.
     Side effects and errors as for `launch`; RuntimeError names a missing variable.
@@ -257,6 +253,7 @@ def start(
         timeout=None if timeout is None else timedelta(seconds=timeout),
     )
     seed_everything(seed)
+    # A group that is open when the interpreter ends may abort the process after all work is done.
     atexit.register(close_group)
     watch(PATIENCE)
 

@@ -12,7 +12,8 @@ from torch import nn
 from booster.interface.optimizer import OptimizerWrapper
 from booster.ranks import agreement
 
-_LOOKS = 3  # groups of a run in which ranks compare what they divide by
+# Groups of a run in which ranks compare what they divide by: a wrong divisor is wrong from the first one on.
+_LOOKS = 3
 
 
 class Accumulation:

@@ -20,10 +20,9 @@ from booster.tensors.weak import ForwardProxy, WeakForward
 
 
 class BeforeBoost:
-    """The dtypes and forwards of a model before `boost` changed it; to be made then.
+    """The dtypes and forwards of a model before `boost` changed it; made at that time.
 
     known: the dtypes of tensors that were boosted already, in another model.
-    Buffers that no state dict has are kept as they were, where a precision rounded them: nothing else would know their bits.
     """
 
     def __init__(self, model: nn.Module, known: Mapping[torch.Tensor, torch.dtype] | None = None) -> None:
@@ -35,6 +34,7 @@ class BeforeBoost:
             for own, tensor in (*child._parameters.items(), *child._buffers.items()):
                 if tensor is not None:
                     self._dtypes[_joined(name, own)] = (known or {}).get(tensor, tensor.dtype)
+            # No checkpoint has these buffers, so their bits are kept where a precision rounds them.
             for own in child._non_persistent_buffers_set:
                 buffer = child._buffers.get(own)
                 if buffer is not None and buffer.is_floating_point():
@@ -69,6 +69,7 @@ class BeforeBoost:
     def buffer(self, name: str, now: torch.Tensor) -> torch.Tensor:
         """Return the buffer `name`, which is `now` under a precision, as it would be without one."""
         kept = self._buffers.get(name)
+        # Where the rounded buffer is another one now, the user wrote to it, and the kept bits are out of date.
         if kept is not None and torch.equal(kept.to(now.device, now.dtype), now):
             return kept.to(now.device)
         return now.to(self.dtype(name, now))

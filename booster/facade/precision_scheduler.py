@@ -30,8 +30,10 @@ class PrecisionScheduler:
     Only where all ranks are: in a forward that trains. Not while another forward waits for its backward pass: that
     graph belongs to the old precision. See `PrecisionSchedule`.
 
-    total_steps: that shares among `phases` were of. optimizers: those of the run, in the same order on all ranks. may_go:
-    False while something forbids it, such as an open group of micro-batches. group: the ranks that go together.
+    total_steps: that shares among `phases` were of.
+    optimizers: those of the run, in the same order on all ranks.
+    may_go: False while something forbids it, such as an open group of micro-batches.
+    group: the ranks that go together.
     """
 
     def __init__(
@@ -47,19 +49,18 @@ class PrecisionScheduler:
         self.phases, self._total_steps = phases, total_steps
         self.now = phases[0]
         self._optimizers, self._is_allowed, self._go, self._group = optimizers, may_go, go, group
+        # Steps that the run had made before an optimizer began, less its own of then.
         self._offsets: weakref.WeakKeyDictionary[OptimizerWrapper, int] = weakref.WeakKeyDictionary()
-        """Steps that the run had made before an optimizer began, less its own of then."""
+        # How many steps an optimizer had made when it was last seen to, and where the one was then that made most.
         self._last_progress: weakref.WeakKeyDictionary[OptimizerWrapper, tuple[int, int]] = weakref.WeakKeyDictionary()
-        """How many steps an optimizer had made when it was last seen to, and where the one was then that made most."""
         self._idle: weakref.WeakSet[OptimizerWrapper] = weakref.WeakSet()
-        self._waiting: list[
-            tuple[weakref.ref[_BackwardSeen], dict[int, int]]
-        ] = []  # with steps made then, by id of the optimizer
+        # Forward passes with the steps that were made then, by id of the optimizer.
+        self._waiting: list[tuple[weakref.ref[_BackwardSeen], dict[int, int]]] = []
         self._trained = -1  # steps made when a model in training mode last ran
         why = "a PrecisionSchedule counts steps around each forward pass, and may change the model; compile without fullgraph"
         self._outside = torch.compiler.disable(
             self._around, reason=why
-        )  # which a compiler would make part of the model
+        )  # a compiler would make hooks part of the model
 
     def __reduce__(self) -> Any:
         return _NoHook, ()  # of copies and pickles of a model, which no Booster changes
@@ -69,7 +70,8 @@ class PrecisionScheduler:
         self._outside(module, *output)
 
     def _around(self, module: nn.Module, *output: Any) -> None:
-        if not torch.is_grad_enabled() or graph_task() != -1:  # evaluation, which ranks may do alone; a recomputation
+        # Evaluation is no place to switch, since ranks may do it alone; nor is a pass that backward computes again.
+        if not torch.is_grad_enabled() or graph_task() != -1:
             return
         if output:
             self._track_graph(output[0])
@@ -88,7 +90,7 @@ class PrecisionScheduler:
 
     @property
     def has_autopilots(self) -> bool:
-        """Whether one flies in any phase."""
+        """Whether any phase has one."""
         return any(phase.plan is not None for phase in self.phases.values())
 
     @property

@@ -29,7 +29,10 @@ from booster.update.context import UpdateOptions
 class BoostRecord:
     """What one call of `boost` returned, as long as the user keeps the model, and what the model was before.
 
-    alone: False for one of several models that share optimizers.
+    Attributes:
+        built: the model before boost.
+        alone: False for one of several models that share optimizers.
+        hooks: keys of the forward pre-hooks that the precision registered; those of the user's come later.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class BoostRecord:
         alone: bool = True,
     ) -> None:
         self.built, self.alone = built, alone
-        self.hooks = set(model._forward_pre_hooks)  # of the precision, as those of the user's come later
+        self.hooks = set(model._forward_pre_hooks)
         self._model = weakref.ref(model)
         self._optimizers = [weakref.ref(each) for each in optimizers]
         self._criterion = weakref.ref(criterion) if isinstance(criterion, (ModelWrapper, CriterionWrapper)) else None
@@ -115,6 +118,7 @@ class Switch:
                     f"switch() between backward and step: the gradients of {waiting} backward pass(es) wait for a step, and "
                     "belong to the old precision; call optimizer.step() first, or optimizer.zero_grad() to drop them"
                 )
+            # A scale that the new one cannot take over, as out of its bounds, is refused here and not in the middle of `make`.
             scale = self._new.make_scaler()
             if scale.state_dict().keys() == update.gradients.scaler.state_dict().keys():
                 scale.load_state_dict(update.gradients.scaler.state_dict())
@@ -154,6 +158,8 @@ class Switch:
         masters: dict[torch.Tensor, torch.Tensor] = {}
         for optimizer, update in zip(optimizers, updates_of(optimizers), strict=True):
             optimizer.zero_grad()
+            # The user's optimizer has float32 states again, and the masters are taken out of it: the new precision makes its
+            # own of both, as a load would. They are moved, not copied, so states are never there twice.
             masters |= update.give_back()
         for param in inner.parameters():
             param.grad = None
@@ -164,8 +170,9 @@ class Switch:
         half = (after.store or after.param) in HALF_DTYPES and not self._plugin.stores_float32
         done = boosting.built.restore(placed, masters, for_masters=half)
         del masters
-        for optimizer in optimizers:
-            _replace(optimizer.optimizer, done)
+        for optimizer in optimizers:  # parameters that changed their dtype are new tensors
+            for group in optimizer.optimizer.param_groups:
+                group["params"][:] = [done.get(param, param) for param in group["params"]]
         boosting.built = boosting.built.again(placed)
         placement = _PlacedAgain(self._plugin, placed, policy, around, [c.shards for c in carried], names)
         criterion = boosting.criterion
@@ -183,7 +190,7 @@ class Switch:
         for optimizer, made, kept in zip(optimizers, new_optimizers, carried, strict=True):
             optimizer.replace_with(made)
             kept.give(optimizer)
-        set_random_state(before)
+        set_random_state(before)  # placing a model may draw numbers, which a load would not
 
     def _refusal(self, why: str) -> str:
         return f"switch() from {self._old!r} to {self._new!r} cannot be made while the run goes on, because {why}"
@@ -272,8 +279,3 @@ class _PlacedAgain:
         made.move_states_from(old, {param: now[name] for param, name in self._names.items()})
         made.selection = old.selection
         return made
-
-
-def _replace(optimizer: Optimizer, done: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    for group in optimizer.param_groups:
-        group["params"][:] = [done.get(param, param) for param in group["params"]]

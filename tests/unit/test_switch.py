@@ -154,10 +154,10 @@ class Held(StorageTracker):
     def __init__(self, known):
         super().__init__()
         for tensor in known:
-            self._watch(tensor, counts=True)
+            self._follow(tensor, counts=True)
 
-    def _watch(self, tensor, *, counts):
-        super()._watch(tensor, counts=counts and not tensor.is_meta)
+    def _follow(self, tensor, *, counts):
+        super()._follow(tensor, counts=counts and not tensor.is_meta)
 
 
 @pytest.mark.parametrize("new", ["bf16_naive", "fp8"])
