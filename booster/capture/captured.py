@@ -208,7 +208,7 @@ class CapturedStep:
         )
 
     def _drop_if_changed(self, addresses: TensorAddresses, options: list[tuple[str, Any]]) -> bool:
-        """Drop all graphs if tensors that they read or write lie elsewhere now, or if options have changed that they hold.
+        """Drop all graphs if tensors that they read or write have moved, or if options have changed that they hold.
 
         Returns whether that is so."""
         before, self._addresses, self._options = (self._addresses, self._options), addresses, options
@@ -266,7 +266,7 @@ class CapturedStep:
                 _, graph.replay = self._recorder.record(body, generators)
         finally:
             self._scalars.leave()
-            self._forget_weights()  # what was rounded lies in the memory of the graph
+            self._forget_weights()  # what was rounded is in the memory of the graph
         _check_returned(graph.returned, self._train_step)
         self._check_steps(counts)
         graph.draws = [draws.count > count for draws, count in zip(self._draws, drawn, strict=True)]

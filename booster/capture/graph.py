@@ -33,7 +33,7 @@ class Recorder(Protocol):
         """Return `body()` and what makes its launches again, with the Python of `body` not run again.
 
         Nothing that `body` launches runs before the first replay: tensors that it returns hold no numbers until then. What
-        a replay reads and writes lies where it lay in the recording. generators: that `body` may use besides torch's own.
+        a replay reads and writes is at the addresses of the recording. generators: that `body` may use besides torch's own.
         """
 
 
@@ -68,7 +68,7 @@ class CudaRecorder:
         graph = self._cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
-        if not self._graphs:  # torch aborts in a pool of which no graph is left while a tensor still lies there
+        if not self._graphs:  # torch aborts in a pool of which no graph is left while a tensor is still in it
             self._pool = self._cuda.graph_pool_handle()
         # Pinned memory is allocated meanwhile, by other threads as those of loaders, and for addresses that kernels read.
         with self._cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"):

@@ -118,7 +118,7 @@ class GradientLayout:
                 param.grad = grad
 
     def _partners(self, gradients: Gradients) -> tuple[int, ...]:
-        """Return whose decision is that of `gradients`, by number."""
+        """Return which optimizers share the decision of `gradients`, by number."""
         return tuple(index for index, each in enumerate(self._all) if each.joint is gradients.joint)
 
 
@@ -161,7 +161,7 @@ def _numbers(scaler: DeviceScale) -> tuple[torch.Tensor, ...]:
 
 
 def _described(value: Any) -> Any:
-    """Return `value`, with what is told of a tensor in the place of it."""
+    """Return `value`, with dtype and shape in the place of a tensor."""
     if isinstance(value, list):
         return tuple(map(_described, value))
     return (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else value

@@ -45,7 +45,7 @@ class LRBuffers:
         """Inside, the rates of the groups are tensors; no step waits to be counted. Raises RuntimeError if somebody wrote
         one meanwhile.
 
-        recorded: torch's optimizers let themselves be recorded, which they refuse unless they were told of it. Their fused
+        recorded: torch's optimizers let themselves be recorded, which they refuse without capturable=True. Their fused
         kernels count steps on the device, and so compute the same. What is recorded begins with `take`."""
         held = []
         for lookahead in self.lookaheads:
@@ -56,13 +56,13 @@ class LRBuffers:
                     held.append((group, group["lr"], lookahead.row[index], lookahead))
                     group["lr"] = held[-1][2]
         groups = [group for lookahead in self.lookaheads for group in lookahead.groups]
-        told = [(group, group["capturable"]) for group in groups if recorded and "capturable" in group]
-        for group, _ in told:
+        capturable = [(group, group["capturable"]) for group in groups if recorded and "capturable" in group]
+        for group, _ in capturable:
             group["capturable"] = True
         try:
             yield
         finally:
-            for group, before in told:
+            for group, before in capturable:
                 group["capturable"] = before
             written = [group for group, _, rate, lookahead in held if group["lr"] is not rate or lookahead.is_written]
             for group, number, _, _ in held:
@@ -188,7 +188,7 @@ class LRLookahead:
         return self._fill([each.scheduler for each in deferred], len(history.waiting))
 
     def _fill(self, schedules: Sequence[Any], count: int) -> bool:
-        """Have the table hold `count` more rates than that of the next step; return False where nobody knows them."""
+        """Have the table hold `count` more rates than that of the next step; return False where they cannot be known."""
         if len(self._ahead) > count:
             return True
         new: list[Numbers] = []
@@ -256,7 +256,7 @@ class _ScheduleCopies:
 
 
 class _GroupsProxy:
-    """What stands for an optimizer where its schedules are stepped ahead."""
+    """An optimizer's groups, as copies of its schedules step them ahead."""
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         mark_step_called(self)  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ class Reads:
     """Notes in `found`, inside `watched`, what waits for a device, or would if the tensors here lay on one.
 
     Where `device` is a CPU, tensors are taken for ones of a GPU; but for those that are made from numbers without a device
-    being named, which lie on the host on every machine, and `on_host`. snapshot: told of what is written, and of generators.
+    being named, which are on the host on every machine, and `on_host`. snapshot: keeps what is written, and generators.
     origin: file and line where nothing else is known of the user's.
     """
 
@@ -250,7 +250,7 @@ def _statement(frame: Any) -> int:
 
 
 def _is_to_cpu(frame: Any) -> bool:
-    """Return whether the user's line spells to("cpu"): of to(device) nobody can tell on a CPU what it does on a GPU."""
+    """Return whether the user's line spells to("cpu"): what to(device) does on a GPU cannot be seen on a CPU."""
     return frame is not None and _TO_CPU.search(linecache.getline(_path(frame), frame.f_lineno)) is not None
 
 

@@ -126,7 +126,7 @@ def reads_of(
 
 
 def _begin(optimizer: OptimizerWrapper) -> None:
-    """Have `optimizer` decide where a device's would, as before any pass, and nobody listen."""
+    """Have `optimizer` decide where a device's would, as before any pass, without listeners."""
     update = decided_on_device(optimizer._update)
     optimizer._update = update
     update.gradients.listeners.clear()
@@ -156,7 +156,7 @@ def decided_on_device(update: Update) -> Update:
 
 
 def _counts_on_host(optimizers: Sequence[OptimizerWrapper]) -> list[torch.Tensor]:
-    """Return states that lie on the host on every machine: step counts of optimizers that read them there."""
+    """Return states that are on the host on every machine: step counts of optimizers that read them there."""
     found = []
     for optimizer in map(OptimizerWrapper.unwrap, optimizers):
         if not honours_grad_scale(optimizer) and not any(group.get("capturable") for group in optimizer.param_groups):
@@ -193,7 +193,7 @@ def _numbers_watched(optimizers: Sequence[OptimizerWrapper], reads: Reads) -> It
 
 
 def _schedules_of(optimizers: Iterable[OptimizerWrapper]) -> list[Any]:
-    """Return the schedulers of `optimizers` in this process, boosted and others: nobody else knows who they are."""
+    """Return the schedulers of `optimizers` in this process, boosted and others, which no other list has."""
     theirs = {id(each) for wrapper in optimizers for each in (wrapper, wrapper.unwrap())}
     found: list[Any] = []
     for each in gc.get_objects():

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from booster.masters.update import ReportingDecision
 from booster.model.optimizer_kinds import kind_of
@@ -29,10 +30,9 @@ TAKEN_BY_TRUE: tuple[str, ...] = ("cuda",)
 
 
 def by_kernels(make: Callable[[UpdateContext], Update]) -> Callable[[UpdateContext], Update]:
-    """Return what makes the update of a job: one that steps by kernels in the place of what `make` makes, where it can be.
+    """Return what makes an update that steps by kernels in the place of what `make` makes, where it can.
 
-    Where there can be none, what it makes raises ValueError for a job whose options ask for kernels by name; for another there
-    is one INFO line.
+    Where it cannot, ValueError is raised if the options ask for kernels by name; otherwise one INFO line says why.
     """
     return functools.partial(_made, make)
 
@@ -44,20 +44,32 @@ def _made(make: Callable[[UpdateContext], Update], context: UpdateContext) -> Up
         return update
     reason = _refusal(update, context, device) or (None if asked else _chosen(context))
     name = type(context.optimizer).__name__
-    if reason is None and not asked and (differing := _tried(update, context, device)) is not None:
-        reason = "they are not like torch's steps"
-        _logger.warning(
-            "steps of %s by Triton kernels on %s are not like torch's, which makes them: %s", name, device, differing
-        )
-    if (
-        (context.shards.sharded or not asked)
-        and context.group is not None
-        and agreement.largest(float(reason is not None), context.group)
-    ):
-        reason = reason or "that of another rank cannot be"
+    if reason is None:
+        from booster.kernels.kernel_decision import kernel_update
+        from booster.kernels.probe import like_torch
+        from booster.kernels.rules import rule_of
+
+        rule: Any = rule_of(context.optimizer)
+        masters = getattr(update.optimizer_state, "masters", None)
+        differing = None if asked else like_torch(rule, context.optimizer, masters, device)
+        if differing is not None:
+            reason = "they are not like torch's steps"
+            _logger.warning(
+                "steps of %s by Triton kernels on %s are not like torch's, which makes them: %s",
+                name,
+                device,
+                differing,
+            )
+    if (context.shards.sharded or not asked) and context.group is not None:
+        # Norms and decisions are collectives, which all ranks make in one way.
+        if agreement.largest(float(reason is not None), context.group):
+            reason = reason or "that of another rank cannot be"
     if reason is None:
         _logger.info("%s is stepped by Triton kernels on %s", name, device.type)
-        return _kernel_update(update, on_device(context, device))
+        decision = update.decision
+        counts_zeros = isinstance(decision, ReportingDecision) and decision.counts_zeros
+        context = on_device(context, device)
+        return kernel_update(context, rule, decision.application, update.optimizer_state, counts_zeros=counts_zeros)
     if not asked:
         _logger.info("%s is stepped by torch, and not by Triton kernels: %s", name, reason)
         return update
@@ -67,27 +79,8 @@ def _made(make: Callable[[UpdateContext], Update], context: UpdateContext) -> Up
     )
 
 
-def _kernel_update(update: Update, context: UpdateContext) -> Update:
-    from booster.kernels.kernel_decision import kernel_update
-    from booster.kernels.rules import rule_of
-
-    rule: Any = rule_of(context.optimizer)
-    decision = update.decision
-    counts_zeros = isinstance(decision, ReportingDecision) and decision.counts_zeros
-    return kernel_update(context, rule, decision.application, update.optimizer_state, counts_zeros=counts_zeros)
-
-
-def _tried(update: Update, context: UpdateContext, device: torch.device) -> str | None:
-    """Return what differs where kernels are tried on `device` beside torch; None: nothing that rounding does not explain."""
-    from booster.kernels.probe import like_torch
-    from booster.kernels.rules import rule_of
-
-    rule: Any = rule_of(context.optimizer)
-    return like_torch(rule, context.optimizer, getattr(update.optimizer_state, "masters", None), device)
-
-
 def _refusal(update: Update, context: UpdateContext, device: torch.device) -> str | None:
-    """Return why `context` cannot be stepped by kernels, None if it can."""
+    """Return why kernels cannot step the optimizer of `context`, None if they can."""
     if type(update) is not Update or type(update.gradients) not in (Gradients, DeviceGradients):
         return f"its precision makes an update of its own, {type(update).__name__}"
     if isinstance(update.decision, ReportingDecision) and update.decision.verbose:
@@ -103,7 +96,7 @@ def _refusal(update: Update, context: UpdateContext, device: torch.device) -> st
         return f"its parameters lie on devices of several types, {', '.join(sorted(map(str, devices)))}"
     if len(devices) > 1 and context.options.release_gradients:
         return f"its parameters lie on {len(devices)} devices, and release_gradients steps on one"
-    return _refused_groups(context) or _refused_weights(update, context)
+    return _refused_groups(context.optimizer) or _refused_weights(update, context.optimizer)
 
 
 def _devices(context: UpdateContext) -> set[torch.device]:
@@ -121,11 +114,10 @@ def _chosen(context: UpdateContext) -> str | None:
     return None
 
 
-def _refused_groups(context: UpdateContext) -> str | None:
+def _refused_groups(optimizer: Optimizer) -> str | None:
     from booster.kernels.rules import rule_of
 
-    optimizer, name = context.optimizer, type(context.optimizer).__name__
-    rule = rule_of(optimizer)
+    name, rule = type(optimizer).__name__, rule_of(optimizer)
     if rule is None:
         return f"its class has no rule among them, unless booster.register_elementwise({name}, rule=...) gives it one"
     for group in optimizer.param_groups:
@@ -138,24 +130,21 @@ def _refused_groups(context: UpdateContext) -> str | None:
     return rule.refusal(optimizer)
 
 
-def _refused_weights(update: Update, context: UpdateContext) -> str | None:
-    params = [param for group in context.optimizer.param_groups for param in group["params"]]
+def _refused_weights(update: Update, optimizer: Optimizer) -> str | None:
+    from booster.kernels.weights import FORMS
+    from booster.masters.masters import own_gradient
+
     masters: Masters | None = getattr(update.optimizer_state, "masters", None)
-    if masters is not None and kind_of(context.optimizer) != "elementwise":
+    if masters is not None and kind_of(optimizer) != "elementwise":
         return "it is not stepped element by element"
-    for param in params:
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
         if type(param) not in (torch.Tensor, torch.nn.Parameter):
             return f"a parameter is a {type(param).__name__}"
         if param.dtype != torch.float32 and (masters is None or not masters.may_have(param)):
             if masters is None or param.dtype not in (torch.float16, torch.bfloat16):
                 return f"a parameter of shape {tuple(param.shape)} is {param.dtype}"
-    return None if masters is None else _refused_masters(masters)
-
-
-def _refused_masters(masters: Masters) -> str | None:
-    from booster.kernels.weights import FORMS
-    from booster.masters.masters import own_gradient
-
+    if masters is None:
+        return None
     if masters.gradient_of is not own_gradient:
         return "its gradients are kept apart from .grad"
     for bucket in masters.buckets:

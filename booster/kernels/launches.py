@@ -1,7 +1,7 @@
 """The launches of a step: what gradients are, what is decided, and the update of every tensor.
 
-What is stepped lies in a table on the device, a row of `COLUMNS` int64 for each stretch of memory: addresses of weights,
-of what is kept beside them, of gradients, of three states and of the scales of each; the number of elements; which of
+What is stepped is in a table on the device, a row of `COLUMNS` int64 for each segment of a parameter: addresses of weights,
+of their residual bits, of gradients, of three states and of the scales of each; the number of elements; which of
 the step counts counts it; the dtype of its gradient; how many ranks hold it. A program does one tile of `TILE`
 elements of a row.
 """
@@ -35,7 +35,7 @@ def _partial(values):
 def measure(table, tiles, partials, zeros, COLUMNS: tl.constexpr, TILE: tl.constexpr):
     """Write a partial sum of squares of the gradients for each tile, of this rank's share of them.
 
-    zeros: int32, how many elements of the tile are zero; None where nobody counts them."""
+    zeros: int32, how many elements of the tile are zero; None where they are not counted."""
     program = tl.program_id(0)
     row = table + tl.load(tiles + 2 * program).to(tl.int64) * COLUMNS
     start = tl.load(tiles + 2 * program + 1).to(tl.int64) * TILE
@@ -164,7 +164,7 @@ def decide(
     """One program: whether the step is made, by what gradients are divided, the next loss scale, step counts and what rules
     make of them.
 
-    partials: sums of squares, float64; None where nobody looks. zeros: counts of them, int32; None likewise. found_in: float32,
+    partials: sums of squares, float64; None where they are not read. zeros: counts of them, int32, likewise. found_in: float32,
     not 0 where the step is skipped whatever they say. carried, pending: what gradients are multiplied by, and the factor of
     clips that wait; None is 1. options: float64, the norm to clip to, growth factor, backoff factor, growth interval,
     hysteresis, floor and largest scale. scale, growth, hysteresis: of a `DeviceScale`, or None. seed: the scale of this step's

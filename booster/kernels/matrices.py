@@ -93,15 +93,15 @@ def quantized(
     tiles = -(-max(rows, transposed_filled if transposed else 0) // height) * -(-filled // width)
     partials = None if kind == BLOCKS else new(above * splits if kind == TENSOR else splits * rows, dtype=torch.int32)
     seen = None if given is None else new(tiles, dtype=torch.int32)
-    lies = rows, columns, x.stride(0), x.stride(1)
+    layout = rows, columns, x.stride(0), x.stride(1)
     sizes = {"DTYPE": _DTYPES[x.dtype], "BM": height, "BN": width, "enable_fp_fusion": False}
     x = x.detach()
     with current(x.device):
         if partials is not None:
-            largest_of[(above * splits,)](x, partials, given, *lies, splits, KIND=kind, **sizes)
+            largest_of[(above * splits,)](x, partials, given, *layout, splits, KIND=kind, **sizes)
         bytes_of = values.view(torch.int8), None if other is None else other.view(torch.int8)
         write[(tiles,)](
-            *(x, *bytes_of, scale, partials, given, seen, rows, columns, filled, transposed_filled, *lies[2:]),
+            *(x, *bytes_of, scale, partials, given, seen, rows, columns, filled, transposed_filled, *layout[2:]),
             above * splits if kind == TENSOR else splits,
             KIND=kind,
             POWER=scaling.scale == "power_of_two",
@@ -144,14 +144,14 @@ def quantized_to_e2m1(
     parts = above * splits
     partials = new(parts, dtype=torch.int32)
     sums = torch.empty_like(partials) if stochastic else None
-    lies = x.stride(0), x.stride(1)
+    layout = x.stride(0), x.stride(1)
     sizes = {"DTYPE": _DTYPES[x.dtype], "BM": height, "BN": width, "enable_fp_fusion": False}
     sizes["SIGNS"] = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0) if rotates else -1
     x = x.detach()
     with current(x.device):
-        largest_of_rotated[(parts,)](x, partials, sums, rows, columns, *lies, splits, **sizes)
+        largest_of_rotated[(parts,)](x, partials, sums, rows, columns, *layout, splits, **sizes)
         write_fours[(above * -(-filled // width),)](
-            *(x, values, scale, outer, partials, sums, rows, columns, filled, *lies, parts),
+            *(x, values, scale, outer, partials, sums, rows, columns, filled, *layout, parts),
             DOWN=down,
             BLOCK=_BLOCK,
             **sizes,
@@ -167,7 +167,7 @@ def tile_of(kind: int, down: int) -> tuple[int, int]:
 
 
 def form_of(target: NumberFormat) -> dict[str, Any]:
-    """What kernels are told of a format."""
+    """A format as constants of kernels."""
     mantissa, bias = target.mantissa_bits if target.exponent_bits else 0, target.bias
     return {
         "MANTISSA": mantissa,

@@ -189,7 +189,7 @@ class _Trial:
         return [values.get(param, param).detach().float().clone() for param in self._params]
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, Bucket | None]]:
-        """All that lies in the optimizer's state, with the bucket whose elements it has."""
+        """All tensors in the optimizer's state, with the bucket of their elements."""
         handles = [(handle, bucket) for bucket in self._buckets for handle in bucket.handles]
         for owner, bucket in [*((param, None) for param in self._params), *handles]:
             for name, value in sorted(self._optimizer.state.get(owner, {}).items()):
@@ -198,7 +198,7 @@ class _Trial:
                     yield name, tensor, bucket if flat else None
 
     def _elements(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """States without what lies between the pieces of a bucket, which nobody reads."""
+        """States without the gaps between the pieces of a bucket, which are not read."""
         for name, tensor, bucket in self._kept():
             yield (
                 name,

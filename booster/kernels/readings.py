@@ -31,7 +31,7 @@ _VERSION = attrgetter("_version")  # of a gradient
 
 
 class KernelNorms(DeviceNorms):
-    """Norms of order 2 are read by one launch. A clip that nobody asked for waits for the decision, which reads them then."""
+    """Norms of order 2 are read by one launch. A clip by `clip_grad_norm=` waits for the decision, which reads them."""
 
     waits = True
 
@@ -125,7 +125,7 @@ class TorchReading:
         self.params, self._norms, self.sums, self.zeros = params, norms, sums, zeros
 
     def copied(self, copy: Copy) -> TorchReading:
-        """The same, of a copy of what names whose gradients are not finite."""
+        """The same, of copies of the norms by parameter."""
         return TorchReading(self.params, copy(self._norms), self.sums, self.zeros)
 
     def squares(self) -> dict[torch.Tensor, float]:
@@ -136,13 +136,13 @@ class TorchReading:
 class PassReadings:
     """What a pass read of its gradients, a look at a time.
 
-    sums: of squares of all of them. found: 1 where they are not finite, 0 where they are, 0-dim; None: nobody knows."""
+    sums: of squares of all of them. found: 1 where they are not finite, 0 where they are, 0-dim; None where it is not known."""
 
     def __init__(self, looks: Sequence[Any], sums: torch.Tensor, found: torch.Tensor | None) -> None:
         self._readings, self.sums, self.found = looks, sums, found
 
     def copied(self, copy: Copy) -> PassReadings:
-        """The same, of a copy of what names whose gradients are not finite."""
+        """The same, of copies of the norms by parameter."""
         return PassReadings([look.copied(copy) for look in self._readings], self.sums, self.found)
 
     @property
@@ -182,7 +182,7 @@ class KernelReading:
         self.zeros, self.versions = zeros, versions
 
     def copied(self, copy: Copy) -> KernelReading:
-        """The same, of a copy of what names whose gradients are not finite."""
+        """The same, of copies of the norms by parameter."""
         return KernelReading(self._tables, list(map(copy, self._partials)), self.sums, self.carried)
 
     @cached_property

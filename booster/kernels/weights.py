@@ -72,7 +72,7 @@ def _own(master, bits, HALF: tl.constexpr):
 
 @triton.jit
 def _not_a_zero(master, bits):
-    """Zeros that somebody wrote beside another's remainder read as NaN."""
+    """A zero that somebody wrote, with the residual bits of another weight, reads as NaN: take the zero."""
     return tl.where((master != master) & ((bits & 0x7FFF) == 0), half_number(bits, BF16), master)
 
 

@@ -23,17 +23,22 @@ In reading order:
     context.py           `UpdateContext`: the optimizer, scale, ranks, shards and options that an update is made from;
                          `StepListener`: base class of what hears of steps
     choice.py            the table of which objects an update is put together from; start here to add a kind of step
-    update.py            `Update`: one optimizer's step, as a wrapper calls it gradients.py         `Gradients`: which scale
-    `.grad` carries, which clips wait, what was read; when `.grad` is written backward.py          `run_backward` for one or
-    several optimizers; `JointDecision` of those that share a loss decision.py          the rule of a decision, and the two
-    base classes `Norms` and `Decision` host.py, device.py   the rule by Python numbers, and by 0-dim tensors that nothing
-    waits for application.py       `Application`: step the user's optimizer; `StepScalars`: by which numbers fused_kernel.py
-    what torch's fused kernels can step; switching to them and back compiled_step.py     norms and steps by torch.compile
-    gradual.py           one step in parts: the optimizer restricted to some of its parameters in_backward.py       the
-    optimizer in backward (`release_gradients`): passes and what is known between them in_backward_pass.py  one optimizer in
-    one such pass outcome.py           `StepResult`, the counters of steps, and the error after too many skips parameters.py
-    names of parameters; checks that nobody changed dtypes or scaled gradients optimizer_state.py, state_dict.py,
-    state_loading.py   what a checkpoint holds of an optimizer, and a load of it, all or nothing
+    update.py            `Update`: one optimizer's step, as a wrapper calls it
+    gradients.py         `Gradients`: which scale `.grad` carries, which clips wait, what was read; when `.grad` is written
+    backward.py          `run_backward` for one or several optimizers; `JointDecision` of those that share a loss
+    decision.py          the rule of a decision, and the two base classes `Norms` and `Decision`
+    host.py, device.py   the rule by Python numbers, and by 0-dim tensors that nothing waits for
+    application.py       `Application`: step the user's optimizer; `StepScalars`: by which numbers; `FusedKernel`: what
+                         torch's fused kernels can step
+    fused_kernel.py      switching an optimizer to its fused kernel, and back
+    compiled_step.py     norms and steps by torch.compile
+    gradual.py           one step in parts: the optimizer restricted to some of its parameters
+    in_backward.py       the optimizer in backward (`release_gradients`): passes, and what is known between them
+    in_backward_pass.py  one optimizer in one such pass
+    outcome.py           `StepResult`, the counters of steps, and the error after too many skips
+    parameters.py        names of parameters; checks that nothing else changed dtypes or scaled gradients
+    optimizer_state.py   what a checkpoint holds of an optimizer; state_dict.py has its form, state_loading.py a load of it,
+                         which changes all or nothing
 
 What is true everywhere: whatever touches gradients runs inside `Shards.local()`, where parameters are this rank's shards. A
 number is a float on a host and a 0-dim tensor on a device; `float(...)` of one waits for the device. Below are `shards/`,

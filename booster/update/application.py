@@ -132,7 +132,7 @@ class Application:
     def step(self, gradients: Gradients, params: list[torch.Tensor], scalars: StepScalars) -> bool:
         """Step `params` on `gradients` divided as `scalars`, a number; the division is the optimizer's own where it can be.
 
-        That is a fused kernel's, where it divides as precisely as gradients are, and nobody looks at them in between. Returns
+        That is a fused kernel's, where it divides as precisely as gradients are, and no hook reads them in between. Returns
         whether what `.grad` is multiplied by is 1 afterwards, and not what it was."""
         optimizer = self.optimizer
         fused = self.kernel.prepare(params)
@@ -266,8 +266,8 @@ class PlainGradualStep(GradualStep):
 class FusedKernel:
     """Keeps the fused kernel of `optimizer` to what it can step; does nothing for an optimizer without.
 
-    The kernels walk raw memory. Where parameter, gradient and states do not lie alike, elements meet their neighbours'
-    numbers, on CPU without a word, and parameters with gaps between their elements have what lies there overwritten. Where
+    The kernels walk raw memory. Where parameter, gradient and states are not laid out alike, elements meet their neighbours'
+    numbers, on CPU without a word, and parameters with gaps between their elements have what is in the gaps overwritten. Where
     these are of other shapes, as after a vocabulary was resized in place, memory of others is. That all are on one device and
     of one dtype torch looks for itself.
 
@@ -327,7 +327,7 @@ class FusedKernel:
 
     def check_shapes(self, params: Sequence[torch.Tensor]) -> None:
         """Raise RuntimeError if a gradient or a state of `params`, all of which have a gradient, has another shape than its
-        parameter, or no memory. Lays states anew that somebody put there and that lie otherwise."""
+        parameter, or no memory. States of another memory layout, as after a load, are copied."""
         for param in params:
             own = self.optimizer.state.get(param, _NO_STATE)
             self._check_shape(param, param.grad, own)  # type: ignore[arg-type]
@@ -423,7 +423,7 @@ def decides_on_device(optimizer: Optimizer) -> bool:
 
 def begins(optimizer: Optimizer, group: Mapping[str, Any], tensor: torch.Tensor) -> bool:
     """Return whether a step would make states of `tensor` that do not begin at zero: momentum of torch's SGD, and what an
-    optimizer has for which nobody knows how they begin."""
+    optimizer has that is not known."""
     if isinstance(optimizer, SGD):
         return group["momentum"] != 0 and optimizer.state.get(tensor, {}).get("momentum_buffer") is None
     return not honours_grad_scale(optimizer) and not optimizer.state.get(tensor)
@@ -452,13 +452,13 @@ def _lacks_memory(value: torch.Tensor) -> bool:
 
 
 def lay_states(param: Any, state: dict[str, Any]) -> None:
-    """Make states of the shape of `param` lie in memory as it does."""
+    """Give states of the shape of `param` its memory layout."""
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == param.shape and not has_same_layout(value, param):
             state[key] = laid_like(value, param)
 
 
 def laid_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `tensor` that lies in memory as `param` does."""
+    """Return a copy of `tensor` in the memory layout of `param`."""
     laid = torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device)
     return laid.copy_(tensor.detach())

@@ -140,11 +140,11 @@ def run_backward(
     else:
         gradient = torch.full_like(loss, seed, requires_grad=False)
 
-    told = loss if weight == 1.0 else loss.detach() * weight
+    shown = loss if weight == 1.0 else loss.detach() * weight
     try:
         if released:
             engine = functools.partial(_run_engine, context, loss, gradient, create_graph, inputs)
-            run_in_backward(members, loss, engine, lambda: end_backward(this, told), retain_graph=retain_graph)
+            run_in_backward(members, loss, engine, lambda: end_backward(this, shown), retain_graph=retain_graph)
         else:
             with region(context):
                 torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
@@ -156,7 +156,7 @@ def run_backward(
         raise
     if not released:
         for member in members:
-            member.after_backward(told)
+            member.after_backward(shown)
 
 
 def _run_engine(

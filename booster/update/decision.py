@@ -41,7 +41,7 @@ class Norms(ABC):
     gradients: a `Gradients`."""
 
     on_device = False
-    """Whether scale, norms and clip factors are 0-dim tensors, which nobody waits for, and not Python numbers."""
+    """Whether scale, norms and clip factors are 0-dim tensors, not waited for, and not Python numbers."""
     waits = False
     """Whether a clip that no call of the user's asked for can wait, unread, for the decision."""
 
@@ -103,7 +103,7 @@ class Decision(ABC):
     """Steps or skips by what was read of `gradients`, and tells their loss scale. application: what steps."""
 
     on_device = False
-    """Whether nobody on the host knows, when `step` returns, what was decided."""
+    """Whether the host does not know what was decided when `step` returns."""
 
     def __init__(self, gradients: Gradients, application: Application) -> None:
         self.gradients = gradients

@@ -40,10 +40,10 @@ class DeviceNorm(NamedTuple):
 
     total: torch.Tensor
     each: torch.Tensor
-    params: list[torch.Tensor]  # whose gradients they are; some may have none when the step comes
+    params: list[torch.Tensor]  # of these gradients; some may have none when the step comes
 
     def copied(self, copy: Copy) -> DeviceNorm:
-        """The same, of a copy of what names whose gradients are not finite."""
+        """The same, of copies of the norms by parameter."""
         return self._replace(each=copy(self.each))
 
 
@@ -194,7 +194,7 @@ class DeviceDecision(Decision):
         return StepResult(_Applied(found), fields, pending=fields.pending), left
 
     def zeros_in(self, params: list[torch.Tensor]) -> torch.Tensor | None:
-        """Return how many elements of the gradients of `params` are zero, 0-dim; None: nobody counts them."""
+        """Return how many elements of the gradients of `params` are zero, 0-dim; None where they are not counted."""
         return None
 
     def _apply_divided(self, params: list[torch.Tensor], found: torch.Tensor, carried: Any, clip: Any) -> bool:

@@ -76,7 +76,7 @@ class Gradients:
         self._warned_of_mutation = False
         self._present: list[torch.Tensor] | None = None  # `params()`, within a step
         self._in_pass = False
-        self._prescribed: float | None = None  # the next scale, for what is beside the run
+        self._prescribed: float | None = None  # the next scale, of a replay
         self._num_steps = 0
         self.reset(None)
 
@@ -274,8 +274,8 @@ class Gradients:
         self.norm = read.total if self.scale is None else read.total / self.scale
 
     def found(self) -> Any:
-        """Return whether this rank's gradients hold an inf or NaN, which are read if nobody has since the last backward pass: a
-        bool, or a 0-dim tensor."""
+        """Return whether this rank's gradients hold an inf or NaN: a bool, or a 0-dim tensor. Reads them unless a norm was
+        taken since the last backward pass."""
         if not self.read:
             with self.shards.local() if self.shards.sharded else WHOLE:  # another optimizer's step may ask
                 self.true_norm(2.0)

@@ -36,7 +36,7 @@ class OptimizerState:
     def loads_without_copy(self, param: torch.Tensor) -> bool:
         """Return whether a load makes the tensors that it is given the states of `param`, and looks at none of their numbers.
 
-        torch's own optimizers do, where nobody hooked their load, for states of the parameter's dtype.
+        torch's own optimizers do, without hooks of their load, for states of the parameter's dtype.
         """
         return type(self.optimizer).__module__.startswith("torch.optim.") and not loads_with_hooks(self.optimizer)
 

@@ -1,4 +1,4 @@
-"""The parameters of one optimizer: their names, and checks that nobody changed dtypes or gradients behind the library's back.
+"""The parameters of one optimizer: their names, and checks that nothing else changed dtypes or gradients.
 
 While gradients are multiplied by a loss scale, a clip of the user's own would clip scaled ones. `GradMutationCheck` finds that,
 in the first steps and then one in a hundred, from tensors' version counters, which cost nothing to read.

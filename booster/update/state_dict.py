@@ -183,7 +183,7 @@ def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
 def check_complete(update: Update, state_dict: Mapping[str, Any]) -> None:
     """Raise ValueError if `state_dict`, whose parameters are numbered, holds a part of what a step of torch's reads of one.
 
-    What has no state at all begins anew, unless it would fail in its first step. Of optimizers not torch's nobody knows.
+    What has no state at all begins anew, unless it would fail in its first step. Of optimizers not torch's this is not known.
     """
     row = known(update.optimizer)
     if not row.reads_all:
@@ -225,7 +225,7 @@ def _may_be_none(optimizer: Optimizer, key: str) -> bool:
 
 
 def _legal_shape(optimizer: Optimizer, param: torch.Tensor, key: str, tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape that the entry `key` of `param` must have; that of `tensor` itself where nobody can know."""
+    """The shape that the entry `key` of `param` must have; that of `tensor` itself where it is not known."""
     given, whole = tuple(tensor.shape), tuple(param.shape)
     if isinstance(optimizer, LBFGS):
         total = sum(p.numel() * (2 if p.is_complex() else 1) for g in optimizer.param_groups for p in g["params"])

@@ -48,7 +48,7 @@ class Update:
 
     @contextmanager
     def for_replay(self, scale: float) -> Iterator[None]:
-        """Inside, gradients are as before any pass, nobody listens, and losses are multiplied by `scale`; afterwards all
+        """Inside, gradients are as before any pass, without listeners, and losses are multiplied by `scale`; afterwards all
         is what it was."""
         before = self.gradients
         self.gradients = before.for_replay(scale)
