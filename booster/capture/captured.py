@@ -113,7 +113,9 @@ class CapturedStep:
         for update in self._updates:
             update.optimizer_state.take_loaded()  # which eager steps do by themselves
         layout = GradientLayout(self._optimizers)
-        if not layout.unread:
+        if (
+            not layout.unread
+        ):  # a clip was read before the call: the graph would read gradients anew, and clip otherwise
             return self._eager(to_device(batch, self._device))
         self._drop_if_changed(TensorAddresses.of(self._modules, self._optimizers), self._options)
         key = (*_kind(batch), layout.key(), self._situation())

@@ -140,7 +140,7 @@ class StaticScalars:
                 if value is not buffer:
                     buffer.copy_(value)
             scaler.follow(*buffers)
-            scaler.lend(None)
+            scaler.lend(None)  # while the graph runs or is recorded, `factor` is the buffer itself
 
     def write_back(self) -> None:
         """Bring what a step made of them into that memory. Of what runs in a graph."""

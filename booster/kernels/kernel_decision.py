@@ -83,7 +83,7 @@ class KernelDecision(DeviceDecision):
                 gradients.read.append(fresh := norms.read_tables(tables, carried))
             sums = None if fresh is None else fresh.sums
             if not alone or (gradients.group is not None and not self.supported.sharded):
-                found_in = self.agreed()
+                found_in = self.agreed()  # others decide with us, so the launch is given their word
             elif gradients.read != [fresh]:
                 found_in = gradients.found()
         scaler, zeros = gradients.scaler, norms.zeros(tables, fresh) if self._counts_zeros else None

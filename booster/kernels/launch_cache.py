@@ -26,6 +26,7 @@ class CompiledKernels:
             compiled, others = known
             compiled[(programs, 1, 1)](*args, *others)
             return
+        # No fused multiply-adds: they round once where a CPU rounds twice, and results are to be the same.
         compiled = kernel[(programs,)](*args, **constants, enable_fp_fusion=False, num_warps=warps)
         if compiled is not None:  # where it is interpreted there is none
             self._compiled[kernel, key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])

@@ -311,6 +311,7 @@ class KernelSteps:
                 for bucket in supported.bring_in(table, noise):
                     own = [group for group in table.groups if group.bucket is bucket]
                     self._update(table, own, out, random_bits, checks, divide)
+        # Kernels write through addresses, of which autograd knows nothing: a graph that saved these weights must not run.
         increment_version(self._params)
         self._laid = []
         assert found is not None

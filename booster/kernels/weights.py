@@ -3,8 +3,8 @@
 A form is a pair of jit functions. `masters/formats.py` and `masters/quantized_state.py` define the bits. Here is the same
 arithmetic once more, for a GPU; tests hold the two together to the bit.
 
-    weights   load(weights, rest, offsets, mask, HALF) -> float32
-              store(weights, rest, offsets, mask, values, random_bits, HALF)
+    weights   load(weights, residual, offsets, mask, HALF) -> float32
+              store(weights, residual, offsets, mask, values, random_bits, HALF)
     states    open(codes, scales, offsets, mask) -> float32
               close(codes, scales, first, offsets, mask, values, random_bits, TILE)
 
@@ -48,7 +48,7 @@ from booster.masters.formats import (
 
 @dataclass(frozen=True)
 class WeightForm:
-    """load, store: see the module. bytes_kept: of the rest, for an element. stochastic: whether it draws random numbers.
+    """load, store: see the module. bytes_kept: of the residual, for an element. stochastic: whether it draws random numbers.
     noise: whether `residual` points to random numbers of its own for each element, made for this step by the format's `noise`.
     """
 

@@ -138,6 +138,7 @@ class Application:
         fused = self.kernel.prepare(params)
         if scalars.grad_scale_is_one:
             optimizer.step()
+        # The kernel's grad_scale is float32, too coarse for float64 gradients; and hooks would see scaled gradients.
         elif (
             fused
             and scalars.grad_scale <= _FLOAT32_MAX
@@ -145,7 +146,7 @@ class Application:
         ):
             if params:
                 scalars.step(optimizer.step, optimizer, params[0].device)
-            else:  # they are all of other ranks
+            else:  # they are all of other ranks, but schedules and counters want the call
                 optimizer.step()
             if self.shards.sharded:
                 self.shards.mark_divided(scalars.grad_scale)

@@ -132,6 +132,7 @@ def run_backward(
     this, scale = begin_backward(members, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
     if loss.dtype in HALF_DTYPES:
         loss = loss.float()
+    # A scale on a device stays a tensor: to divide it by 1 would be one more launch.
     seed = scale if isinstance(scale, torch.Tensor) and divisor == 1.0 else scale / divisor
     if isinstance(seed, torch.Tensor):
         gradient: torch.Tensor | None = seed.to(loss.device, loss.dtype).expand_as(loss)

@@ -54,6 +54,7 @@ class CompiledApplication(Application):
         device = params[0].device
         wide = any(param.dtype == torch.float64 for param in params)
         dtype = torch.float64 if wide else torch.float32
+        # A rate that is a number would be compiled in, and each new one be a recompilation.
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         self._stepped = params

@@ -153,7 +153,7 @@ class Gradients:
             self.check_mutations()
         if self.in_backward is not None:  # it steps within the pass
             self.parameters.check_full([param for param in self.parameters.held() if param.requires_grad])
-        if self.shards.sharded:
+        if self.shards.sharded:  # a step divides shards alone, and what the pass adds to is whole
             self.shards.rescale_unsharded_grads()
         sync_trackers = self.shards.sync_trackers
         if sync_trackers:
@@ -329,7 +329,7 @@ class Gradients:
             self.check, self.bound = True, max_norm
             return _NOT_READ
         with self.shards.local() if self.shards.sharded else WHOLE:
-            self._present = self._find_params()
+            self._present = self._find_params()  # once for all that asks for it below
             try:
                 unsure = not self.num_backwards if self.shards.sharded else not self._present
                 if unsure and self.none_anywhere():

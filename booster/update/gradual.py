@@ -71,6 +71,7 @@ class Restricted:
 def hooks_once(optimizer: Any) -> Iterator[None]:
     """Fire step hooks around the whole, with the user's parameters in the groups, and not inside."""
     fire_pre_hooks(optimizer)
+    # The calls inside are of `step` itself, and would fire hooks for each bucket.
     own = exchange_step_hooks(optimizer, None)
     try:
         yield

@@ -60,6 +60,7 @@ class HostNorms(Norms):
         else:
             total = float(torch.linalg.vector_norm(norms, norm_type)) if values else 0.0
         nonfinite: tuple[str, ...] = ()
+        # Squares of finite float32 gradients can overflow, so a norm of inf proves nothing yet.
         if not math.isfinite(total):
             total, nonfinite = self._look_again(gradients, values, norms, norm_type, total)
         norm = total if gradients.factor is None else total * gradients.factor

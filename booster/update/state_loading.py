@@ -63,6 +63,7 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
     for a state that does not fit, and whatever the optimizer's own `load_state_dict` or a hook of it raises.
     """
     optimizer, scaler = update.optimizer, update.gradients.scaler
+    # First all that can be seen without touching the optimizer, on all ranks; then its own load, which may still refuse.
     with agreement.all_or_none(update.gradients.group, "load its optimizer state"):
         own = _read_own(state_dict)
         state = _plain(optimizer, state_dict)

@@ -83,7 +83,7 @@ class Update:
             except BaseException:
                 gradients.abandon_step()
                 raise
-        # What a device skipped is published as it was: to know would be to wait.
+        # What a device skipped is gathered as it was: to know whether it did would be to wait.
         if shards.sharded and (self.decision.on_device or result.applied):
             shards.all_gather_params()
         gradients.reset(scale)
