@@ -119,7 +119,7 @@ class _Entry:
             unknown = [param for param, _ in own if param not in group["params"]]
             if unknown:
                 yield f"{self.what}: {listed(unknown, 8)} of group {index} are not in that group of the checkpoint"
-        params = dict(zip((n for g in groups for n, _ in g), _params(optimizer), strict=True))
+        params = _by_name(optimizer)
         self._saved.request_all(saved.get("own"))
         self._saved.request_all(saved.get(_INNER))
         for param_name, param in params.items():
@@ -168,10 +168,9 @@ class _Entry:
             own["loss_scaler"] = scale
         rounding = self._saved.masters(name).get("rounding")
         if kept.has_masters:
-            held = dict(zip(numbers, _params(optimizer), strict=True))
             weights = {
                 key: self._saved.widest_source(key, name, self._homes.get(param))
-                for key, param in held.items()
+                for key, param in _by_name(optimizer).items()
                 if self._takes_master(key, param)
             }
             own["masters"] = {
@@ -201,11 +200,14 @@ class _Entry:
         )
 
 
-def _params(optimizer: OptimizerWrapper) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+def _by_name(optimizer: OptimizerWrapper) -> dict[str, torch.Tensor]:
+    """The parameters of `optimizer` by their whole names, in the order of its groups."""
+    names = (name for group in optimizer.parameter_names() for name, _ in group)
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return dict(zip(names, params, strict=True))
 
 
-def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
+def state_by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
     """Return the state dict of `optimizer` with whole parameter names for numbers, and each group's place for its names.
 
     "own": what torch's state dicts do not have, or all of one of another form, as optimizers around others write it. "inner":
@@ -231,6 +233,10 @@ def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
     flat = [entry for group in names for entry in group]
     name_of = {number: name for number, (name, _) in zip(numbers, flat, strict=True)}
     beside = {key: own for key, own in state["state"].items() if key not in name_of}
+    # Without what names parameters of this rank alone: here everything goes by name.
+    own_state = {key: value for key, value in state[STATE_KEY].items() if key != PARAMETERS}
+    if "masters" in own_state:
+        own_state["masters"] = {key: value for key, value in own_state["masters"].items() if key != IN_MODEL}
     return {
         "class": type(optimizer.unwrap()).__name__,
         "state": {name_of[number]: dict(own) for number, own in state["state"].items() if number in name_of},
@@ -241,7 +247,7 @@ def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
         ],
         **({"own": own_form} if own_form else {}),
         **({_INNER: inner} if inner else {}),
-        STATE_KEY: _without_names(state[STATE_KEY]),
+        STATE_KEY: own_state,
     }
 
 
@@ -257,8 +263,8 @@ def _inner_states(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, A
 
 
 def _loadable(name: str, optimizer: OptimizerWrapper) -> dict[str, Any]:
-    """Return `by_name` of `optimizer`. Raises CheckpointError if no load would take it."""
-    state = by_name(optimizer)
+    """Return `state_by_name` of `optimizer`. Raises CheckpointError if no load would take it."""
+    state = state_by_name(optimizer)
     if nested := _cut_within_containers(optimizer, state["state"]):
         raise CheckpointError(
             f"optimizers {name!r}: the state of {listed(nested, 4)} is a container of tensors, of which this rank or a "
@@ -266,12 +272,9 @@ def _loadable(name: str, optimizer: OptimizerWrapper) -> dict[str, Any]:
             "states must be tensors, or the optimizer not registered as elementwise. Nothing is written or removed"
         )
     kept = state[STATE_KEY].get("masters") or {"weights": {}}
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    named = zip((own for names in optimizer.parameter_names() for own, _ in names), params, strict=True)
     # A load makes masters of half weights that have none.
-    weights = {key: param for key, param in named if update_of(optimizer).optimizer_state.has_master(param)} | kept[
-        "weights"
-    ]
+    has_master = update_of(optimizer).optimizer_state.has_master
+    weights = {key: param for key, param in _by_name(optimizer).items() if has_master(param)} | kept["weights"]
     try:
         check_own({STATE_KEY: {**state[STATE_KEY], "masters": {**kept, "weights": weights}}})
     except ValueError as error:
@@ -286,10 +289,9 @@ def _cut_within_containers(optimizer: OptimizerWrapper, states: Mapping[str, Map
     update = update_of(optimizer)
     if kind_of(optimizer.unwrap()) != "elementwise":
         return []
-    names = (name for group in optimizer.parameter_names() for name, _ in group)
     return [
         name
-        for name, param in zip(names, _params(optimizer), strict=True)
+        for name, param in _by_name(optimizer).items()
         if update.optimizer_state.has_masters or update.shards.shard_of(param) is not param
         if any(
             is_container(value) and next(tensors(value), None) is not None for value in states.get(name, {}).values()
@@ -306,8 +308,7 @@ def masters_behind(objects: Objects, optimizers: Mapping[str, Any]) -> dict[str,
     masters: dict[torch.Tensor, str] = {}
     for name, optimizer in objects.optimizers.items():
         kept = (optimizers[name][STATE_KEY].get("masters") or {}).get("weights", {})
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        for param, (own, _) in zip(params, (n for names in optimizer.parameter_names() for n in names), strict=True):
+        for own, param in _by_name(optimizer).items():
             if own in kept:
                 masters.setdefault(param, reference(kept[own]))  # type: ignore[arg-type]
     return {
@@ -317,11 +318,3 @@ def masters_behind(objects: Objects, optimizers: Mapping[str, Any]) -> dict[str,
         for key, param in user_module(module).named_parameters(remove_duplicate=False)
         if param in masters
     }
-
-
-def _without_names(own: Mapping[str, Any]) -> dict[str, Any]:
-    """What names parameters of this rank alone: here everything goes by name."""
-    kept = {key: value for key, value in own.items() if key != PARAMETERS}
-    if "masters" in kept:
-        kept["masters"] = {key: value for key, value in kept["masters"].items() if key != IN_MODEL}
-    return kept
