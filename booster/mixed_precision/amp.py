@@ -50,6 +50,7 @@ class AutocastMixedPrecision(HalfPrecision):
         if output_dtype is not None:
             arguments.floating_dtype("output_dtype", output_dtype)
         self._cache_enabled = arguments.flag("cache_enabled", cache_enabled)
+        # bfloat16 overflows where float32 does, so pinning during the run would help nothing there.
         entries = normalise_keep_fp32(keep_fp32, auto=self.dtype == torch.float16)
         self._pins_during_run = AUTO in [entry for entry in entries if isinstance(entry, str)]
         self._keep_fp32 = tuple(entry for entry in entries if not (isinstance(entry, str) and entry == AUTO))

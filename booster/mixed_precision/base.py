@@ -198,6 +198,7 @@ class MixedPrecision:
 
     def may_fuse(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer`, which holds placed parameters, may be switched to torch's fused kernel."""
+        # Fused kernels have no half form for some optimizers; masters are float32 whatever the weights are.
         in_buckets = self.masters_on(self.device) is not None  # which are float32
         return in_buckets or has_sound_kernel(optimizer)
 
@@ -328,6 +329,7 @@ class MixedPrecision:
                 f"{type(self).__name__} steps parameters in a way of its own, which keeps states on the device; leave out "
                 "offload_states=True, or use another precision, such as 'fp16', 'bf16', 'fp16_naive' or 'bf16_naive'"
             )
+        # A copy, since the user may give the same object to two Boosters with other options.
         clone = copy.copy(self)
         clone.kept = kept
         return clone
@@ -340,6 +342,7 @@ class MixedPrecision:
     @property
     def step_follower(self) -> Callable[[bool | torch.Tensor], None] | None:
         """`after_step`, or None where a strategy does not override it, so that a step calls nothing."""
+        # A step counts its Python calls; a precision that does not override the hook costs none.
         return None if type(self).after_step is MixedPrecision.after_step else self.after_step
 
     def configure(

@@ -57,6 +57,7 @@ def configure(
     if precision.conversion is not None:
         for each in models:
             precision.conversion.measure(each, precision.device, precision._keep_fp32, placement.group)
+    # Policies by the models as the user built them: names and types that keep_fp32 selects may be gone after `convert`.
     policies = [precision.policy_for(each) for each in models]
     if options.release_gradients and optimizers:
         policies = [dataclasses.replace(policy, release=True) for policy in policies]
@@ -123,6 +124,7 @@ def _wrap_optimizer(
     """The boosted optimizer; it takes its masters' numbers out of `weights`, which `keep_weights` gave."""
     optimizer, shards = rebound.optimizer, rebound.shards
     compiled = options.fused_optimizer == "compile" and precision.may_compile(optimizer) and can_compile(optimizer)
+    # A fused optimizer takes loss scale and clip as one divisor; others cost a pass over all gradients.
     may_switch = bool(options.fused_optimizer) and not compiled and precision.may_fuse(optimizer)
     switched = may_switch and switch_to_fused(optimizer, as_one_module(placed))
     with shards.local():

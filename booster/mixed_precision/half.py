@@ -92,6 +92,7 @@ class HalfPrecision(MixedPrecision):
         model = super().convert(model)
         if self.policy.compute is not None:
             self.half_products.inspect(model)
+        # Modules amid half weights are seen to by the plugin when it places them, see `install_keep_fp32`.
         if self._keep_fp32 and self.policy.compute is not None:
             inner = bare(model)  # names as the user knows them, also in a compiled model
             for name in KeptModules(inner, self._keep_fp32).names:
@@ -99,6 +100,7 @@ class HalfPrecision(MixedPrecision):
         return model
 
     def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
+        # The float32 shards of such a plugin are the masters; nothing is lost by placing.
         if self.policy.param is None or (placement.stores_float32 and self._store is None):
             return {}
         materialise_on(model, self.device)

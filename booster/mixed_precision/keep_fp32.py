@@ -212,6 +212,7 @@ def compute_in_fp32(
 
     Doing it again replaces what was said the first time, it does not add to it.
     """
+    # Around the original forward, not around the wrapper of the first call.
     forward = module.forward.forward if isinstance(module.forward, Float32Forward) else module.forward
     module.forward = Float32Forward(forward, device_type, output_dtype, as_weak=as_weak)
 
@@ -304,6 +305,7 @@ def is_batch_norm(name: str, module: nn.Module) -> bool:
 
 def check_untied(model: nn.Module, names: Iterable[str]) -> None:
     """Raise ValueError if a module of `names` shares a parameter or buffer with one that stays in half precision."""
+    # A shared tensor has one dtype, and its two modules would want two.
     kept = {id(model.get_submodule(name)) for name in names}
     for tensor, places in tensor_places(model, buffers=True).items():
         by_side = {any(id(module) in kept for module in place.path): place.name for place in reversed(places)}

@@ -115,6 +115,7 @@ class NaiveMixedPrecision(HalfPrecision):
                     f"sync_buffer=True of {type(self).__name__} averages buffers where the model is called, and a pipeline "
                     "does not call it; leave it False, or use pp_size=1"
                 )
+            # On the wrapper, so that it runs before DistributedDataParallel broadcasts the buffers of rank 0.
             if self._sync_buffer and placement is not None and placement.group is not None:
                 wrapper.register_forward_pre_hook(BufferAverage(placement.group))
         return boosted
@@ -191,6 +192,7 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
             "max_scale": max_scale,
         }
         first = {"initial_scale": initial_scale, "dynamic_grad_scale": dynamic_grad_scale}
+        # A scale that stays is a dynamic one between equal bounds: steps that overflow are skipped in the same way.
         made = options if dynamic_grad_scale else options | {"min_scale": initial_scale, "max_scale": initial_scale}
         check_scale_options(initial_scale, **made, initial="initial_scale")
         if scale is not None:

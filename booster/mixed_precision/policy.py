@@ -84,6 +84,7 @@ class DtypePolicy:
                 arguments.floating_dtype(name, getattr(self, name))
         if self.compute is not None:
             arguments.choice("compute", self.compute, (None, torch.float16, torch.bfloat16))
+        # Gathered in another dtype than products read, a weight would be rounded twice.
         if self.gather is not None and self.gather != (self.param or self.compute):
             given, legal = (
                 arguments.shown(self.gather),
@@ -185,6 +186,7 @@ def store_parameters(module: nn.Module, policy: DtypePolicy) -> None:
         known = to.get(id(tensor))
         return tensor if known is None or not tensor.is_floating_point() else tensor.to(known[1])
 
+    # `_apply` also reaches tensors that are neither parameters nor buffers, and keeps parameters the same objects.
     module._apply(cast)
 
 

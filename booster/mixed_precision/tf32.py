@@ -50,6 +50,7 @@ class TF32MixedPrecision(FP32):
         self._said = True
 
     def forward_context(self) -> AbstractContextManager[Any]:
+        # A switch of the process, as torch has no other; `switched` gives it back after each pass.
         return switched(CUDA, "tf32") if self._runs() else _rehearsed()
 
     def backward_context(self) -> AbstractContextManager[Any]:

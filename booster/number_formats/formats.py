@@ -94,6 +94,7 @@ def round_to(x: torch.Tensor, target: NumberFormat, *, noise: torch.Tensor | Non
     """
     if x.dtype not in CARRIERS:
         raise ValueError(f"numbers are rounded to {target} from float32, bfloat16 or float16, got {x.dtype}")
+    # The cast alone gives inf or NaN beyond the largest number, by version and format; so it is clamped before.
     if noise is None and target.dtype is not None and target.exponent_bits and target.signed:
         return x.clamp(target.lowest, target.largest).to(target.dtype).to(x.dtype)
     wide = x.float()
@@ -119,6 +120,7 @@ def rounded_within(x: torch.Tensor, target: NumberFormat, noise: torch.Tensor | 
         return x.round_()
     else:
         spacing = torch.ones((), dtype=torch.float32, device=x.device)
+    # Magnitudes, as `floor` of a negative number rounds away from zero.
     size = (x / spacing).abs_()
     below = size.floor()
     up = size.sub_(below).sub_(noise).ceil_()  # 1 where the noise is below what is left, else 0

@@ -134,6 +134,7 @@ def scale_to(
     size = _sizes(parts, over)
     largest = share_of(size, target)
     outer = None
+    # Two levels: a float32 scale of the matrix puts the block scales into the range of e4m3.
     if scaling.scale == "e4m3":
         outer = share_of(share_of(_sizes(size, "tensor"), target), E4M3).clamp(min=_TINY)
         scale = round_to(largest / outer, E4M3).clamp(min=E4M3.smallest)
@@ -142,6 +143,7 @@ def scale_to(
     else:
         scale = scale_of(largest)
     values = parts / _of_each(scale if outer is None else scale * outer, over)
+    # torch's casts to float8 round to nearest even, as `rounded_within` does, in one operation.
     low = target.dtype if target.exponent_bits and target.signed else None
     if low is None or noise is not None or outer is not None:
         if noise is not None and isinstance(over, tuple):

@@ -132,6 +132,7 @@ def region(make_context: Callable[[], AbstractContextManager[Any]]) -> AbstractC
         # weights may have been written to since. Without one there are none to drop.
         torch.clear_autocast_cache()
     surrounded = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    # The common case costs two flags and no context.
     if surrounded or (num_function_modes() and _active(CastMode)):
         return _left(make_context)
     if not compiling and _LEAVES.get():

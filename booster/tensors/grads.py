@@ -80,6 +80,7 @@ def nonfinite_indices(values: Sequence[torch.Tensor], norms: torch.Tensor) -> li
 
     The norm of finite values can overflow, so each tensor with a non-finite norm is looked at once more.
     """
+    # One copy of all norms to the host; most are finite, and then no gradient is read again.
     suspects = [index for index, finite in enumerate(norms.isfinite().tolist()) if not finite]
     return [index for index in suspects if not values[index].isfinite().all()]
 

@@ -40,6 +40,7 @@ def map_tensors(
         return tree
     new = [map_tensors(function, item, instead=instead, copy_containers=copy_containers) for item in items]
     unchanged = all(after is before for after, before in zip(new, items, strict=True))
+    # The same object where nothing changed: no copy is made, and identity is kept.
     if unchanged and (not copy_containers or isinstance(tree, (tuple, frozenset))):
         return tree
     return _with_items(tree, new)

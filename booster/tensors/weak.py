@@ -338,6 +338,7 @@ class WeakBuffers(ModuleReference):
     def enter(self) -> None:
         self._inside += 1
         module = self._module()
+        # Only the outermost forward shows and restores: an inner one, as of a recomputed block, finds weak tensors there.
         if self._inside > 1 or module is None:
             return
         for name in self._names:
@@ -363,6 +364,8 @@ class WeakBuffers(ModuleReference):
             if now is shown:
                 held[name] = buffer
             elif now is not None:
+                # A forward that sets the buffer anew, as a running mean, averaged it with halves: next time halves are
+                # widened for it.
                 if now.dtype in HALF_DTYPES:
                     self._set_anew |= {name}
                 held[name] = strip_weak(now).to(buffer.dtype)

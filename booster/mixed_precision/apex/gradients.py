@@ -77,6 +77,7 @@ class ApexGradients(Gradients):
             self._apply_pending()
         else:
             fresh = [param for param in self.shards.grad_holders() if param.grad is not None]
+            # Delayed passes add to scaled gradients in place; a pass that raises must give these back.
             self._before = {param: param.grad.clone() for param in fresh}  # type: ignore[union-attr]
             if self._delayed != scale:  # of another loss
                 unscale_values(gradient_values(fresh), scale / self._delayed, check=False)
@@ -168,6 +169,7 @@ class ApexGradients(Gradients):
         found = any(this.found)
         finite = not found or loss is None or bool(loss.isfinite().all())
         scales = {id(member.scaler): member.scaler[this.loss_id] for member in members}.values()
+        # A static scale asks no rank: inf is let into the weights, as apex does.
         if any(scale.dynamic for scale in scales):
             found, finite = agreement.on_overflow(found, finite, self.group)
         skips = [scale.update(found) for scale in scales]

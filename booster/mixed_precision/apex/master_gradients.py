@@ -168,6 +168,7 @@ class ApexMasterGradients(ApexGradients):
                     "in float32, on each rank its part, and `.grad` is whole and holds the last pass. Run the passes inside "
                     "b.accumulate(), which adds them up in `.grad`"
                 )
+            # Other ranks hold other shards of the sums, so the whole `.grad` is unscaled in place instead.
             whole = [param for param in written if param.dtype == torch.float16]
             own_memory(whole)
             scale_values(gradient_values(whole), pending if self._in_grad else pending / self._pass_scale)

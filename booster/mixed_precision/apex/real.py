@@ -92,6 +92,7 @@ class RealGradients(Gradients):
 
     def after_backward(self, loss: torch.Tensor | None) -> None:
         super().after_backward(loss)
+        # apex unscales when its context ends, after the last member of the pass.
         self.scale = 1.0
         this, self._pass = self._pass, None
         if this is not None and this.members[-1] is self:
@@ -168,6 +169,7 @@ def configure(
         optimizers = [patched]
     for each in optimizers:
         _accept_set_to_none(each)
+    # apex's initialize takes no window.
     for scaler in amp._amp_state.loss_scalers:
         scaler._scale_seq_len = scale_window
     plain = FP32()  # apex casts by itself

@@ -56,6 +56,7 @@ class ApexUpdate(Update):
         return StepResult(False, StepFields(loss_scale=loss_scale, skipped_reason=reason, culprit=culprit))
 
     def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
+        # The closure runs the model, with casts; the step around it must not cast the optimizer's arithmetic.
         cast_again = casts_as_here()
 
         def cast() -> Any:

@@ -120,6 +120,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         dtype = self.options.model_dtype
         half = torch.float16 if self.options.patch_torch_functions else dtype
         self.half_products = HalfProducts(half)
+        # apex.amp refuses F.binary_cross_entropy with a message of its own, in cast_rules.
         self.half_products.refuses_probabilities = False
         output = cast_model_outputs or (torch.float32 if dtype is not None else None)
         self.policy = DtypePolicy(param=dtype, output=output, half_buffers=None)  # as apex casts
@@ -191,6 +192,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         options: UpdateOptions | None = None,
     ) -> tuple[Any, Any, ModelWrapper | CriterionWrapper | None]:
         placement = InProcess() if placement is None else placement
+        # Once for all models of the strategy: apex initialises once, and its loss scalers are global.
         if not self._boosted_any:
             self._real = choose_backend(
                 self._backend,

@@ -108,6 +108,7 @@ class Float32Products(CastMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        # The first lines run for every torch function of a forward pass: one look-up, no call of ours.
         product = _PRODUCTS.get(func) if func is not self.fallback else _GROUPED
         if product is None or not self.enabled:
             if (instead := self._sums.get(func)) is not None and self.enabled:
@@ -120,6 +121,7 @@ class Float32Products(CastMode):
                 if again and self._training and any(map(is_half, (*args, *kwargs.values()))):
                     self._recomputation.record()
                 return instead(func, args, kwargs)
+            # torch runs this function outside of modes, so what a checkpoint recomputes in it would be torch's own product.
             if func is torch.autograd.backward and self.enabled and self._recomputation.seen:
                 with self:
                     return run_engine(*args, **kwargs)
@@ -190,6 +192,7 @@ class Float32Products(CastMode):
         hooked = not compiles and saved_tensors_hooks_around() is not None
         if self._training and (compiles or hooked or not records):
             self._recomputation.record()
+        # Hooks on saved tensors hide the operands from transforms of torch.func, and the compiler traces none.
         if compiles or not records or interpreters_around() is not None:
             return None, False
         caches = not autocast or torch.is_autocast_cache_enabled()
@@ -221,6 +224,7 @@ class Float32Products(CastMode):
         records, hooked = torch.is_grad_enabled(), saved_tensors_hooks_around() is not None
         if self._training and (hooked or not records):
             self._recomputation.record()
+        # A weight that autocast itself does not cache, as in a session of apex_amp, may be written before it is read again.
         caches = records and interpreters_around() is None and (not autocast or torch.is_autocast_cache_enabled())
         weights, to_half, wide_args = self._weights, _ROUNDED[half], []
         for each in args:
@@ -350,6 +354,7 @@ def _products() -> Mapping[Any, _Product]:
     )
     found |= _named("matrix product", "half", "_grouped_mm mv addmv addr einsum tensordot multi_dot chain_matmul")
     found |= _named("matrix product", "widest", "dot vdot inner bilinear cross")
+    # In place the result must be rounded into the tensor itself, so the form that returns a new one is computed first.
     for name in ("addmm", "addbmm", "baddbmm", "addmv"):
         found[getattr(torch.Tensor, f"{name}_")] = "matrix product", "never", getattr(torch, name)
     for names in (

@@ -37,6 +37,8 @@ class _Backward32(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         with torch.enable_grad():
+            # The gradient of taking elements depends on their places alone, so a tensor without memory takes the place of
+            # the values.
             empty = torch.zeros((), dtype=torch.float32, device=grad.device).expand(ctx.shape).requires_grad_()
             out = ctx.call(empty)
         (wide,) = torch.autograd.grad(out, empty, grad.float(), create_graph=torch.is_grad_enabled())
@@ -55,6 +57,7 @@ class _LayerNorm(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
+        # torch's forward adds in float32 already; only its backward sums weight and bias gradients in half.
         out, mean, rstd = torch.native_layer_norm(source, shape, weight, bias, eps)
         ctx.shape, ctx.needs = shape, (ctx.needs_input_grad[0], ctx.needs_input_grad[2], ctx.needs_input_grad[3])
         ctx.save_for_backward(source, mean, rstd, weight, bias)

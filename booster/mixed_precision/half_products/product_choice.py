@@ -121,6 +121,7 @@ class HalfProducts:
         kinds = self._regions.get((device_type, training))
         if kinds is None and not self._groups:
             return None
+        # "native" leaves all to torch, sums too; a region that only casts products of groups has none.
         own = SUMS if self.refuses_probabilities else _WITHOUT_REFUSALS
         if kinds is None or self.choice == "native":
             own = {}

@@ -55,6 +55,7 @@ class SaveOperandsInHalf(saved_tensors_hooks):
 
 
 def _pack(operands: dict[int, tuple[SavedOperand, torch.Tensor]], tensor: torch.Tensor) -> Any:
+    # By storage, not by tensor: products save transposes and views of what they are given.
     known = operands.get(storage_key(tensor))
     if known is None:
         return tensor, version(tensor), None, None
@@ -68,6 +69,7 @@ def _pack(operands: dict[int, tuple[SavedOperand, torch.Tensor]], tensor: torch.
 
 def _unpack(kept: Any) -> torch.Tensor:
     saved, written, operand, view = kept
+    # torch checks versions of the tensors that it saves itself, and not of what a hook returns.
     if version(saved) != written:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "

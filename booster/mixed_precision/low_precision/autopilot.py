@@ -326,6 +326,7 @@ class PrecisionController(StepListener):
             wide = result.float()
             low = product(a, b, own, recipe, dtype=result.dtype, kernels=layer.kernels).float()
         error = low - wide
+        # All tokens share a mean; noise is compared with what they carry apart from it.
         if role == "forward":
             wide, error = (each - each.mean(0, keepdim=True) for each in (wide, error))
         squares = torch.stack([error.double().square().sum(), wide.double().square().sum()])
@@ -336,6 +337,7 @@ class PrecisionController(StepListener):
         if not seen:
             return
         self.looks += 1
+        # The lesser of two measurements: one noisy batch makes nothing wide.
         seen = {key: min(noise, self._suspected.get(key, math.inf)) for key, noise in seen.items()}
         ahead = {key: _ahead(noise, self.noise.get(key), self._ordinary[key[1]]) for key, noise in seen.items()}
         changes = []

@@ -121,8 +121,10 @@ class LinearConversion:
         recipe, layers = for_device(self.recipe, device), {}
         for name in names:
             old = inner.get_submodule(name)
+            # By id: a layer that the model holds under two names is converted once.
             layers[id(old)] = LowPrecisionLinear.of(old, recipe, kernels=kernels)  # type: ignore[arg-type]
         layers_of = {name: layers[id(inner.get_submodule(name))] for name in names}
+        # Before any layer is swapped, so that an error leaves the model as it was.
         self._check_layers(layers_of, device, partial(compiled_like, model))
         for name, module in [*inner.named_modules(remove_duplicate=False)]:
             if id(module) in layers:

@@ -75,6 +75,7 @@ class ScaleHistories(StepHistories):
     def after_step(self, update: Any, number: int, result: Any) -> None:
         if self._group is not None:
             self._amax.copy_(reduced(self._amax, dist.ReduceOp.MAX, self._group))
+        # A step without numbers, as of a layer that was not used, would otherwise make the scale that of zeros.
         newest = torch.where(self._amax > 0, self._amax, self._history[0])
         self._history.copy_(self._history.roll(1, 0))
         self._history[0].copy_(newest)

@@ -89,6 +89,7 @@ def multiply(a: ScaledTensor, b: ScaledTensor, how: GemmConfig, recipe: Recipe) 
 
 def padded_rows(x: ScaledTensor) -> ScaledTensor:
     """Return `x` with rows of zeros until they are a multiple of 32, which only the kernels of fp8 do without."""
+    # Rows of zeros change no other row, and are cut off the result.
     missing = -len(x.values) % _ROWS
     if not missing:
         return x
@@ -150,6 +151,7 @@ def whole_numbers(a: ScaledTensor, b: ScaledTensor) -> torch.Tensor:
 
 def whole_numbers_in_float32(a: ScaledTensor, b: ScaledTensor) -> torch.Tensor:
     """Return the same, to the bit, by products of float32: so many at a time that each sum is one float32 holds exactly."""
+    # oneDNN without VNNI saturates sums of int8 pairs in 16 bits; float32 holds so many of them exactly.
     parts = zip(a.values.float().split(_EXACT, 1), b.values.float().split(_EXACT, 1), strict=True)
     sums = [left @ right.t() for left, right in parts]
     if len(sums) > 1:

@@ -38,6 +38,7 @@ def complaint(
     compiled: compiles a forward; where it returns one, that is compared, too.
     Cost: forward and backward of 64 rows, and two weights more for as long. No generator of torch moves.
     """
+    # A generator of its own: a run must not depend on whether it was checked.
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -48,6 +49,7 @@ def complaint(
     if layer.bias is not None:
         params["bias"] = normal(layer.out_features)
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        # A layer without the user's weights and hooks: the check must not move what will train.
         probe = layer.__class__.__new__(layer.__class__)
         # Not those that hooks compute before each forward, of pruned layers.
         own = {name: value for name, value in layer.__dict__.items() if name not in ("weight", "bias")}

@@ -73,6 +73,7 @@ def emulate(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype) -> torch.Tenso
     """
     scales = [each for each in (_after(a), _after(b, transposed=True), a.outer, b.outer) if each is not None]
     exact, device = _in_bfloat16(a) and _in_bfloat16(b), a.values.device
+    # Scales of tensors and rows are multiplied after the sum, as kernels do; so the operands may stay exact in bfloat16.
     if exact and gives_float32_sums(device):
         result = torch.mm(_values(a, torch.bfloat16), _values(b, torch.bfloat16).t(), out_dtype=torch.float32)
     elif dtype == torch.bfloat16 and all(each.scaling.scale == "power_of_two" for each in (a, b)):
@@ -166,6 +167,7 @@ class LowPrecisionLinear(LinearProxy):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.in_high_precision:
             return super().forward(x)
+        # Watchers change from step to step, which would recompile the graph; so the layer is left out of it.
         if self.watchers and torch.compiler.is_compiling() and self.training and torch.is_grad_enabled():
             why = "an Autopilot or a record looks at products of linear layers in some steps; compile without fullgraph"
             return outside_of_graphs(self._multiplied, why)(x)
@@ -241,6 +243,7 @@ class _Linear(torch.autograd.Function):
             if in_bytes is not None and kept is None:
                 kept = transposed(tokens, in_bytes.right, in_bytes, recipe)
         wide = x if keeps and (watchers or kept is None) else None
+        # The weight itself costs no memory; its low form may be dropped by then, and is made again.
         ctx.save_for_backward(weight, wide, *((None,) * 3 if kept is None else (kept.values, kept.scale, kept.outer)))
         ctx.recipe, ctx.options, ctx.watchers, ctx.shape, ctx.known = recipe, options, watchers, x.shape, known
         return y.view(*x.shape[:-1], y.shape[1])

@@ -34,6 +34,7 @@ def transposed(
     known: what `x` was rounded to for another product, if anything. Where the numbers and scales of `x` and of `x.t()` are the
     same, those are laid out anew, in a copy of one byte a number; otherwise `x` is rounded a second time.
     """
+    # Blocks of 1 x n numbers share other scales along the other dimension, so only whole tensors and square blocks qualify.
     if not _has_same_transpose(x, operand, how, recipe):
         return quantized(x.t(), operand, how, recipe)
     if known is None or known.scaling != operand.scaling or known.values.dtype != operand.format.dtype:
@@ -53,6 +54,7 @@ def both(
         made, other = _by_kernels(x, operand, how, recipe, transposed=True)
         assert other is not None
         return made, other
+    # Two roundings, of which the second may reuse the bytes of the first.
     made = quantized(x, operand, how, recipe)
     return made, transposed(x, operand_t, how_t, recipe, made)
 
@@ -97,6 +99,7 @@ class QuantizedWeight:
         """Return the weight as `how` reads it, see `quantized`."""
         if operand.format.dtype is None:
             return quantized(self.weight, operand, how, recipe)
+        # Forward and backward may read the same bytes: the key says all that decides them.
         key = operand, how.hadamard
         if key not in self._made:
             self._made[key] = quantized(self.weight, operand, how, recipe)

@@ -108,6 +108,7 @@ class LowPrecision(HalfPrecision):
             raise ValueError("compute_dtype=torch.float32 goes with weights='fp32'; weights='bf16' compute in bfloat16")
         if wide and keep_fp32 is not None:
             raise ValueError("keep_fp32 says nothing under compute_dtype=torch.float32; leave it out, and pass keep=")
+        # Under autocast BatchNorm has float32 weights and statistics anyway.
         default = is_batch_norm if weights == "bf16" else ()
         self._keep_fp32 = normalise_keep_fp32(default if keep_fp32 is None else keep_fp32)
         half = torch.bfloat16
@@ -116,6 +117,7 @@ class LowPrecision(HalfPrecision):
         elif not wide:
             self.policy = DtypePolicy(compute=half, output=torch.float32)
         self.half_products = HalfProducts(None if wide else half)
+        # LowPrecision itself is public, as a base for precisions of users.
         if not hasattr(self, "recipe"):
             raise TypeError(
                 f"{type(self).__name__} has no recipe; use one of its subclasses, such as FP8MixedPrecision"
