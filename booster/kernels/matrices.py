@@ -70,7 +70,7 @@ def quantized(
     Cost: two launches, of blocks one, with `given` three, of which the first reads nothing where the scale is known.
     """
     from booster.kernels.launch_cache import current
-    from booster.kernels.rounding import BLOCKS, ROW, TENSOR, largest_of, track_largest, write
+    from booster.kernels.matrix_kernels import BLOCKS, ROW, TENSOR, largest_of, track_largest, write
 
     if not (x.is_contiguous() or x.t().is_contiguous()):
         x = x.contiguous()
@@ -127,7 +127,7 @@ def quantized_to_e2m1(
     Cost: two launches, both of which read the matrix.
     """
     from booster.kernels.launch_cache import current
-    from booster.kernels.rounding import largest_of_rotated, write_fours
+    from booster.kernels.matrix_kernels import largest_of_rotated, write_fours
 
     if not (x.is_contiguous() or x.t().is_contiguous()):
         x = x.contiguous()
@@ -161,7 +161,7 @@ def quantized_to_e2m1(
 
 def tile_of(kind: int, down: int) -> tuple[int, int]:
     """Rows and columns of a tile; blocks that are as high as wide are one each."""
-    from booster.kernels.rounding import BLOCKS
+    from booster.kernels.matrix_kernels import BLOCKS
 
     return (128, 128) if down > 1 else (32, 128) if kind == BLOCKS else (64, 128)
 
