@@ -106,8 +106,13 @@ def _answer(options: argparse.Namespace) -> str:
             where = f"{place} of {len(rows)}, {name}" + ("" if plugin == "single" else f", {plugin} x {size}")
             current[0] = where
             chosen: dict[str, Any] = {"precision": precisions[name], "plugin": plugin, "world_size": size, **ways}
-            with _hinted():
+            try:
                 each = dataclasses.replace(estimate_one(*parts, **chosen), precision=name)
+            except ValueError as error:
+                if "(emulate=True)" not in str(error):
+                    raise
+                # The error names the argument of Python; here it is an option.
+                raise ValueError(f"{error}. Add --emulate to estimate that") from None
             found.append(each)
             if batches is not None:
                 current[0] = f"{where}: the largest batch that fits"
@@ -156,17 +161,6 @@ def _progress_on_stderr() -> Iterator[list[str]]:
     finally:
         done.set()
         watcher.join()
-
-
-@contextmanager
-def _hinted() -> Iterator[None]:
-    """Name the option where an error names the argument of Python that emulates."""
-    try:
-        yield
-    except ValueError as error:
-        if "(emulate=True)" not in str(error):
-            raise
-        raise ValueError(f"{error}. Add --emulate to estimate that") from None
 
 
 def _made(name: str, *, emulate: bool = False) -> Any:
