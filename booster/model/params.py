@@ -124,15 +124,12 @@ def rebind(
                 group["params"][index] = replacement
                 if param in optimizer.state:
                     optimizer.state[replacement] = optimizer.state.pop(param)
-            _move_state(optimizer, replacement)  # also of a parameter that stayed and went to another device
+            # Also of a parameter that stayed and went to another device.
+            state: dict[str, Any] = optimizer.state.get(replacement) or {}
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == replacement.shape:
+                    state[key] = value.to(replacement.device)
     return Selection(kept, sizes, frozenset(old.keys() - new.keys())) if partial else None
-
-
-def _move_state(optimizer: Optimizer, param: torch.Tensor) -> None:
-    state: dict[str, Any] = optimizer.state.get(param) or {}
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.shape == param.shape and value.device != param.device:
-            state[key] = value.to(param.device)
 
 
 Done = dict[torch.Tensor, torch.Tensor]

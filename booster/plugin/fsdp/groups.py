@@ -141,7 +141,9 @@ def _by_gather(group: Group, products: set[nn.Module]) -> Iterator[Group]:
     """
     inside = [module for module in group.members if module in products]
     owners = [module for module in group.members if module not in products and module._parameters]
-    leaves = [module for module in inside if not _has_children(module) and not _is_projection(module, inside)]
+    # A projection is read by the module that holds it, and not called, so it cannot be gathered by itself.
+    projections = {child for module in inside for child in module.children()}
+    leaves = [module for module in inside if not _has_children(module) and module not in projections]
     if group.pinned or not inside:
         yield group
     elif not owners:
@@ -159,11 +161,6 @@ def _by_gather(group: Group, products: set[nn.Module]) -> Iterator[Group]:
 
 def _has_children(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
-
-
-def _is_projection(module: nn.Module, modules: list[nn.Module]) -> bool:
-    """Return whether `module` is read by one of `modules` that holds it, and not called."""
-    return any(module is not other and module in other.children() for other in modules)
 
 
 def _by_dtype(

@@ -53,16 +53,14 @@ class ShardLoaded:
                 placed = (param.device_mesh, param.placements)
                 value = distribute_tensor(value.detach().to(param.device), *placed, src_data_rank=None)
                 state_dict[prefix + name] = value
-            if param.dtype == torch.float32 and param.requires_grad and not self._is_pinned(name):
+            is_pinned = any(module == "" or name.startswith(f"{module}.") for module in self._pinned)
+            if param.dtype == torch.float32 and param.requires_grad and not is_pinned:
                 masters[name] = param
         values = {name: state_dict[prefix + name] for name in masters}
         if self._half is not None and all(_holds(value.to_local(), self._half) for value in values.values()):
             state_dict.update(
                 {prefix + name: _refined(param, values[name], self._half) for name, param in masters.items()}
             )
-
-    def _is_pinned(self, name: str) -> bool:
-        return any(module == "" or name.startswith(f"{module}.") for module in self._pinned)
 
 
 def _holds(value: torch.Tensor, dtype: torch.dtype) -> bool:

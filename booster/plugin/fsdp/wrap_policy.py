@@ -67,7 +67,10 @@ def block_names(model: nn.Module, wrap_policy: WrapPolicy) -> list[str]:
         return [name for name, module in named if wrap_policy(name, module)]
     chosen: set[str] = set()
     for entry in entries:
-        matches = {name for name, module in named if _matches(entry, name, module)}
+        if isinstance(entry, type):
+            matches = {name for name, module in named if isinstance(module, entry)}
+        else:
+            matches = {name for name, _ in named if matcher(entry)(name)}
         if not matches and not (isinstance(entry, type) and isinstance(model, entry)):  # which is a block by itself
             shown = entry if isinstance(entry, str) else entry.__name__
             kinds = sorted({type(module).__name__ for _, module in named})
@@ -105,7 +108,3 @@ def _large_modules(model: nn.Module, minimum: int) -> list[str]:
 
 def _is_class_or_pattern(entry: Any) -> bool:
     return isinstance(entry, str) or (isinstance(entry, type) and issubclass(entry, nn.Module))
-
-
-def _matches(entry: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
-    return isinstance(module, entry) if isinstance(entry, type) else matcher(entry)(name)

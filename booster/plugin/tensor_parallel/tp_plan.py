@@ -31,10 +31,6 @@ def _colwise(module: nn.Module) -> ParallelStyle:
     return Colwise()
 
 
-def _rowwise(module: nn.Module) -> ParallelStyle:
-    return EmbeddingParallel(by="vocabulary") if isinstance(module, nn.Embedding) else Rowwise()
-
-
 STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
     "all_reduce": lambda module: Region(out="reduce"),
     "colwise": _colwise,
@@ -48,7 +44,7 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
     "replicate": lambda module: Region(),
     "replicated_with_grad_allreduce": lambda module: Region(partial_gradients=True),
     "replicated_with_output_grad_allreduce": lambda module: Region(out="copy"),
-    "rowwise": _rowwise,
+    "rowwise": lambda module: EmbeddingParallel(by="vocabulary") if isinstance(module, nn.Embedding) else Rowwise(),
     "rowwise_rep": lambda module: Rowwise(split_input=True),
     "rowwise_split_input": lambda module: Rowwise(split_input=True),
     "sequence_parallel": lambda module: Region(partial_gradients=True),
