@@ -569,7 +569,7 @@ def page() -> str:
             "",
             "What new users do wrong first. `b` is a `Booster`. Each row is a test; `python tests/support/mistakes.py` writes",
             "this page from them. A WARNING comes once, from the logger `booster`. Other messages:",
-            "[Troubleshooting](troubleshooting.md).",
+            "[Troubleshooting](../faq.md#troubleshooting).",
             "",
             '<div class="stacked" markdown="1">',  # on a phone: site.css
             "",
