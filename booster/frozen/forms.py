@@ -12,15 +12,8 @@ from typing import Literal
 
 import torch
 
-from booster.number_formats import (
-    E4M3,
-    INT8,
-    Scaling,
-    decode_nf4,
-    encode_nf4,
-    largest_under,
-    scale_to,
-)
+from booster.number_formats.formats import E4M3, INT8, decode_nf4, encode_nf4
+from booster.number_formats.scaling import Scaling, largest_under, scale_to
 
 _AT_ONCE = 2**18  # numbers that are wide at one time while a matrix is packed or unpacked
 _TINY = 2.0**-126

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from booster.common.torch_internals.tensor_internals import is_fake_kind
-from booster.number_formats import E2M1, E4M3, E5M2, INT8, NumberFormat, ScaledTensor, Scaling, noise_of, scale_to
-from booster.number_formats.scaling import SIGNS, rotated
+from booster.number_formats.formats import E2M1, E4M3, E5M2, INT8, NumberFormat, noise_of
+from booster.number_formats.scaling import SIGNS, ScaledTensor, Scaling, rotated, scale_to
 
 _logger = logging.getLogger(__name__)
 TAKEN_ON: tuple[str, ...] = ("cuda",)

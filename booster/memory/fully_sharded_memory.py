@@ -27,7 +27,7 @@ from torch import nn
 from booster.memory.gradient_arrivals import CompleteGradient, GradientArrivals, OnComplete, Sizes
 from booster.mixed_precision.policy import DtypePolicy, gathered_modules
 from booster.model.modules import LinearProxy
-from booster.number_formats import ScaledTensor, Scaling
+from booster.number_formats.scaling import ScaledTensor, Scaling
 from booster.plugin.fsdp.groups import Group, plan_groups
 from booster.plugin.fsdp.shard_module import dtype_at_rest
 from booster.plugin.fsdp.wrap_policy import block_names

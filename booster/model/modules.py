@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from booster.number_formats import ScaledTensor
+from booster.number_formats.scaling import ScaledTensor
 
 
 class LinearProxy(nn.Linear):

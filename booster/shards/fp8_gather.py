@@ -18,8 +18,15 @@ from booster.common.torch_internals.fsdp_internals import (
 )
 from booster.common.torch_internals.tensor_internals import storage_key, version
 from booster.model.dtensors import local_shard
-from booster.number_formats import E4M3, ScaledTensor, Scaling, decode_tensorwise, encode_tensorwise
-from booster.number_formats.scaling import scale_of, share_of
+from booster.number_formats.formats import E4M3
+from booster.number_formats.scaling import (
+    ScaledTensor,
+    Scaling,
+    decode_tensorwise,
+    encode_tensorwise,
+    scale_of,
+    share_of,
+)
 from booster.ranks.messages import all_gather_flat, reduced
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from booster.number_formats import BLOCK, BLOCK_BYTES, decode_blocks, encode_blocks
+from booster.number_formats.scaling import BLOCK, BLOCK_BYTES, decode_blocks, encode_blocks
 
 
 def back(x):

@@ -24,8 +24,8 @@ from booster.mixed_precision.low_precision.recipes import (
     fp8_blocks_recipe,
     nvfp4_recipe,
 )
-from booster.number_formats import E2M1, E4M3, E5M2, INT8, Scaling, noise_of, scale_to
-from booster.number_formats.scaling import rotated
+from booster.number_formats.formats import E2M1, E4M3, E5M2, INT8, noise_of
+from booster.number_formats.scaling import Scaling, rotated, scale_to
 
 pytestmark = interpreted
 CPU = torch.device("cpu")

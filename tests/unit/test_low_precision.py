@@ -44,8 +44,8 @@ from booster.mixed_precision.low_precision.recipes import (
     fp8_blocks_recipe,
     nvfp4_recipe,
 )
-from booster.number_formats import E2M1, Scaling, decode, round_to, scale_to
-from booster.number_formats.scaling import rotated
+from booster.number_formats.formats import E2M1, decode, round_to
+from booster.number_formats.scaling import Scaling, rotated, scale_to
 
 RECIPES = {
     "fp8": FP8_RECIPES["tensorwise"],

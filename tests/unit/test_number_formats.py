@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from booster.number_formats import (
+from booster.number_formats import scaling as scaling_file
+from booster.number_formats.formats import (
     E2M1,
     E2M3,
     E4M3,
@@ -15,18 +16,19 @@ from booster.number_formats import (
     FORMATS,
     INT8,
     TF32,
-    ScaledTensor,
-    Scaling,
     decode,
-    decode_tensorwise,
     encode,
-    encode_tensorwise,
     noise_of,
     round_to,
-    scale_to,
 )
-from booster.number_formats import scaling as scaling_file
-from booster.number_formats.scaling import share_of
+from booster.number_formats.scaling import (
+    ScaledTensor,
+    Scaling,
+    decode_tensorwise,
+    encode_tensorwise,
+    scale_to,
+    share_of,
+)
 
 ORACLE = {
     "e4m3fn": ml_dtypes.float8_e4m3fn,

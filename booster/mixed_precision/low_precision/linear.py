@@ -25,7 +25,7 @@ from booster.mixed_precision.low_precision.operands import (
 )
 from booster.mixed_precision.low_precision.recipes import GemmConfig, HighPrecision, Recipe
 from booster.model.modules import LinearProxy
-from booster.number_formats import ScaledTensor
+from booster.number_formats.scaling import ScaledTensor
 
 
 class Watcher(Protocol):

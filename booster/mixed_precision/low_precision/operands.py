@@ -13,8 +13,8 @@ from torch import nn
 from booster.common.torch_internals.tensor_internals import is_fake_kind, storage_key, version
 from booster.kernels import matrices
 from booster.mixed_precision.low_precision.recipes import CastConfig, GemmConfig, Recipe
-from booster.number_formats import E2M1, ScaledTensor, noise_of, scale_to
-from booster.number_formats.scaling import rotated
+from booster.number_formats.formats import E2M1, noise_of
+from booster.number_formats.scaling import ScaledTensor, rotated, scale_to
 
 
 def quantized(x: torch.Tensor, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> ScaledTensor:

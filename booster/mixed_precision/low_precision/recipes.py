@@ -13,8 +13,8 @@ from typing import Literal
 
 import torch
 
-from booster.number_formats import E2M1, E4M3, E5M2, INT8, NumberFormat, ScaleKind, Scaling, largest_under
-from booster.number_formats.scaling import scale_of, share_of
+from booster.number_formats.formats import E2M1, E4M3, E5M2, INT8, NumberFormat
+from booster.number_formats.scaling import ScaleKind, Scaling, largest_under, scale_of, share_of
 
 
 @dataclass(eq=False)

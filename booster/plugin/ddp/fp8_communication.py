@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from booster.common import arguments
-from booster.number_formats import BLOCK, decode_blocks, encode_blocks
+from booster.number_formats.scaling import BLOCK, decode_blocks, encode_blocks
 from booster.ranks.messages import all_gather_flat
 
 
