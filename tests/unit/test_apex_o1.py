@@ -285,24 +285,6 @@ def test_another_strategy_in_the_same_process_is_not_touched(booster):
     assert plain(torch.ones(1, 4)).dtype == FLOAT
 
 
-def test_an_optimizer_that_multiplies_matrices_does_so_in_float32():
-    seen = []
-
-    class Product(torch.optim.SGD):
-        def step(self, closure=None):
-            param = self.param_groups[0]["params"][0]
-            seen.append((param.detach() @ param.detach()).dtype)
-            return super().step(closure)
-
-    model, optimizer = nn.Linear(4, 4), None
-    model, optimizer = amp.initialize(model, Product(model.parameters(), lr=0.1), verbosity=0, max_loss_scale=16.0)
-    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert seen == [FLOAT]
-    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == HALF
-
-
 @amp.half_function
 def halved(x, y=None):
     return x.dtype if y is None else (x.dtype, y.dtype)
