@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +26,7 @@ class JointDecision:
     """Optimizers that share a backward and therefore step together or not at all.
 
     members: the gradients of those that have not stepped yet. What the others contributed to a decision is kept for the last
-    one's report. One alone, which holds this, is held weakly: a cycle would keep its parameters in memory.
+    one's report. A single member, which holds this, is held weakly: a cycle would keep its parameters in memory.
     """
 
     def __init__(self, members: list[Gradients]) -> None:
@@ -83,10 +82,13 @@ class _Report(NamedTuple):
 class BackwardPass:
     """One backward pass, as the gradients that take part in it see it.
 
-    members: those of the optimizers that the loss is for. loss_id: which of the precision's loss scalers. delayed: the
-    gradients are not complete after it, as inside `no_sync`, so nobody may look at them yet. checked: an overflow in it
-    counts. create_graph: gradients are part of a graph, as a penalty on them needs. found: what was found in those of each
-    optimizer, for a decision that all of them share.
+    Attributes:
+        members: the gradients of the optimizers that the loss is for.
+        loss_id: which of the precision's loss scalers.
+        delayed: whether the gradients are not complete after it, as inside `no_sync`, and may not be read yet.
+        checked: whether an overflow in it counts.
+        create_graph: whether gradients are part of a graph, as a penalty on them needs.
+        found: what was found in those of each optimizer, for a decision that all of them share.
     """
 
     members: Sequence[Gradients]
@@ -144,7 +146,11 @@ def run_backward(
     shown = loss if weight == 1.0 else loss.detach() * weight
     try:
         if released:
-            engine = functools.partial(_run_engine, context, loss, gradient, create_graph, inputs)
+
+            def engine(retain: bool) -> None:
+                with region(context):
+                    torch.autograd.backward(loss, gradient, retain or None, create_graph, inputs=inputs)
+
             run_in_backward(members, loss, engine, lambda: end_backward(this, shown), retain_graph=retain_graph)
         else:
             with region(context):
@@ -158,18 +164,6 @@ def run_backward(
     if not released:
         for member in members:
             member.after_backward(shown)
-
-
-def _run_engine(
-    context: Callable[[], AbstractContextManager[Any]],
-    loss: torch.Tensor,
-    gradient: torch.Tensor | None,
-    create_graph: bool,
-    inputs: Any,
-    retain_graph: bool,
-) -> None:
-    with region(context):
-        torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
 
 
 def begin_backward(

@@ -20,12 +20,13 @@ from booster.update.outcome import LazyStepFields, StepFields, StepResult
 
 
 class Update:
-    """Steps by `decision`, or not; see `choice` for what it is made of.
+    """One optimizer's update; see `choice` for what it is made of.
 
     Attributes:
         gradients: from backward to step.
         decision: whether a step is made, and in it what makes it.
         optimizer_state: what of the optimizer a checkpoint holds.
+        models: that had these parameters at `boost`, for the error of `step` where they have others by now.
     """
 
     def __init__(self, gradients: Gradients, decision: Decision, optimizer_state: OptimizerState) -> None:
@@ -36,7 +37,6 @@ class Update:
         self.shards = gradients.shards
         self.names = gradients.parameters.names
         self.models: list[weakref.ref[nn.Module]] = []
-        """Whose parameters these were at `boost`, for the error of `step` where they are others by now."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "models": []}
@@ -150,7 +150,14 @@ class Update:
             if pending:
                 gradients.forget_read()
         if culprits is not None and changed:
-            self._refuse_nonfinite(name, culprits)
+            raise RuntimeError(
+                f"{name}() of {type(self.optimizer).__name__} changed weights by gradients that are not finite (of "
+                f"{', '.join(culprits[:4]) or 'another rank'}), and the weights were put back. step() skips such a step and "
+                "lowers the loss scale; other methods of an optimizer cannot be skipped one by one. Use mixed_precision='bf16' "
+                f"or 'bf16_naive', which need no loss scale; or look before {name}(): where "
+                "optimizer.clip_grad_by_norm(math.inf) is not finite, call optimizer.step(), which skips, and "
+                "optimizer.zero_grad(), and go on with the next batch"
+            )
         if shards.sharded:
             shards.all_gather_params()
             shards.reshard()
@@ -167,15 +174,6 @@ class Update:
         if self.shards.sharded:
             found = agreement.largest(float(found), gradients.group) > 0
         return gradients.norms.nonfinite_params(gradients)() if found else None
-
-    def _refuse_nonfinite(self, name: str, culprits: tuple[str, ...]) -> None:
-        raise RuntimeError(
-            f"{name}() of {type(self.optimizer).__name__} changed weights by gradients that are not finite (of "
-            f"{', '.join(culprits[:4]) or 'another rank'}), and the weights were put back. step() skips such a step and lowers "
-            "the loss scale; other methods of an optimizer cannot be skipped one by one. Use mixed_precision='bf16' or "
-            f"'bf16_naive', which need no loss scale; or look before {name}(): where optimizer.clip_grad_by_norm(math.inf) is "
-            "not finite, call optimizer.step(), which skips, and optimizer.zero_grad(), and go on with the next batch"
-        )
 
     def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
         """Step an optimizer that evaluates the loss itself, without a loss scaler; clips inside the closure take effect."""
