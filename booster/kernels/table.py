@@ -134,10 +134,10 @@ class Table:
         for row, each in zip(self._rows, self._segments, strict=True):
             if each.bucket is bucket:
                 row[RESIDUAL] = residual_address(residual, each.offset)
-                for column, moved in zip(
-                    (STATES, STATES + MOST_STATES), addresses_of(states or (), each.states_offset), strict=True
-                ):
-                    row[column : column + len(moved)] = torch.tensor(moved, dtype=torch.int64)
+                if states is not None:
+                    moved = addresses_of(states, each.states_offset)
+                    for column, addresses in zip((STATES, STATES + MOST_STATES), moved, strict=True):
+                        row[column : column + len(addresses)] = torch.tensor(addresses, dtype=torch.int64)
         self.rows = self._there(self._rows)
 
     def measure(self, *, counts_zeros: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
