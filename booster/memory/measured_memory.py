@@ -48,6 +48,8 @@ class Measured:
 def measure(model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
     """Count the storages of a boosted model and its optimizer, each once; no collective, no copy.
 
+    model, optimizer: boosted.
+
     After a step, with gradients there, it compares with what `estimate` said.
     """
     params = list(model.parameters())
