@@ -107,6 +107,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, stored: torch.Tensor, bias: torch.Tensor | None, form: Form | None, columns: int
     ) -> torch.Tensor:
+        # The stored weight, not the unpacked one: unpacking again takes less memory than keeping it.
         ctx.save_for_backward(stored)
         ctx.form, ctx.columns = form, columns
         with torch.autocast(x.device.type, enabled=False):

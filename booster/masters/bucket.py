@@ -79,6 +79,7 @@ class Bucket:
     def working(self) -> list[torch.Tensor]:
         """Return flat views of the working weights, piece by piece."""
         held = self._parts() if self._divided else self._params
+        # A load, `model.to` or a plugin may have given a parameter other memory.
         if list(map(_ADDRESS, held)) != self._addresses:
             self.find_working()
         return self._views
@@ -115,6 +116,7 @@ class Bucket:
             grad: Any = gradient_of(param)
             if self._divided:
                 param, grad = local_shard(param), local_shard(grad)
+            # Any other pair may differ in memory order, which `flat_like` translates.
             alike = grad.is_contiguous() and param.is_contiguous()
             flat = grad.view(-1) if alike else flat_like(grad, param)
             found.append(flat[piece.start : piece.stop])

@@ -159,6 +159,7 @@ class Kernel:
         rate = group.get("lr")
         if isinstance(rate, (int, float)):  # a number would be compiled in
             rate = torch.full((), rate, dtype=torch.float32, device=weights.device)
+        # For the same reason: a number would be a graph for each scale.
         ratio = torch.full((), grad_scale_inverse, dtype=torch.float32, device=weights.device)
         entries = read_entries(group)
         packed = {name: value for name, value in state.items() if isinstance(value, QuantizedState)}
@@ -175,6 +176,7 @@ class Kernel:
             if state.get(key) is not value:
                 state[key] = value
         for key, value in written.items():
+            # What the step wrote to its group goes into the user's; `foreach` was set here.
             if entries.get(key) is not value and key not in ("foreach", *NOT_READ):
                 group[key] = value
 
@@ -304,6 +306,7 @@ class CompiledMasterStep(MasterStep):
             )
             super()._step_bucket(bucket, scratch, scalars)
             return
+        # Pieces were copied together, so that one graph serves buckets of any division.
         if weights is not working[0]:
             torch._foreach_copy_(working, bucket.pieces_of(weights))
         if bucket.quantizer is not None:  # what the step has added to the state

@@ -58,7 +58,6 @@ to its weight; elsewhere the weight is its own master. Writes through `.data` le
 
 Tensors
 -------
-
 All work on flat tensors of equal length: `working`, views of the half weights, piece by piece; `residual`, what the bucket
 keeps (or None); `values` and `scratch`, float32 scratch. `Separate` gives `residual` itself as the values.
 

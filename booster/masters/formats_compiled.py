@@ -3,8 +3,8 @@
 `formats.py` says what the bits are, and works in place, a pass over memory for each operation. A compiler makes one pass of
 the whole update, but only of functions that return new tensors. Two suffice::
 
-    join(format, weights, rest)   -> masters                  float32, from half weights and what is kept
-    split(format, masters, dtype) -> rounded weights, rest    the weights still in float32, though exact in `dtype`
+    join(format, weights, residual)  -> masters            float32, from weights and residual bits
+    split(format, masters, dtype)    -> weights, residual  the weights still in float32, though exact in `dtype`
 
 Both agree bit for bit with the formats that work in place. Writing both on one definition was tried, and 5 to 7 times slower
 without a compiler.
@@ -136,6 +136,7 @@ def compiled_format(format: Format) -> Format:
 
 def fuses(format: Format) -> bool:
     """Return whether `join` and `split` know `format`."""
+    # `Stochastic` draws from a generator, which is not traced.
     return isinstance(format, (Planes, Split24)) or type(format) in (Separate, Same, Nearest, Kahan)
 
 

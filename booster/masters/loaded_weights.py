@@ -86,6 +86,7 @@ class LoadedWeights:
                         # This is the load's own dict, not the user's.
                         state_dict[prefix + key] = rounded(brought[name], param.dtype)
         self.given |= brought.keys()
+        # All or none: a float32 file of half-precision weights has some exact ones by coincidence.
         if not all(holds(value, params[name].dtype) for name, value in brought.items()):
             self.values |= brought
 

@@ -36,12 +36,12 @@ class MasterParams:
         self._params = [list(params) for params in self._lists]
         self._plain: list[Any] = [p for params in self._lists for p in masters.outside(params) if p.grad is not None]
         self._before = [param.detach().clone() for param in self._plain if grad_scale is not None]
-        self._tensors = self._made()
+        self._tensors = self._make_params()
         states = masters.states_of(self._flat)
         self._kept = {bucket: self._state.pop(bucket.handles[0], None) for bucket in self._flat}
         self._written: dict[torch.Tensor, State] = {}
         self._state.update({self._tensors[param]: own for param, own in states.items()})
-        self._grads = self._give()
+        self._grads = self._give_gradients()
         for params in self._lists:
             params[:] = [self._tensors.get(param, param) for param in params]
 
@@ -88,6 +88,7 @@ class MasterParams:
             masters.rng.next()
         for bucket in self._flat:
             self._state.pop(bucket.handles[0], None)
+        # Buckets stay where their parameters still share one history.
         if masters.fits_buckets(self._written):
             for bucket in self._flat:
                 self._state.update(state_of_bucket(bucket, self._written))
@@ -108,7 +109,7 @@ class MasterParams:
 
     # ------------------------------------------------------------------ inside
 
-    def _made(self) -> dict[torch.Tensor, torch.Tensor]:
+    def _make_params(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the float32 parameter of each parameter that has a master."""
         made: dict[torch.Tensor, torch.Tensor] = {}
         pieces: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = {}
@@ -124,7 +125,7 @@ class MasterParams:
             made[param] = nn.Parameter(shaped_like(own, param), requires_grad=param.requires_grad)
         return made
 
-    def _give(self) -> dict[torch.Tensor, tuple[Any, torch.Tensor]]:
+    def _give_gradients(self) -> dict[torch.Tensor, tuple[Any, torch.Tensor]]:
         """Give these parameters unscaled gradients; return, by the user's parameter, its own gradient and the one given."""
         given: dict[torch.Tensor, tuple[Any, torch.Tensor]] = {}
         if self._scale is None:

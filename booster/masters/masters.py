@@ -168,6 +168,7 @@ class Masters:
                 if self.is_stepped(p) and self.may_have(p):
                     found.append(p)
             fresh.append(found)
+        # The usual case: every step looks, and no parameter is new.
         if not any(fresh):
             return
         state = self.optimizer.state
@@ -195,6 +196,7 @@ class Masters:
                     missing = True
                 else:
                     present = True
+            # An optimizer that steps everything at once skips handles without gradients itself.
             if present and missing and self.kind != "whole":
                 made[bucket] = bucket.divide(gradient_of, self.optimizer.state)
                 stepped.append(made[bucket][0])
@@ -246,6 +248,7 @@ class Masters:
         sources: MutableMapping[torch.Tensor, torch.Tensor],
     ) -> list[Bucket]:
         """Make the buckets. `states` and `sources` are emptied on the way: no more than a bucket of them is there twice."""
+        # A bucket is at most a share of all elements, and so is the float32 scratch of a step.
         total = sum(p.numel() for params in groups for p in params) + sum(b.size for b in self.buckets)
         laid: list[tuple[int, list[Piece], bool, HostMemory | None]] = []
         for index, params in enumerate(groups):
@@ -254,6 +257,7 @@ class Masters:
                 if not is_dtensor(param) and not is_dense(param):  # torch leaves no gaps in shards of DTensors
                     param.data = param.detach().clone(memory_format=torch.contiguous_format)
                 whole = self.kind != "elementwise" or param.dim() == 0
+                # One flat handle has one step count: parameters with other histories get buckets of their own.
                 kept = () if whole else signature(param, states.get(param))
                 alike.setdefault((param.device, param.dtype, whole, kept), []).append(param)
                 self.layouts[param] = torch.empty_strided(
@@ -336,6 +340,7 @@ class Masters:
                     pieces.setdefault(piece.param, []).append((piece.start, master))
         values = {}
         for param in params:
+            # Large parameters are cut: their pieces are in several buckets, in any order.
             own = [master for _, master in sorted(pieces[param], key=lambda found: found[0])]
             layout = local_shard(param) if is_dtensor(param) else self.layouts[param]
             values[param] = dtensor_around(shaped_like(own[0] if len(own) == 1 else torch.cat(own), layout), param)

@@ -100,7 +100,7 @@ class HostMemory:
         self._device = device
         self.transfers = TRANSFERS[device.type](device)
         self.saved: torch.cuda.Event | None = None  # the end of what was last sent here
-        self._lent: set[int] = set()  # ids of buckets with their residual bits on the device
+        self._on_device_now: set[int] = set()  # ids of buckets with their residual bits on the device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostMemory:
         self.sync()  # the copy reads this memory
@@ -122,14 +122,14 @@ class HostMemory:
         own = state.get(bucket.handles[0], {})
         for name, value in own.items():
             if is_offloaded(value, bucket.size):
-                own[name] = _remade(value, [self._moved(tensor) for tensor in tensors_of(value)])
+                own[name] = _rebuilt(value, [self._moved(tensor) for tensor in tensors_of(value)])
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.transfers.allocate_on_host(tensor).copy_(tensor)
 
     def residual_on_device(self, bucket: OffloadedBucket) -> torch.Tensor | None:
         """Return the remainder of `bucket` on its device: what is there while it is stepped, else a copy."""
-        if bucket.residual is None or id(bucket) in self._lent:
+        if bucket.residual is None or id(bucket) in self._on_device_now:
             return bucket.residual
         self.sync()
         return bucket.residual.to(self._device, copy=True)
@@ -138,12 +138,12 @@ class HostMemory:
     def swapped_residual(self, bucket: OffloadedBucket, residual: torch.Tensor | None) -> Iterator[None]:
         """For its length, let `residual` be what `bucket` keeps."""
         home, bucket.residual = bucket.residual, residual
-        self._lent.add(id(bucket))
+        self._on_device_now.add(id(bucket))
         try:
             yield
         finally:
             bucket.residual = home
-            self._lent.discard(id(bucket))
+            self._on_device_now.discard(id(bucket))
 
 
 class Prefetch:
@@ -158,11 +158,12 @@ class Prefetch:
         self._place = {id(bucket): index for index, bucket in enumerate(self._buckets)}
         self._fetched: dict[int, tuple[dict[str, Any], torch.Tensor | None, torch.cuda.Event]] = {}
         self._free: list[torch.cuda.Event | None] = [None, None]
-        offloaded = [self._goods(bucket).values() for bucket in self._buckets]
+        offloaded = [self._offloaded_entries(bucket).values() for bucket in self._buckets]
         largest = max(
-            (sum(_room_of(t) for value in values for t in tensors_of(value)) for values in offloaded), default=0
+            (sum(_aligned_bytes(t) for value in values for t in tensors_of(value)) for values in offloaded), default=0
         )
         device = self._buckets[0].device
+        # Two: one is stepped while the next arrives and the last one leaves.
         count = min(len(self._buckets), 2)
         self._rooms = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(count)]
         into = self._transfers.into
@@ -194,7 +195,7 @@ class Prefetch:
             raise
         self._save(index, bucket, homes, residual)
 
-    def _goods(self, bucket: OffloadedBucket) -> dict[str | None, Any]:
+    def _offloaded_entries(self, bucket: OffloadedBucket) -> dict[str | None, Any]:
         """Return what travels, by name of a state; the remainder has None."""
         if bucket.whole:
             return {}
@@ -209,13 +210,13 @@ class Prefetch:
             into.wait(free)
         residual_on_device: dict[str | None, Any] = {}
         begin = 0
-        for name, value in self._goods(bucket).items():
+        for name, value in self._offloaded_entries(bucket).items():
             copies = []
             for tensor in tensors_of(value):
                 copies.append(allocate_on_host[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
                 into.copy(copies[-1], tensor)
-                begin += _room_of(tensor)
-            residual_on_device[name] = _remade(value, copies)
+                begin += _aligned_bytes(tensor)
+            residual_on_device[name] = _rebuilt(value, copies)
         residual = residual_on_device.pop(None, None)
         self._fetched[index] = residual_on_device, residual, into.mark()  # type: ignore[assignment]
 
@@ -229,8 +230,9 @@ class Prefetch:
             if not is_offloaded(value, bucket.size):
                 continue
             home = homes.get(name)
+            # New in this step, or of another dtype than before.
             if home is None or not _alike(home, value):
-                home = _remade(value, [self._transfers.allocate_on_host(tensor) for tensor in tensors_of(value)])
+                home = _rebuilt(value, [self._transfers.allocate_on_host(tensor) for tensor in tensors_of(value)])
             for target, source in zip(tensors_of(home), tensors_of(value), strict=True):
                 out.copy(target, source)
             own[name] = home
@@ -247,7 +249,7 @@ def tensors_of(value: torch.Tensor | QuantizedState) -> list[torch.Tensor]:
     return value.tensors if isinstance(value, QuantizedState) else [value]
 
 
-def _remade(value: torch.Tensor | QuantizedState, tensors: Sequence[torch.Tensor]) -> Any:
+def _rebuilt(value: torch.Tensor | QuantizedState, tensors: Sequence[torch.Tensor]) -> Any:
     return QuantizedState.of(value.encoding, *tensors) if isinstance(value, QuantizedState) else tensors[0]
 
 
@@ -257,5 +259,5 @@ def _alike(home: Any, value: Any) -> bool:
     return all(a.dtype == b.dtype for a, b in zip(tensors_of(home), tensors_of(value), strict=True))
 
 
-def _room_of(tensor: torch.Tensor) -> int:
+def _aligned_bytes(tensor: torch.Tensor) -> int:
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -91,6 +91,7 @@ class MasterOptions:
         if dtype == torch.float32:
             return Same()
         if form == "auto":
+            # Split needs flat buckets; float16 masters lose bits below 2**-14 by it, so that is the user's choice.
             form = "split" if dtype == torch.bfloat16 and kind_of(optimizer) == "elementwise" else "fp32"
         if form == "none":
             return _ROUNDINGS[self.rounding]()

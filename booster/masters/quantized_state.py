@@ -159,7 +159,7 @@ class QuantizedState:
 def narrow_scales(found: torch.Tensor, random_bits: torch.Tensor) -> torch.Tensor:
     """Return the bits 15 to 30 of the scales `found`, float32 and not negative, rounded stochastically, as int32.
 
-    chances: those of `scale_random_bits`, in a shape like that of `found`.
+    random_bits: those of `scale_random_bits`, in a shape like that of `found`.
     """
     if not found.is_cpu:  # see `rounding.canonical_nan_`
         found = torch.where(found != found, math.nan, found)
@@ -223,7 +223,7 @@ def _try(optimizer: Optimizer, group: dict[str, Any], signs: dict[str, Sign]) ->
 
 
 class FlatBucket(Protocol):
-    """What packing asks of a bucket that has one flat handle."""
+    """The members of a bucket with one flat handle that quantization reads."""
 
     size: int
     handles: list[Any]
@@ -302,6 +302,7 @@ class StateQuantizer:
         except BaseException:
             state.update(before)
             raise
+        # An optimizer may have dropped the state, as one that was reset has.
         if handle in states:
             self.quantize(bucket, states[handle], before, scratch)
 

@@ -222,9 +222,11 @@ class MasterStep:
         groups = self.masters.optimizer.param_groups
         scratch = self._scratch_for(buckets)
         prefetches = self.prefetches(buckets) if self.masters.hosts else {}
+        # Hooks of the user's `step` fire once for all buckets, outside of this.
         self._bare = unhooked(type(self.masters.optimizer).step)
         for index, (group, only) in enumerate(zip(groups, restricted, strict=True)):
             with only:
+                # Float32 parameters too, in batches: copies of their gradients are scratch as well.
                 for params, may_fuse in step_batches(plain[index], max(self.masters.size, 1)) if plain[index] else ():
                     only.to(params)
                     with _unfused(group, group.get("fused") and not may_fuse):
@@ -279,6 +281,7 @@ class MasterStep:
         copies = grads
         if not scalars.grad_scale_is_one:
             sparse = any(grad.is_sparse for grad in grads)
+            # Copies, because a fused kernel divides gradients in place, and the user's are to stay as they are.
             copies = [grad * inverse(scalars.number) if sparse else grad.clone() for grad in grads]
             scalars = NO_SCALARS if sparse else scalars
         copies = [
@@ -298,6 +301,7 @@ class MasterStep:
         optimizer: Any = self.masters.optimizer
         if scalars.grad_scale_is_one and scalars.found_inf is None:
             self._bare(optimizer)
+        # A kernel reads the scale as float32: a larger one would become infinite, and every update zero.
         elif scalars.is_tensor or (scalars.number <= _FLOAT32_MAX and honours_grad_scale(optimizer)):
             scalars.step(functools.partial(self._bare, optimizer), optimizer, grads[0].device)
         else:
@@ -315,6 +319,7 @@ class MasterStep:
         plain = {p: p.grad for g in optimizer.param_groups for p in g["params"] if p.dtype not in HALF_DTYPES}
 
         def evaluate() -> Any:
+            # The closure runs the model: it must find the user's parameters, with what the optimizer has just tried.
             swap.out()
             for bucket, value in zip(buckets, values, strict=True):
                 bucket.write_masters(value, bucket.scratch())

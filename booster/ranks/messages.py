@@ -94,6 +94,7 @@ def broadcast_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGro
 
 
 def _check_alike(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    # One number for all shapes and dtypes: equal where its maximum and its minimum are.
     kinds = zlib.crc32(repr([(str(each.dtype), tuple(each.shape), each.is_meta) for each in tensors]).encode())
     device = communication_device(torch.device("cpu"), group)
     extremes = torch.tensor([kinds, -kinds], dtype=torch.int64, device=device)

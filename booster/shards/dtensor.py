@@ -29,7 +29,7 @@ _SECOND = itemgetter(1)
 # Relative, of float32 and half gradients: the same sums in another order at most.
 _TOLERANCE = {False: 1e-3, True: 5e-2}
 _NOT_FINITE = "not finite"
-_LOOKS = 3  # steps in which gradients of whole parameters are compared among the ranks that divide layers
+_COMPARISONS = 3  # steps in which gradients of whole parameters are compared among the ranks that divide layers
 PARTIAL = (
     "the gradient of {names}, which each rank of tensor parallelism has whole, differs among these ranks: each has the terms "
     "of its own heads or features alone, so that ranks would drift apart. In tp_plan give a module that reads what a "
@@ -69,13 +69,13 @@ class DTensorShards(Shards):
         super().__init__(optimizer)
         self._group, self._layer_ranks, self._same = group, layer_ranks, replica_group
         self.replica_check = None if group is None else ReplicaCheck()
-        self._looks = 0 if layer_ranks is None else _LOOKS
+        self._comparisons_left = 0 if layer_ranks is None else _COMPARISONS
         self._steps_shards = check_steps_shards(optimizer)
         self._ranks_of_stage = world_size(group) // num_stages
         self._num_holders = num_holders
         self._num_replicas: dict[torch.Tensor, int] = {}
         self._inside = False
-        self._divide_state()
+        self._shard_states()
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -86,6 +86,7 @@ class DTensorShards(Shards):
         before = list(map(list, lists))
         add_up_terms(chain.from_iterable(lists))
         given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+        # Optimizers that need whole tensors step the DTensors themselves.
         if self._steps_shards:
             for params in lists:
                 self._lay_out(params, given)
@@ -103,10 +104,10 @@ class DTensorShards(Shards):
                 shard.grad = None
             for shard, address in zip(map(_SECOND, given), addresses, strict=True):
                 if shard.data_ptr() != address:  # by `shard.data = ...`
-                    self._take_replaced(shard)
+                    self._copy_replaced_data(shard)
 
     @torch.no_grad()
-    def _take_replaced(self, shard: torch.Tensor) -> None:
+    def _copy_replaced_data(self, shard: torch.Tensor) -> None:
         own = local_tensor(self._params[shard]).detach()
         own.copy_(shard)
         shard.data = own
@@ -118,21 +119,21 @@ class DTensorShards(Shards):
         return first + [(ranks, own) for ranks, own in kinds if ranks is not None]
 
     def check_gradients(self) -> None:
-        if self._looks:
-            self._compare_whole()
+        if self._comparisons_left:
+            self._compare_unsharded()
 
-    def _compare_whole(self) -> None:
+    def _compare_unsharded(self) -> None:
         """Raise RuntimeError, on all ranks, if gradients of parameters that no rank divides differ among those that divide
         layers."""
-        differing = all_names(self._apart(), self._group)
+        differing = all_names(self._differing(), self._group)
         if _NOT_FINITE in differing:
             return  # of a step that is skipped, most likely
-        self._looks -= 1
+        self._comparisons_left -= 1
         if differing:
             raise RuntimeError(PARTIAL.format(names=listed(differing, 5)))
 
     @torch.no_grad()
-    def _apart(self) -> tuple[str, ...]:
+    def _differing(self) -> tuple[str, ...]:
         held = self._held_params()
         whole = [param for param in held if not isinstance(param, DTensor) or "tp" not in _dims(param)]
         ranks = self._layer_ranks
@@ -208,6 +209,7 @@ class DTensorShards(Shards):
             shards = 1
             if isinstance(param, DTensor):
                 for size, placement in zip(param.device_mesh.shape, param.placements, strict=True):
+                    # A dimension of the mesh that does not shard the parameter replicates it.
                     shards *= 1 if isinstance(placement, Replicate) else size
             self._num_replicas[shard] = self._ranks_of_stage * self._num_holders(param) // shards
         return self._num_replicas[shard]
@@ -246,13 +248,14 @@ class DTensorShards(Shards):
 
     def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
         def shown(param: torch.Tensor, shard: torch.Tensor, own: State) -> State:
-            return {key: self._widen(value, param) for key, value in own.items()}
+            return {key: self._full_entry(value, param) for key, value in own.items()}
 
         return ShardedStateView(state, self._shards, self._params, shown)
 
     def _full(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
         return {
-            key: {name: self._widen(value, params[key]) for name, value in own.items()} for key, own in entries.items()
+            key: {name: self._full_entry(value, params[key]) for name, value in own.items()}
+            for key, own in entries.items()
         }
 
     def _local(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
@@ -263,7 +266,7 @@ class DTensorShards(Shards):
 
     def full_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         params = {shard: self._params.get(shard, shard) for shard in masters}
-        return {params[shard]: self._widen(value, params[shard]) for shard, value in masters.items()}
+        return {params[shard]: self._full_entry(value, params[shard]) for shard, value in masters.items()}
 
     def move_states_from(self, before: Shards, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
         state = self.optimizer.state
@@ -271,15 +274,15 @@ class DTensorShards(Shards):
             if shard in state:
                 state[self.shard_of(replaced.get(param, param))] = state.pop(shard)
 
-    def _divide_state(self) -> None:
+    def _shard_states(self) -> None:
         """Divide what the optimizer knows of whole parameters, from steps that it made before they were placed."""
         state = self.optimizer.state
         for param in self._held_params():
             if isinstance(param, DTensor) and param in state:
-                own = {key: _as_wide_as(value, param) for key, value in state.pop(param).items()}
+                own = {key: _at_least_as_wide(value, param) for key, value in state.pop(param).items()}
                 state[self.shard_of(param)] = {key: self._shard_entry(value, param) for key, value in own.items()}
 
-    def _widen(self, value: Any, param: torch.Tensor) -> Any:
+    def _full_entry(self, value: Any, param: torch.Tensor) -> Any:
         shard = self._shards.get(param)
         if shard is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.dim() == 0:
             return value
@@ -376,7 +379,7 @@ def _own_gradient(param: Any) -> torch.Tensor | None:
     return grad.to_local()  # part of a graph, as a penalty on gradients wants them
 
 
-def _as_wide_as(value: Any, param: torch.Tensor) -> Any:
+def _at_least_as_wide(value: Any, param: torch.Tensor) -> Any:
     """Return `value`, widened where its parameter was placed in a wider dtype, as a shard that is a master is."""
     if not isinstance(value, torch.Tensor) or value.shape != param.shape or not value.is_floating_point():
         return value

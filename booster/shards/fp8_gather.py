@@ -119,7 +119,11 @@ class FP8Gather:
         if made is None or weight.is_inference() or version(weight) != writes:
             return None
         whole = gathered(record)
-        if whole is None or _lies(weight) != _lies(local_shard(whole)) or not made.values.untyped_storage().nbytes():
+        if (
+            whole is None
+            or _memory_of(weight) != _memory_of(local_shard(whole))
+            or not made.values.untyped_storage().nbytes()
+        ):
             return None
         if made.values.is_cuda:  # it was allocated on the stream that gathers
             made.values.record_stream(torch.cuda.current_stream(made.values.device))
@@ -184,7 +188,7 @@ def unpack(
     return came
 
 
-def _lies(x: torch.Tensor) -> tuple[Any, ...]:
+def _memory_of(x: torch.Tensor) -> tuple[Any, ...]:
     return storage_key(x), x.storage_offset(), x.shape, x.stride()
 
 

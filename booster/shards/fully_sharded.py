@@ -64,8 +64,9 @@ class FullyShardedShards(DTensorShards):
         self._unsharded = unsharded
 
     def check_gradients(self) -> None:
-        if self._looks:
-            self._compare_whole()
+        if self._comparisons_left:
+            self._compare_unsharded()
+        # First: a step must see what was written to unsharded parameters.
         for module in self._alive():
             self._unsharded.write_back_all(module)
         if not self._unreduced:

@@ -40,6 +40,7 @@ class PendingAllGathers:
 
         A compiled module's graph calls no functions, so that all are waited for at its beginning.
         """
+        # A function mode is slow, and a compiled graph calls no functions that it could see.
         if not self._works or any(map(is_compiled, module.modules())):
             self.wait()
             yield

@@ -26,14 +26,14 @@ EARLY, EVERY = 10, 100  # ranks are compared in the first step, in this one, and
 _RATE, _WEIGHT = 1e-6, {False: 1e-3, True: 1e-2}
 _DTYPES = frozenset((*HALF_DTYPES, torch.float32, torch.float64, torch.complex64, torch.complex128))
 _NONE = -1e300  # in place of a NaN, which no backend compares
-APART = (
+DRIFTED = (
     "{found}, although all ranks step alike: they have drifted apart. Give every rank the same learning rates, as by "
     "scheduler.step(b.reduce(metric)), and write to weights, and load them, on all ranks alike, or before boost(), which "
     "gives all ranks the weights of rank 0"
 )
 
 
-class _Part(NamedTuple):
+class _Measured(NamedTuple):
     """What some ranks hold alike. names: of each number. allowed: by how much of its size it may differ. rows: each number, and
     its size."""
 
@@ -53,8 +53,8 @@ class ReplicaCheck:
     def __init__(self) -> None:
         self.num_steps = 0
         self.due = 1  # the step in which `look` is to be called
-        self._parts: list[_Part] | None = None
-        self._sent: tuple[list[_Part], HostCopy] | None = None
+        self._measured_parts: list[_Measured] | None = None
+        self._sent: tuple[list[_Measured], HostCopy] | None = None
 
     @torch.no_grad()
     def check(self, shards: Shards) -> None:
@@ -62,24 +62,25 @@ class ReplicaCheck:
         sent, self._sent = self._sent, None
         if sent is None:
             shards.wait_for_weights()
-            self._parts = [
-                _part(shards, *each, rates=not place) for place, each in enumerate(shards.replicated_params())
+            self._measured_parts = [
+                _measured(shards, *each, rates=not place) for place, each in enumerate(shards.replicated_params())
             ]
             self.due += 1
             return
+        # The first step, the tenth, then one in a hundred: a comparison reads all weights.
         self.due = EARLY if self.due <= EARLY else (self.due // EVERY + 1) * EVERY
         parts, copy = sent
         most, least, apart = copy.tensor().tolist()
         if most != -least or apart:
-            found = all_names(tuple(text for part in parts if (text := _apart(part))), parts[0].ranks)
+            found = all_names(tuple(text for part in parts if (text := _describe_difference(part))), parts[0].ranks)
             if found:
-                raise RuntimeError(APART.format(found=listed(found, 3)))
+                raise RuntimeError(DRIFTED.format(found=listed(found, 3)))
 
     @torch.no_grad()
     def send(self) -> None:
         """Send what `look` read, if it did. A collective."""
-        if self._parts is not None:
-            parts, self._parts = self._parts, None
+        if self._measured_parts is not None:
+            parts, self._measured_parts = self._measured_parts, None
             self._sent = parts, HostCopy(_compare(parts))
 
 
@@ -89,7 +90,7 @@ def trained(optimizer: Optimizer) -> list[torch.Tensor]:
     return [param for param in held if param.dtype in _DTYPES and type(local_shard(param.detach())) is torch.Tensor]
 
 
-def _part(shards: Shards, ranks: dist.ProcessGroup, params: Sequence[torch.Tensor], *, rates: bool) -> _Part:
+def _measured(shards: Shards, ranks: dist.ProcessGroup, params: Sequence[torch.Tensor], *, rates: bool) -> _Measured:
     """Return norms of orders 1 and 2 of each of `params`, where those are, behind the numbers of groups if `rates`."""
     named = list(_rates(shards.optimizer)) if rates else []
     values = [local_shard(param.detach()) for param in params]
@@ -104,7 +105,7 @@ def _part(shards: Shards, ranks: dist.ProcessGroup, params: Sequence[torch.Tenso
         if isinstance(rate, torch.Tensor):
             known[place].copy_(rate.reshape(()))
     rows = torch.cat([torch.stack([known, known], dim=1), norms])
-    return _Part(
+    return _Measured(
         ranks,
         [name for name, _ in named] + list(map(shards.name_of, params)),
         [_RATE] * len(named) + [_WEIGHT[param.dtype in HALF_DTYPES] for param in params],
@@ -123,23 +124,23 @@ def _rates(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
                     yield f"{name} of param_groups[{index}]", number
 
 
-def _compare(parts: Sequence[_Part]) -> torch.Tensor:
+def _compare(parts: Sequence[_Measured]) -> torch.Tensor:
     """Return the largest number that a rank makes of the first part, that of its negative, and whether in any other part ranks
     make unlike ones."""
     first, *others = parts
-    ends = _ends(first.rows)
+    ends = _checksums(first.rows)
     for part in others:
-        found = reduced(_ends(part.rows), dist.ReduceOp.MAX, part.ranks)
+        found = reduced(_checksums(part.rows), dist.ReduceOp.MAX, part.ranks)
         ends[2:] += (found[0] != -found[1]).to(ends.device)
     return reduced(ends, dist.ReduceOp.MAX, first.ranks)
 
 
-def _ends(rows: torch.Tensor) -> torch.Tensor:
+def _checksums(rows: torch.Tensor) -> torch.Tensor:
     number = rows.flatten() @ torch.arange(1, rows.numel() + 1, dtype=rows.dtype, device=rows.device)
     return torch.stack([number, -number, torch.zeros_like(number)])
 
 
-def _apart(part: _Part) -> str:
+def _describe_difference(part: _Measured) -> str:
     """Say what first differs among the ranks of `part`, if anything does. Small collectives."""
     allowed = torch.tensor(part.allowed, dtype=torch.float64)
     rows_of_ranks = gather(part.rows.tolist(), part.ranks)

@@ -106,7 +106,7 @@ class ZeroShards(Shards):
         # What this rank's elements of unsharded gradients were divided by, and the others were not.
         self._divisor: Any = 1.0
         self._held: list[list[torch.Tensor]] | None = None  # the groups' parameters while `local` is entered
-        self._lay_down()
+        self._flatten_params()
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -119,7 +119,7 @@ class ZeroShards(Shards):
                 # Laid down, it would have its order again, and its gradient, averaged in the other, would go unnoticed.
                 if any(param.grad is not None for param in tracker.with_new_layout().values()):
                     tracker.check_order()
-        self._lay_down()
+        self._flatten_params()
         lists: list[list[Any]] = [group["params"] for group in self.optimizer.param_groups]
         self._held = [list(params) for params in lists]
         given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]] = []
@@ -134,7 +134,7 @@ class ZeroShards(Shards):
             brought = set(map(id, self.optimizer.state))
             for params, group in zip(lists, groups, strict=True):
                 params[:] = group.shards
-                self._adopt(group, brought)
+                self._shard_states(group, brought)
                 for param, shard, slot, shaped in group.stepped:
                     if shard.requires_grad != param.requires_grad:
                         shard.requires_grad_(param.requires_grad)
@@ -155,7 +155,7 @@ class ZeroShards(Shards):
                     self._replace_gradient(param, grad, shard.grad)
                 shard.grad = None
                 if shard.data_ptr() != address:  # by `shard.data = ...`
-                    self._take_replaced(param, shard)
+                    self._copy_replaced_data(param, shard)
 
     @contextmanager
     def local_shards(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
@@ -193,7 +193,7 @@ class ZeroShards(Shards):
     def drop_gradient(self, param: torch.Tensor) -> None:
         param.grad = None
         if self._reduced:
-            self._forget(param)
+            self._drop_grad_shard(param)
 
     def shard_of(self, param: torch.Tensor) -> torch.Tensor:
         if param not in self._shards:
@@ -205,8 +205,10 @@ class ZeroShards(Shards):
                 torch.autograd.graph.increment_version(bucket.flatten_params())
             start, stop = bucket.overlap(index, self._rank)
             if start == stop:
+                # It keeps the place in the group; optimizers skip it, as it never has a gradient.
                 shard = torch.empty(0, dtype=param.dtype, device=param.device)
             elif bucket.by_elements and param.dim():
+                # Detached: writes to it leave no trace in the version of the parameter, see `all_gather_params`.
                 shard = nn.Parameter(flat_slice(param, start, stop))
             else:
                 shard = nn.Parameter(param.detach())
@@ -224,6 +226,7 @@ class ZeroShards(Shards):
         check_replicas(self)
         if not self._reduced:
             check_averaged(self, self._reducers.values())
+        # Reduced gradients are in buckets: one in `.grad` is of this rank alone.
         if self._reduced and any(param.grad is not None for layout in self._layouts for param in layout.params):
             raise RuntimeError(UNSYNCHRONISED)
 
@@ -256,6 +259,7 @@ class ZeroShards(Shards):
 
     def all_gather_params(self) -> None:
         changed: list[torch.Tensor] = []
+        # By id: hashing a tensor is a Python call, and every step asks this of every parameter.
         owned = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
         in_backward = set(map(id, self._stepped_in_backward))
         for layout in self._layouts:
@@ -313,7 +317,7 @@ class ZeroShards(Shards):
                         bucket.clear_gradient(index)
             return
         for param in owned:
-            shard = self._reduced_part(param)
+            shard = self._grad_shard(param)
             if shard is not None:
                 shard.zero_()
 
@@ -454,7 +458,7 @@ class ZeroShards(Shards):
     def _buckets(self) -> list[FlatParameters]:
         return [bucket for layout in self._layouts for bucket in layout.buckets]
 
-    def _lay_down(self) -> None:
+    def _flatten_params(self) -> None:
         for bucket in self._buckets():
             moved = bucket.flatten_params()
             if moved:
@@ -470,7 +474,7 @@ class ZeroShards(Shards):
                 slot = self._slots[param] = BucketSlot(*place)
         return slot
 
-    def _adopt(self, group: _Group, brought: set[int]) -> None:
+    def _shard_states(self, group: _Group, brought: set[int]) -> None:
         """Cut the state that the optimizer has of whole parameters of `group`. brought: the ids of what it has any of.
 
         Raises RuntimeError for a gradient that cannot be stepped.
@@ -501,7 +505,7 @@ class ZeroShards(Shards):
         self, param: torch.Tensor, shard: torch.Tensor, slot: BucketSlot | None = None
     ) -> torch.Tensor | None:
         if self._reduced:
-            grad = self._reduced_part(param, slot)
+            grad = self._grad_shard(param, slot)
             return grad if grad is None or shard.dim() == 1 else shaped_like(grad, param)
         if param.grad is None:
             return None
@@ -509,14 +513,14 @@ class ZeroShards(Shards):
             param.grad = torch.empty_like(param, requires_grad=False).copy_(param.grad)
         return self.local_slice(param.grad, param).detach()
 
-    def _reduced_part(self, param: torch.Tensor, slot: BucketSlot | None = None) -> torch.Tensor | None:
+    def _grad_shard(self, param: torch.Tensor, slot: BucketSlot | None = None) -> torch.Tensor | None:
         slot = slot or self.slot_of(param)
         return None if slot is None else slot.bucket.grad_shard(slot.position, self._rank)
 
     def _replace_gradient(self, param: torch.Tensor, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """Write `new`, which a shard was given as its gradient, to `old`, the view of the true gradient of `param`."""
         if new is None:
-            self._forget(param)
+            self._drop_grad_shard(param)
             return
         if old is None:
             slot = self.slot_of(param)
@@ -529,12 +533,12 @@ class ZeroShards(Shards):
         old.copy_(new)  # type: ignore[union-attr]
 
     @torch.no_grad()
-    def _take_replaced(self, param: torch.Tensor, shard: torch.Tensor) -> None:
+    def _copy_replaced_data(self, param: torch.Tensor, shard: torch.Tensor) -> None:
         own = self.local_slice(param, param).detach()
         own.copy_(shard)
         shard.data = own
 
-    def _forget(self, param: torch.Tensor) -> None:
+    def _drop_grad_shard(self, param: torch.Tensor) -> None:
         slot = self.slot_of(param) if self._reduced else None
         if not self._reduced:
             param.grad = None

@@ -144,6 +144,7 @@ class FlatParameters:
             list(map(_STRIDE, self.params)),
             set(map(_DTYPE, self.params)),
         )
+        # Nearly always; three maps over all parameters, without a Python call for each.
         if pointers == self._pointers and strides == self._strides and dtypes == {self.dtype}:
             return []
         moved = []
@@ -177,6 +178,7 @@ class FlatParameters:
 
     def add_gradient(self, own: torch.Tensor, indices: set[int], rank: int) -> None:
         """Add `own`, this rank's slice, which is zero outside of the parameters at `indices`; it may be kept and written to."""
+        # Of one pass it is the sum already: no copy.
         if self.gradient is None:
             self.gradient = own
         else:
@@ -257,7 +259,7 @@ class ModuleBuckets:
 
     bucket_bytes: of parameters in a bucket, at most, unless a single one is larger. Raises ValueError for parameters that are
     not floating point. `shard_params` shards them, which each of several optimizers calls for
-    its own; a bucket holds parameters of one optimizer. arriving: weights that a step left on their way.
+    its own; a bucket holds parameters of one optimizer. pending_all_gathers: those that a step started.
     """
 
     def __init__(self, params: Iterable[torch.Tensor], *, group: dist.ProcessGroup, bucket_bytes: float) -> None:
