@@ -53,7 +53,7 @@ def write(kind, over, target, dtype, power=False, turned=False, known=False):
     constants = {"KIND": kind, "POWER": power, "DOWN": down, "ACROSS": across, "BLOCK": 256, "DTYPE": dtype, **sizes}
     types = {"x": POINTERS[dtype], "values": "*i8", "scales": "*fp32", **LIES}
     types |= dict.fromkeys(("filled", "transposed_filled", "splits"), "i32")
-    for name, type_, there in (("turned", "*i8", turned), ("partials", "*i32", kind != rounding.BLOCKS),
+    for name, type_, there in (("transposed", "*i8", turned), ("partials", "*i32", kind != rounding.BLOCKS),
                                ("given", "*fp32", known), ("seen", "*i32", known)):
         own, none = given(name, type_, there)
         types, constants = {**types, **own}, {**constants, **none}
@@ -99,7 +99,7 @@ compiled("largest_of, ones", rounding.largest_of, {"x": "*bf16", "partials": "*i
          {**ONES, "given": None, "KIND": rounding.ROW})
 compiled("write, ones", rounding.write,
          {"x": "*bf16", "values": "*i8", "scales": "*fp32", "partials": "*i32", "splits": "i32"},
-         {**ONES, **dict.fromkeys(("turned", "given", "seen")), "filled": 1, "transposed_filled": 1, "KIND": rounding.ROW,
+         {**ONES, **dict.fromkeys(("transposed", "given", "seen")), "filled": 1, "transposed_filled": 1, "KIND": rounding.ROW,
           "POWER": True, "DOWN": 1, "ACROSS": 1, "BLOCK": 256, **matrices.form_of(E4M3)})
 ONES |= {"SIGNS": 5, **dict(zip(("BM", "BN"), matrices.FOURS_TILE, strict=True))}
 compiled("look, ones", rounding.largest_of_rotated, {"x": "*bf16", "partials": "*i32", "sums": "*i32", "splits": "i32"}, ONES)
