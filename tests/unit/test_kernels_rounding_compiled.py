@@ -125,8 +125,14 @@ def test_every_form_compiles_for_a_gpu_and_fuses_no_multiplication_with_an_addit
     assert len(found) == 42
     assert [name for name, how in found.items() if how["fused"] or how["spills"] or how["rough"]] == []
     # Counts that change with the batch, and places among the scales of all layers, make no kernel anew.
-    counts = {"largest_of": "splits", "write": "splits", "note": "count", "look": "splits", "write_fours": "parts"}
+    counts = {
+        "largest_of": "splits",
+        "write": "splits",
+        "track_largest": "count",
+        "largest_of_rotated": "splits",
+        "write_fours": "parts",
+    }
     assert always == {name: [count] for name, count in counts.items()}
-    scales = {"largest_of": ["given"], "write": ["given"], "note": ["given", "largest"]}
+    scales = {"largest_of": ["given"], "write": ["given"], "track_largest": ["given", "largest"]}
     assert anywhere == {name: scales.get(name, []) for name in counts}
     assert max(how["shared"] for how in found.values()) <= 2**16
