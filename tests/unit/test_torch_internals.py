@@ -23,7 +23,8 @@ PRIVATE = re.compile(
     r"torch\._C\b|_execution_engine|_GLOBAL_DEVICE_CONTEXT|_amp_foreach|\b_BatchNorm\b|\b_NormBase\b|\._values\(|\._is_view\("
     r"|\._version\b|_step_supports_amp|_need_device_dtype|_optimizer_step_(pre|post)_hooks|_global_optimizer_|_opt_called"
     r"|_register_state_dict_hook|_state_dict_hooks\b"
-    r"|_StridedShard|torch\._subclasses|torch\.utils[. ].*_pytree|torch\._inductor|_torchdynamo_orig|_use_grad(?!ient)|_training_state"
+    r"|_StridedShard|torch\._subclasses|torch\.utils[. ].*_pytree|torch\._inductor|_torchdynamo_orig|_use_grad(?!ient)"
+    r"|_training_state"
     r"|torch\._int_mm|_get_fsdp_state|_comm_ctx|_fsdp_param_groups?|_init_mp_dtypes|_unsharded_param|_current_autograd_node|_sequence_nr|\b_cdata\b|\b_call_impl|_engine_run_backward|_python_dispatch"
 )
 
