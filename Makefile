@@ -37,15 +37,17 @@ demo: $(DEMO)/.installed
 compare: $(DEMO)/.installed
 	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py --compare fp32,bf16,fp16,bf16_naive $(ARGS)
 
-# More workers than cores: ranks and launched jobs wait for each other much of the time. See tests/support/forks.py.
+# More workers than cores: ranks and launched jobs wait for each other much of the time. A file is dealt whole.
+DEALT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: $(TEST)/.installed
-	$(PYTEST) -m "not slow" --forks $(WORKERS) $(ARGS)
+	$(PYTEST) -m "not slow" $(DEALT) $(ARGS)
 
 coverage: $(TEST)/.installed
 	tools/coverage.sh $(TEST)/bin/python $(WORKERS) $(ARGS)
 
 slow: $(TEST)/.installed
-	$(PYTEST) -m slow --forks $(WORKERS) $(ARGS)
+	$(PYTEST) -m slow $(DEALT) $(ARGS)
 
 kernels: $(TEST)/.triton
 	tools/kernels.sh $(TEST)/bin/python $(WORKERS) $(ARGS)

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # make coverage: tools/coverage.sh PYTHON WORKERS [ARGS...]
 # Each worker writes a file of its own (--parallel-mode), and `combine` adds them up. The report is printed also where tests
-# fail; the exit code is theirs. Forks end without notice to coverage, so pytest-xdist starts each worker; files are dealt whole, in
-# the order of their names, those on ranks first.
+# fail; the exit code is theirs.
 set -uo pipefail
 python=$1 workers=$2
 shift 2
