@@ -6,8 +6,8 @@
     b.backward(loss, optimizer)
     optimizer.step()
 
-Where to begin reading. Every room is a folder with a head in its `__init__.py`: the idea, an example, its files in reading
-order. These follow the five lines above:
+Where to begin reading. Every room is a folder with a head in its `__init__.py`: the idea, an example where one helps, its
+files in reading order. These follow the five lines above:
 
     booster.py           `Booster`: one class, whose methods call one thing each; facade/ is what they call
     mixed_precision/     a precision: its dtypes (`policy.py`), its place in `boost` (`configure.py`), the names of all
@@ -16,12 +16,14 @@ order. These follow the five lines above:
     update/              from gradients to a step: unscale, clip, decide, apply; `choice.py` says which of these is taken
     masters/, shards/    float32 numbers of half-precision parameters; what of a tensor this rank holds
     checkpoint/          runs saved and loaded by names and shapes
+    data/, nn/, number_formats/, frozen/
+                         loaders, schedules, formats of few bits, frozen weights in them
     common/, model/, tensors/, ranks/
                          what every room asks
 
-Off this road: numerics/, memory/ and capture/ (tools that look at a run), kernels/ (the same steps on a GPU), cli/, launch.py.
-docs/design.md has the one seam between precision and placement, and in section 3 the file to open for a change;
-docs/design/words.md what a word means.
+Off this road: numerics/, memory/ and capture/ (tools that look at a run), kernels/ (the same steps on a GPU), integrations/,
+cli/, launch.py, loss_scaler.py, logging.py. docs/design.md has the one seam between precision and placement, and in section 3
+the file to open for a change; docs/design/words.md what a word means.
 """
 
 import torch

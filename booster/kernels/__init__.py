@@ -32,7 +32,7 @@ In reading order:
     weights.py          forms of weights and of states
     arithmetic.py       bits, halves and powers that all of these share
     launch_cache.py     compiled kernels launched without Triton's look at each argument
-    matrices.py         matrices rounded to low precisions, by the kernels of rounding.py
+    matrices.py         matrices rounded to low precisions, by the kernels of matrix_kernels.py
 
 Tests run kernels interpreted on a CPU (`make kernels`): results are compared with torch's to an ulp, forms to the bit. What is
 here is imported on CUDA, or where `fused_optimizer="triton"` asks for it; nothing but `update.choice`'s callers depends on it.

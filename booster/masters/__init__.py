@@ -21,8 +21,9 @@ An example: bfloat16 weights, "split" masters, Adam under ZeRO on two ranks; one
 
 Words of this room:
 
-    bucket            flat pieces of parameters of one group, dtype and device: the unit of a step. `per tensor` optimizers get
-                      buckets of whole tensors, with a handle each (`bucket.whole`)
+    bucket            flat pieces of parameters of one group, dtype and device: the unit of a step. Optimizers of whole
+                      tensors, as `model.optimizer_kinds.kind_of` says, get buckets with a handle for
+                      each tensor (`bucket.whole`)
     piece             some elements of a parameter in a bucket, from a multiple of 64 on
     residual bits     what a bucket keeps besides weights to make masters of them; nothing for "none"
     format            which residual bits, and how they and weights become masters and back
@@ -33,7 +34,8 @@ Words of this room:
 Files, in reading order:
 
     options.py            `MasterOptions`: what users choose
-    formats.py            the bits of every format, in place: for eager steps
+    formats.py            the bits of every format, in place, for eager steps: `Separate` is "fp32", `Split*` "split" and
+                          "split24", `Kahan` is rounding="kahan"
     formats_compiled.py   the same arithmetic as pure functions: for compiled steps. `kernels/weights.py` is it in Triton
     rounding.py           float32 to half; foreign writes; `RoundingRNG`
     bucket.py             `Bucket`: weights, residual bits, handles
@@ -48,9 +50,10 @@ Files, in reading order:
     update.py             the room as the update sees it: application, parts of a step, choice
 
 Who depends on it: `mixed_precision/` makes `MasterOptions` and `Masters`, `update/` steps by the classes of `update.py`,
-`kernels/` steps the same buckets, `checkpoint/` and `capture/` see `MasterState`. A new format touches `formats.py`,
-`options.py`, `formats_compiled.py` where it is to be compiled, and `kernels/weights.py` where a kernel is to step it; the three
-are held to each other bit for bit by `tests/unit/test_masters_compiled.py` and `test_kernels_forms.py`.
+`kernels/` steps the same buckets, `checkpoint/` asks `update.optimizer_state`, which is `MasterState`. A new format touches
+`formats.py`, `options.py`, `formats_compiled.py` where it is to be compiled, and `kernels/weights.py` where a kernel is to
+step it; the three that compute are held to each other bit for bit by `tests/unit/test_masters_compiled.py` and
+`test_kernels_forms.py`.
 """
 
 from booster.masters.masters import Masters

@@ -14,7 +14,7 @@ A bfloat16 number is the upper half of a float32 number; a float16 number has ex
     bfloat16   s eeeeeeee mmmmmmm
     float16    s eeeee mmmmmmmmmm
 
-So a bfloat16 weight lacks 16 bits to be a master, the remainder. Two masters, taken apart and joined again::
+So a bfloat16 weight lacks 16 bits to be a master: the residual bits. Two masters, taken apart and joined again::
 
     3.1415927 = 0x4049 0FDB   the lower half is small:  weight 0x4049 = 3.140625, remainder +0x0FDB =  4059
     2.7182817 = 0x402D F854   the lower half is large:  weight 0x402E = 2.71875,  remainder  0xF854 = -1964 as int16

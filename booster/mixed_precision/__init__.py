@@ -1,13 +1,13 @@
 """Precisions: how a model and its criterion compute, what its weights are stored in, whether the loss is scaled.
 
-The idea: precision and parallelism are two axes. A precision is an object with hooks; a plugin never sees it, but its dtypes as
-data (`DtypePolicy`). A precision never imports a plugin, but is given a `Placement` of six members. So each is one file, and
-all pairs work.
+The idea: precision and parallelism are two axes. A precision is an object with hooks; a plugin never sees it, but its dtypes
+as data (`DtypePolicy`). A precision never imports a plugin, but is given a `Placement` of six members. So each is one file,
+and all pairs work or are refused by name.
 
-An example: "bf16_naive", half weights with float32 masters, on a plugin that shards.
+An example: "bf16_naive", half-precision weights with float32 masters, under ZeRO.
 
     Booster(mixed_precision="bf16_naive")   `make` looks it up in `_REGISTRY`; `bind` gives it the device
-    boost                                   `policy_for` -> DtypePolicy(param=bfloat16, keep_fp32={BatchNorm}, ...)
+    boost                                   `policy_for` -> DtypePolicy(param=bfloat16, keep_fp32={"bn1"}, ...)
                                             `keep_weights` keeps the float32 numbers; the plugin casts and shards by the policy
                                             `make_update` -> an update that steps float32 masters of each rank's shards
     model(x)                                x -> bfloat16; on a CPU without units for it, products in float32

@@ -8,7 +8,7 @@ Four rooms, each with its own head:
     choosing    precisions, pinned modules and layers measured:  advise, auto_pins, time_layers
 
 They share what they look at. Records and diagnoses, and an autopilot too, listen to an optimizer's steps as a `StepListener`
-(`booster/update/outcome.py`), which changes nothing that trains; reports and comparisons read what `record` wrote; and what
+(`booster/update/context.py`), which changes nothing that trains; reports and comparisons read what `record` wrote; and what
 `diagnosis` names as a remedy, a `keep_fp32`, is what `choosing` finds by measuring before a run.
 
 A tool: `Booster` imports it when it is asked for, and nothing below does.

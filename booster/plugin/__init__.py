@@ -22,9 +22,9 @@ In reading order:
     tensor_parallel/   layers sharded over ranks
     pipeline/          stages on several ranks
     hybrid.py          the last three together: who is placed first, and on which dimension of the mesh
-    forward_order.py   in which order a forward uses its children, from its source; for the last two
+    forward_order.py   in which order a forward uses its children, from its source; for tensor_parallel/ and pipeline/
 
-A new plugin is one file and a line below (`examples/extending/plugin.py`). What is imported above is `Plugin` alone, but for
+A new plugin is one file and a line below (`examples/extending/plugin.py`). Rooms above import the names below alone, but for
 `memory/`, which estimates what these do. Plugins on DTensors are loaded when first asked for: they import much of
 torch.distributed.
 """

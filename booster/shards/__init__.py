@@ -47,9 +47,10 @@ Files, in reading order:
     fp8_gather.py           FSDP: all-gathers in e4m3 for layers that would round to it anyway
     replica_check.py        a few comparisons a run: do ranks that step alike still hold the same
 
-Who depends on it: `update/`, `masters/`, `kernels/`, `checkpoint/` and the plugins, on `Shards` alone; the plugins also on the
-class that they make. What is added to `Shards` needs a null version in `base.py`. The names and order of the groups' lists
-must be the same on leaving `local()`, and a shard must stay the same object from step to step: states have it for a key.
+Who depends on it: `update/`, `masters/`, `kernels/`, `checkpoint/` and the plugins, on `Shards`; checkpoints also on
+`FlatShard`, the plugins on the class that they make, `memory/` and `interface/` on single classes. What is added to `Shards`
+needs a null version in `base.py`. The order of the groups' lists must be the same on leaving `local()`, and a shard must stay
+the same object from step to step: states have it for a key.
 """
 
 from booster.shards.base import Shards

@@ -150,7 +150,7 @@ class Shards:
         return value
 
     def needs_collective(self, value: torch.Tensor, param: torch.Tensor) -> bool:
-        """Whether `placed` and `cut` of `value` are collectives; raises ValueError if `value` cannot be laid out here."""
+        """Whether `distribute` and `local_state` of `value` are collectives; ValueError if `value` cannot be laid out here."""
         if is_dtensor(value):
             raise ValueError(
                 "the optimizer state holds DTensors, each a rank's part of a tensor, and this plugin keeps whole tensors; make "

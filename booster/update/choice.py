@@ -7,8 +7,8 @@
 | compiled | `Gradients` | `compiled_norms` | `HostDecision` | `CompiledApplication` | `OptimizerState` |
 
 How it steps is for the precision to say, by a `Stepping`: on parameters as they are (`PARAMETERS`), or on masters
-(`masters.update.stepping_masters`). Kernels take the place of norms, decision and application (`kernels.choice`), and apex has
-gradients of its own (`mixed_precision/apex/gradients.py`).
+(`masters.update.stepping_masters`). Kernels take the place of norms, decision and application (`kernels.eligibility`), and
+apex has gradients of its own (`mixed_precision/apex/gradients.py`).
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ class UnusedParameters:
     `fully_shard` lays the gradients that a rank has end to end and adds these over ranks. If ranks took other branches, it
     would add gradients of different parameters. So before a group is reduced its ranks agree, in a small collective, which of
     its parameters have a gradient, and a rank without one that another has adds zeros. What no rank used gets none. In the
-    first passes ranks compare what they gather too. RuntimeError, on all ranks, where they are about to gather or reduce
-    different groups. Waits for a GPU in the first passes, and where this rank lacks a gradient.
+    first passes ranks compare what they gather too. RuntimeError where they are about to gather or reduce different groups:
+    on all ranks in the first passes; later, on a GPU, on those that lack a gradient, which alone wait for it.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, device: torch.device, written: ForwardWrites) -> None:
