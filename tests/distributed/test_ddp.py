@@ -74,9 +74,9 @@ def grads(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def train(rank, world_size, precision, clip=None, options=None):
+def train(rank, world_size, precision, clip=None, options=None, model=None):
     """Losses of the whole batch, final parameters, loss scales and norms."""
-    model = net()
+    model = net() if model is None else model
     booster = make(precision, world_size, **(options or {}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
     model, optimizer, criterion, *_ = booster.boost(model, optimizer, nn.CrossEntropyLoss())

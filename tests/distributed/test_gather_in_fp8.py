@@ -308,8 +308,7 @@ def test_what_is_not_finite_on_one_rank_is_so_on_all(ranks2):
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_a_nan_outlives_a_maximum_over_ranks_that_prefers_numbers(monkeypatch, bad):
     """As NCCL's may, which compares by fmax; gloo's keeps NaN, so a stand-in is the other rank."""
-    monkeypatch.setattr(fp8_gather, "communication_device", lambda device, group: device)
-    monkeypatch.setattr(dist, "all_reduce", lambda mine, op, group: mine.copy_(torch.fmax(mine, torch.ones_like(mine))))
+    monkeypatch.setattr(fp8_gather, "reduced", lambda mine, op, group: torch.fmax(mine, torch.ones_like(mine)))
     weights = [torch.tensor([0.5, bad]), torch.tensor([3.0, -4.0]), torch.zeros(0)]
     records = [nn.ParameterDict({"sharded_param": nn.Parameter(weight)}) for weight in weights]
     largest = fp8_gather.WeightScales(records, group=None).of(records)

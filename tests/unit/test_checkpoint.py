@@ -349,7 +349,7 @@ def test_a_save_that_fails_for_want_of_memory_is_an_error_of_the_checkpoint_wher
     def fail(*args):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(saving, "_write_state", fail)
+    monkeypatch.setattr(saving, "write_synced", fail)
     with pytest.raises(CheckpointError, match="no room"):
         first.booster.save(tmp_path, *first.parts, step=3, async_save=async_save)
         first.booster.wait_for_save()

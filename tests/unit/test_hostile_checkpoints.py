@@ -316,8 +316,8 @@ SAID_WRONG = {
     "a master that is not there": (in_masters(**{"0.weight": MASTER | {"name": "x"}}), "."),
     "a master of another parameter": (in_masters(**{"0.bias": MASTER}), "."),
     "a master of no parameter": (in_masters(x=MASTER), r"\['x'\], and none of its groups"),
-    "a master that is told and not kept": (without_master, "tells of a master"),
-    "a master behind no weight": (lambda tree: tree["masters"].update(x=MASTER["name"]), "tells of a master"),
+    "a master that is told and not kept": (without_master, "it has a master"),
+    "a master behind no weight": (lambda tree: tree["masters"].update(x=MASTER["name"]), "it has a master"),
     "states of no parameter": (lambda tree: own(tree)["state"].update(x=own(tree)["state"].pop("0.bias")), r"\['x'\]"),
     "a step of a whole parameter's shape": (
         of_step({"__booster__": "tensor", "name": "models/0/0.bias"}),
