@@ -26,8 +26,8 @@ from booster.numerics.reports.terminal import show
 
 @pytest.fixture(autouse=True)
 def few_sequences(monkeypatch, request):
-    """A batch that is a quarter of the benchmark's, but where it is the benchmark that is run."""
-    if request.node.get_closest_marker("slow") is None:
+    """A batch that is a quarter of the benchmark's, but where it is the benchmark that is run; `whole_flight` is none."""
+    if request.node.get_closest_marker("slow") is None or "whole_flight" in request.fixturenames:
         monkeypatch.setattr(planted, "BATCH", 4)
 
 
