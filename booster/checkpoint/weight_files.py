@@ -95,6 +95,10 @@ def read_torch_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
             raise CheckpointError(f"{file} is not a file of weights: it holds a {type(value).__name__} as {name!r:.80}")
         if value.layout is not torch.strided or value.dtype not in (*SAFETENSORS_DTYPES, torch.complex128):
             raise CheckpointError(f"{file} is not a file of weights: {name:.80} is {value.layout} of {value.dtype}")
+        if value.is_meta:
+            raise CheckpointError(
+                f"{file} is not a file of weights: {name:.80} has no numbers: it was saved on the meta device"
+            )
     yield from ((name, value.detach()) for name, value in state.items())
 
 

@@ -533,7 +533,15 @@ def test_every_dtype_and_tie_of_a_file_of_torch_save_is_read(old, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "held", [{"w": 3}, {3: torch.ones(1)}, [torch.ones(1)], {"w": torch.ones(2, 2).to_sparse()}, 7]
+    "held",
+    [
+        {"w": 3},
+        {3: torch.ones(1)},
+        [torch.ones(1)],
+        {"w": torch.ones(2, 2).to_sparse()},
+        {"w": torch.ones(2, device="meta")},
+        7,
+    ],
 )
 def test_a_file_of_something_else_than_tensors_by_name_is_refused(held, tmp_path):
     torch.save(held, tmp_path / BIN)
