@@ -63,5 +63,5 @@ def check_sharded(rank, world_size):
 
 
 def test_fully_shard_which_has_freed_the_weights_raises(ranks2):
-    """torch's own error; docs/troubleshooting.md says what to do."""
+    """torch's own error; docs/faq.md#troubleshooting says what to do."""
     ranks2(check_sharded)
