@@ -37,6 +37,7 @@ from booster.checkpoint.manifest import LARGEST_NUMBER, MANIFEST, STATE, Checkpo
 from booster.checkpoint.objects import Objects, user_module
 from booster.checkpoint.parts.part import SaveContext, Tensors, leaves_out_frozen
 from booster.checkpoint.state_tree import OWN
+from booster.checkpoint.tensor_file import need_safetensors
 from booster.checkpoint.tensor_layout import HeldTensor, as_planned
 from booster.common.installed import version_of
 from booster.common.text import listed
@@ -72,7 +73,9 @@ class CollectedState:
 
 def collect_state(objects: Objects, run: Mapping[str, Any], group: dist.ProcessGroup | None) -> CollectedState:
     """Return the state of `objects` now; the tensors are those of the running job. A collective."""
-    new_hash()  # raises now, and not in the thread that writes, where xxhash is missing
+    # They raise now where a package is missing, and not in the thread that writes.
+    new_hash()
+    need_safetensors()
     return CollectedState(*collect(objects, run, group))
 
 

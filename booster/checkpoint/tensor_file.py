@@ -60,12 +60,21 @@ class Entry:
         return self.numel * self.dtype.itemsize
 
 
+def need_safetensors() -> None:
+    """Raise ImportError, with the line that installs it, where the package that checks headers is missing."""
+    try:
+        import safetensors  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "files of weights and checkpoints need safetensors: pip install 'safetensors>=0.8'"
+        ) from error
+
+
 def entries_of(file: Path) -> dict[str, Entry]:
     """Return what the safetensors file `file` holds, by name; raises CheckpointError where its header is none, or wrong."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise ImportError("files of weights and checkpoints need safetensors: pip install safetensors") from error
+    need_safetensors()
+    from safetensors import SafetensorError, safe_open
+
     if sys.byteorder != "little":
         raise CheckpointError(f"the numbers of {file} are little-endian, and this machine is not")
     try:

@@ -99,7 +99,7 @@ def read_torch_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
             raise CheckpointError(
                 f"{file} is not a file of weights: {name:.80} has no numbers: it was saved on the meta device"
             )
-    yield from ((name, value.detach()) for name, value in state.items())
+    yield from ((name, value.detach().resolve_conj().resolve_neg()) for name, value in state.items())
 
 
 @dataclass

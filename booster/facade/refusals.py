@@ -132,7 +132,7 @@ def check_boost(
     shares: bool,
     changes: bool,
 ) -> None:
-    """Raise unless these can be boosted as_one_module, in the order in which a user would mend them; nothing is changed.
+    """Raise unless these can be boosted together, in the order in which a user would mend them; nothing is changed.
 
     boosted: the objects of before. is_list: whether several models were given as a list. shares: whether several optimizers
     share the model. changes: whether the run changes its precision.
@@ -337,7 +337,7 @@ def _owner(
     if owner is None or (all(owner is not each for each in given) and id(owner) not in optimizers):
         raise ValueError(
             "the lr_scheduler's optimizer is neither the one given to this boost() nor one boosted before; boost them "
-            "as_one_module"
+            "together"
         )
     return owner
 

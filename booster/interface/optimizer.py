@@ -278,7 +278,7 @@ class OptimizerWrapper(Optimizer):
         return self._history.progress
 
     def forbid_step(self, reason: str | None) -> None:
-        """Make `step()` raise RuntimeError with `reason` until it is held with None."""
+        """Make `step()` raise RuntimeError with `reason` until it is called with None."""
         self._forbidden = (
             None if reason is None else arguments.text("reason", reason, "the text of the error", also="None")
         )

@@ -57,7 +57,7 @@ def released_on(rank, world_size, name, precision, plugin, clip):
     return found_on(rank, world_size, name, precision, plugin, release="exact", clip=clip)
 
 
-QUICK_RELEASED = [("gpt", "bf16_naive", "ddp", 1.0), ("gpt", "bf16_naive", "zero2", 0.0)]
+QUICK_RELEASED = [("gpt", "bf16_naive", "zero2", 0.0)]
 RELEASED = [
     pytest.param(*case, marks=[] if case in QUICK_RELEASED else [pytest.mark.slow])
     for case in [

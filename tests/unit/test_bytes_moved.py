@@ -37,7 +37,7 @@ MOVED = {"compiled": 4 + 8, "one by one": 4 + 33}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler about itself
-@pytest.mark.parametrize("way", MOVED)
+@pytest.mark.parametrize("way", [pytest.param("compiled", marks=pytest.mark.slow), "one by one"])
 def test_a_layer_moves_the_bytes_of_the_table(way, monkeypatch):
     torch.compiler.reset()
     tokens, inputs, outputs = 96, 64, 32

@@ -49,7 +49,8 @@ def passes(run, model):
 KERNELS = {"fp8": 32, "fp8 rowwise": 42}
 
 
-@pytest.mark.parametrize("name", ["fp8", pytest.param("fp8 rowwise", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KERNELS)
 def test_the_compiler_sees_through_two_layers_and_fuses_them(name, monkeypatch):
     found = []
 

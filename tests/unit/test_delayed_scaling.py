@@ -254,6 +254,7 @@ def test_what_does_not_go_with_it_is_refused():
     assert "margin=2" in repr(FP8MixedPrecision(delayed_scaling=DelayedScaling(margin=2)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch's compiler about itself
 def test_a_graph_is_made_anew_once_scales_are_known_and_computes_what_eager_layers_do(tmp_path):
     """Its operations run one by one. A rehearsal on a CPU multiplies scales into sums where it is not compiled."""

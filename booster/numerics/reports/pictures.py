@@ -63,6 +63,7 @@ def lines(
     strip: for each step whether it counts in the strip below; the stronger it is, the more steps do.
     corners: values hold until the next step, as a loss scale does.
     """
+    _need_matplotlib()
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     pairs = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
@@ -186,6 +187,15 @@ def map_of(
     return canvas.svg()
 
 
+def _need_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "pictures of a record are drawn by matplotlib: pip install matplotlib, or pip install 'booster-amp[report]'"
+        ) from error
+
+
 class _Canvas:
     """A matplotlib figure that is drawn on in pixels, from the upper left corner.
 
@@ -193,12 +203,9 @@ class _Canvas:
     """
 
     def __init__(self, width: int, height: float) -> None:
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "pictures of a record are drawn by matplotlib: pip install matplotlib, or pip install 'booster-amp[report]'"
-            ) from error
+        _need_matplotlib()
+        from matplotlib.figure import Figure
+
         # SVG's unit is a 72nd of an inch in matplotlib: at 72 dots an inch a pixel.
         self.figure = Figure(figsize=(width / 72, height / 72), dpi=72)
         self.figure.patch.set_visible(False)

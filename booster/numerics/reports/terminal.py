@@ -28,7 +28,8 @@ def show(run: Run, console: Any = None) -> None:
         from rich.markup import escape
     except ImportError as error:
         raise ImportError(
-            "the summary is drawn by rich: pip install rich; or use --json, which needs nothing"
+            "the summary is drawn by rich: pip install rich; or use --json, which needs nothing, or --html, which needs "
+            "matplotlib"
         ) from error
     console = console or Console()
     summary = summarise(run)
