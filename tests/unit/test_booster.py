@@ -347,7 +347,7 @@ WRONG = {
     "a scheduler that is none": (TypeError, "lr_scheduler must have a step method", {"lr_scheduler": 3}),
     "a foreign scheduler": (
         ValueError,
-        "neither the one given to this boost",
+        "neither the one given to this boost.*boost them together",
         {"lr_scheduler": torch.optim.lr_scheduler.StepLR(sgd(net()), 1)},
     ),
     "a loader that is none": (TypeError, "dataloader must be an iterable", {"dataloader": 3}),

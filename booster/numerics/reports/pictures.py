@@ -189,7 +189,7 @@ def map_of(
 
 def _need_matplotlib() -> None:
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ImportError(
             "pictures of a record are drawn by matplotlib: pip install matplotlib, or pip install 'booster-amp[report]'"
