@@ -222,7 +222,7 @@ class HybridParallelPlugin(ShardingPlugin):
         if self.tp_size > 1:
             for root in roots:
                 SharedRandom(bare(root), device, self._share_bytes, copy=self.data_parallel_rank)
-        for root in roots:
+        for index, root in enumerate(roots):
             # Modules of other stages are fakes without parameters here.
             kept = policy.keep_fp32 if plan is None else _with_parameters(root, policy.keep_fp32)
             own = dataclasses.replace(
@@ -233,7 +233,7 @@ class HybridParallelPlugin(ShardingPlugin):
             if not shards:
                 keep_whole(root, own)  # a group of one rank has nothing to gather or to reduce
                 continue
-            self._placed[bare(root)] = shard_module(
+            self._placed[bare(root)], before_reduction = shard_module(
                 root,
                 own,
                 mesh=mesh["replicate", "shard"],
@@ -245,6 +245,8 @@ class HybridParallelPlugin(ShardingPlugin):
                 shard_placement=fsdp_placement,
                 unsharded=self._unsharded if plan is None else None,
             )
+            if plan is not None:
+                plan.stages[index].before_reduction = before_reduction
         if plan is None:
             return module
         model.register_load_state_dict_pre_hook(LayersLoaded(model.state_dict(), whole))

@@ -47,19 +47,24 @@ class Net(nn.Module):
         self.inp = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block(hidden) for hidden in program["hidden"])
         self.heads = nn.ModuleList(nn.Linear(WIDTH, 3) for _ in range(program["heads"]))
+        self.num_calls = 0
 
-    def forward(self, x, way):
+    def forward(self, x, way=None):
+        if way is None:  # in a pipeline, where every micro-batch calls this once
+            way = self.ways[self.num_calls % len(self.ways)]
+            self.num_calls += 1
         h = torch.tanh(self.inp(x))
         for block, used, computed in zip(self.blocks, way["used"], way["computed"], strict=True):
             h = block(h, used, computed)
         return self.heads[way["head"]](h)
 
 
-def program_of(seed, world_size):
+def program_of(seed, world_size, *, num_blocks=None, num_micro_batches=None):
     """What `seed` draws: a model, and the way that each rank takes in each micro-batch of each step."""
     draw = random.Random(seed)
-    hidden = [[draw.choice([8, 8, 6, 12]) for _ in range(draw.randint(1, 3))] for _ in range(draw.randint(2, 3))]
-    heads, num_micro_batches = draw.randint(1, 3), draw.randint(1, 3)
+    num_blocks = num_blocks or draw.randint(2, 3)
+    hidden = [[draw.choice([8, 8, 6, 12]) for _ in range(draw.randint(1, 3))] for _ in range(num_blocks)]
+    heads, num_micro_batches = draw.randint(1, 3), num_micro_batches or draw.randint(1, 3)
 
     def way():
         return {
@@ -126,16 +131,63 @@ def trained(rank, world_size, seeds, plugin, precision):
                     booster.backward(loss if accumulates else loss / len(of_step), optimizer)
             assert optimizer.step().applied
             optimizer.zero_grad()
-        right = change_alone(program)
-        # Each of some ten products of a pass, and each sum of gradients, rounds by half a unit; a half weight once more.
-        unit = torch.finfo(torch.float32 if precision == "fp32" else torch.bfloat16).eps
-        largest = max(float(change.norm()) for change in right.values())
-        for name, param in booster.unwrap(model).named_parameters():
-            now = (param.full_tensor() if isinstance(param, DTensor) else param).detach().float()
-            error = float((now - before[name] - right[name]).norm())
-            allowed = unit * (32 * float(right[name].norm()) + 4 * largest + float(now.norm()))
-            worst[seed] = max(worst.get(seed, (0.0, "")), (error / allowed, name))
+        worst[seed] = largest_error(booster.unwrap(model), before, program, precision)
     return worst
+
+
+def largest_error(model, before, program, precision):
+    """The largest error of the change of a weight of `model`, in units of what `precision` allows, and its name."""
+    right, found = change_alone(program), (0.0, "")
+    # Each of some ten products of a pass, and each sum of gradients, rounds by half a unit; a half weight once more.
+    unit = torch.finfo(torch.float32 if precision == "fp32" else torch.bfloat16).eps
+    largest = max(float(change.norm()) for change in right.values())
+    for name, param in model.named_parameters():
+        now = (param.full_tensor() if isinstance(param, DTensor) else param).detach().float()
+        error = float((now - before[name] - right[name]).norm())
+        allowed = unit * (32 * float(right[name].norm()) + 4 * largest + float(now.norm()))
+        found = max(found, (error / allowed, name))
+    return found
+
+
+STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2}
+
+
+def staged(rank, world_size, seeds, style, zero_stage, precision):
+    """As `trained`, in a pipeline of two ranks, two of which share each stage's batch."""
+    worst = {}
+    for seed in seeds:
+        program = program_of(seed, 2, num_blocks=2 * STAGES[style], num_micro_batches=4 if seed % 2 else 2)
+        model = Net(program)
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        plugin = HybridParallelPlugin(
+            1,
+            2,
+            zero_stage=zero_stage,
+            num_microbatches=len(program["ways"][0]),
+            pp_style=style,
+            num_model_chunks=STAGES[style],
+            split_points=[f"blocks.{number}" for number in range(1, 2 * STAGES[style])],
+        )
+        copy = plugin.data_parallel_rank
+        model.ways = [of_ranks[copy] for of_step in program["ways"] for of_ranks in of_step]
+        booster = Booster("cpu", precision, plugin)
+        model, optimizer, *_ = booster.boost(model, optimizer_of(model, program))
+        for step, of_step in enumerate(program["ways"]):
+            x = torch.cat([batch(program, step, number, copy) for number in range(len(of_step))])
+            booster.execute_pipeline(iter([(x, x)]), model, lambda out, _: out.float().square().mean(), optimizer)
+            assert optimizer.step().applied
+            optimizer.zero_grad()
+        worst[seed] = largest_error(booster.unwrap(model), before, program, precision)
+    return worst
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("style", STAGES)
+def test_ranks_whose_stages_take_other_branches_train_as_one_process(ranks4, style, zero_stage, precision):
+    for found in ranks4(staged, range(4), style, zero_stage, precision):
+        assert not {seed: each for seed, each in found.items() if each[0] > 1}
 
 
 class Apart(nn.Module):

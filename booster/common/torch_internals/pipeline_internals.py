@@ -27,6 +27,17 @@ def computes_weights_apart() -> bool:
     return torch.__version__ >= "2.13"
 
 
+def backward_of_weights(module: Any, groups: list[dict[str, Any]]) -> Any:
+    """Compute the gradients of weights that torch's backward pass of inputs left for later in `groups`.
+
+    Torch frees the graph of each group when that is done, and raises for the next one if both are parts of one, as where
+    `module` uses a weight twice, once behind the other, and others between.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    return stage_backward_weight(module.parameters(), groups, retain_graph=True)
+
+
 @functools.cache
 def _pipeline_stage() -> type[Any]:
     from torch.distributed.pipelining import PipelineStage

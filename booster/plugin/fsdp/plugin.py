@@ -210,7 +210,7 @@ class TorchFSDPPlugin(ShardingPlugin):
         blocks = block_names(model, self._wrap_policy)
         if not self.stores_float32:  # no process group: trained as on a single device
             return cast_parameters(materialise_on(module, device), policy)
-        self._placed[model] = shard_module(
+        self._placed[model], _ = shard_module(
             module,
             policy,
             mesh=self._mesh(device.type),

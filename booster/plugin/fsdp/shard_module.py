@@ -73,8 +73,10 @@ def shard_module(
     shard_placement: ShardPlacement | None = None,
     gathered: Collection[str] = (),
     unsharded: UnshardedParams | None = None,
-) -> list[Any]:
-    """Shard the parameters of `module` over `mesh`, in place; return hooks for `change_dtypes`, which have `remove`.
+) -> tuple[list[Any], Callable[[], None]]:
+    """Shard the parameters of `module` over `mesh`, in place.
+
+    Returns hooks for `change_dtypes`, which have `remove`, and what to call before gradients are reduced outside of backward.
 
     mesh: one dimension to shard over, or two named ones, (replicate, shard); of any size, 1 too, and of the type of `device`.
         Parameters may be DTensors of tensor parallelism already.
@@ -157,7 +159,7 @@ def shard_module(
         model.register_state_dict_pre_hook(write_back_all)
     shown = show_computed_dtypes(model, groups, policy.param)
     model.register_forward_hook(FreeGathered(cast(FSDPModule, model), unsharded), always_call=True)
-    return shown
+    return shown, unused.before_reduction
 
 
 def _check_shardable(

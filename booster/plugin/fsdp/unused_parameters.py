@@ -159,12 +159,17 @@ class UnusedParameters:
         self._under_way = False
         groups = self._alive()
         if groups and reduces(groups[0].own):
-            self.agree(groups, last=True)
-            for group in groups:
-                group.called = group.agreed = False
+            self.before_reduction()
         else:
             for group in groups:
                 skip_backward_end(group.own)
+
+    def before_reduction(self) -> None:
+        """Agree on what is left to be reduced: all, where that is done outside of backward."""
+        groups = self._alive()
+        self.agree(groups, last=True)
+        for group in groups:
+            group.called = group.agreed = False
 
     def _alive(self) -> list[_Group]:
         return [group for reference in self._groups if (group := reference()) is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from booster.common.torch_internals.autograd_internals import (
     with_function_modes,
     without_function_modes,
 )
-from booster.common.torch_internals.pipeline_internals import PipelineStage, computes_weights_apart
+from booster.common.torch_internals.pipeline_internals import PipelineStage, backward_of_weights, computes_weights_apart
 from booster.common.torch_internals.tensor_internals import is_view
 from booster.plugin.pipeline.stage import Stage
 from booster.plugin.pipeline.stage_io import StageIO
@@ -170,7 +170,8 @@ class _ScheduledStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         self._own.current = bwd_chunk_id  # for what activation checkpointing computes again
-        with self._in_backward(), nullcontext() if full_backward else _gradients_in_modes():
+        apart = not full_backward and num_function_modes() > 0
+        with self._in_backward(), _GradientsInModes() if apart else nullcontext():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if bwd_chunk_id in self.bwd_cache:  # what is sent to the stage before
             self.bwd_cache[bwd_chunk_id] = tuple(
@@ -179,8 +180,19 @@ class _ScheduledStage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._own.current = bwd_chunk_id
-        with self._in_backward(), _gradients_in_modes():
+        with self._in_backward():
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if backward_type == "weight":
+            return backward_of_weights(self.submod, bwd_kwargs["param_groups"]), None
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *args, **kwargs)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        self._own.before_reduction()
+        super().perform_reduce_grad(grad_scale_factor)
 
     @contextmanager
     def _in_backward(self) -> Iterator[None]:
@@ -214,10 +226,6 @@ class _GradientsInModes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         return _grad(*args, **kwargs or {}) if func is torch.autograd.grad else func(*args, **kwargs or {})
-
-
-def _gradients_in_modes() -> AbstractContextManager[Any]:
-    return _GradientsInModes() if num_function_modes() else nullcontext()
 
 
 def _grad(

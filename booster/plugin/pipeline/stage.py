@@ -48,12 +48,14 @@ class Stage:
         index: of the stage.
         module: the model as this stage has it.
         current: the micro-batch that is computed, or that recomputes activations in its backward.
+        before_reduction: called before data-parallel ranks reduce the gradients of all micro-batches.
     """
 
     def __init__(self, index: int, split: Split, meta_model: MetaModel) -> None:
         self.index = index
         self.module: nn.Module = nn.Identity()
         self.current = 0
+        self.before_reduction: Callable[[], None] = lambda: None
         self._split = split
         self._meta_model = meta_model
         self._io: StageIO | None = None
