@@ -26,6 +26,7 @@ In reading order:
     supported.py        which parameters are stepped: as they are, or buckets of master weights
     segments.py         their contiguous segments, with states and step counts
     table.py            the rows, sorted into launches of one kernel each
+    switches.py         which parts are taken by default, and what a run on a card said of them
     steps.py            `KernelSteps`: tables kept from step to step, and the launches
     launches.py         the kernels `measure`, `decide` and `update`
     rule.py, rules.py   what a rule is (public), and those of torch's optimizers and of Lion

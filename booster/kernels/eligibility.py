@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
+from booster.kernels import switches
 from booster.masters.update import ReportingDecision
 from booster.model.optimizer_kinds import kind_of
 from booster.ranks import agreement
@@ -42,8 +43,8 @@ def _made(make: Callable[[UpdateContext], Update], context: UpdateContext) -> Up
     asked, device = context.options.fused_optimizer == ASKED, device_of(context.optimizer, context.group)
     if not asked and device.type not in TAKEN_BY_TRUE:
         return update
-    reason = _refusal(update, context, device) or (None if asked else _chosen(context))
-    name = type(context.optimizer).__name__
+    reason, off = _refusal(update, context, device), switches.off(*_parts(update, context))
+    reason, name = reason or (None if asked else _chosen(context) or off), type(context.optimizer).__name__
     if reason is None:
         from booster.kernels.kernel_decision import kernel_update
         from booster.kernels.probe import like_torch
@@ -54,18 +55,14 @@ def _made(make: Callable[[UpdateContext], Update], context: UpdateContext) -> Up
         differing = None if asked else like_torch(rule, context.optimizer, masters, device)
         if differing is not None:
             reason = "they are not like torch's steps"
-            _logger.warning(
-                "steps of %s by Triton kernels on %s are not like torch's, which makes them: %s",
-                name,
-                device,
-                differing,
-            )
+            said = "steps of %s by Triton kernels on %s are not like torch's, which makes them: %s"
+            _logger.warning(said, name, device, differing)
     if (context.shards.sharded or not asked) and context.group is not None:
         # Norms and decisions are collectives, which all ranks make in one way.
         if agreement.largest(float(reason is not None), context.group):
             reason = reason or "that of another rank cannot be"
     if reason is None:
-        _logger.info("%s is stepped by Triton kernels on %s", name, device.type)
+        _logger.info("%s is stepped by Triton kernels on %s%s", name, device.type, f", where {off}" if off else "")
         decision = update.decision
         counts_zeros = isinstance(decision, ReportingDecision) and decision.counts_zeros
         context = on_device(context, device)
@@ -85,7 +82,7 @@ def _refusal(update: Update, context: UpdateContext, device: torch.device) -> st
         return f"its precision makes an update of its own, {type(update).__name__}"
     if isinstance(update.decision, ReportingDecision) and update.decision.verbose:
         return "its steps are logged, by the host (verbose=True)"
-    if importlib.util.find_spec("triton") is None:
+    if find_spec("triton") is None:
         return "Triton is not installed"
     from booster.kernels.launches import IS_INTERPRETED
 
@@ -97,6 +94,17 @@ def _refusal(update: Update, context: UpdateContext, device: torch.device) -> st
     if len(devices) > 1 and context.options.release_gradients:
         return f"its parameters lie on {len(devices)} devices, and release_gradients steps on one"
     return _refused_groups(context.optimizer) or _refused_weights(update, context.optimizer)
+
+
+def _parts(update: Update, context: UpdateContext) -> Iterator[str]:
+    """Names in `switches.py` of what steps are put together from."""
+    masters: Masters | None = getattr(update.optimizer_state, "masters", None)
+    yield f"rule {type(context.optimizer).__name__}"
+    formats = () if masters is None else (bucket.format for bucket in masters.buckets)
+    yield from sorted({f"weights {type(each).__name__}" for each in formats}) or ("weights float32",)
+    if masters is not None and masters.options.states != "fp32":
+        yield f"states {masters.options.states}"
+    yield from ["release"] * bool(context.options.release_gradients) + ["shards"] * context.shards.sharded
 
 
 def _devices(context: UpdateContext) -> set[torch.device]:

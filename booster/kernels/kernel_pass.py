@@ -84,14 +84,8 @@ class KernelPass(InBackwardPass):
 
     def _set_norm_along(self) -> None:
         gradients, device, sums = self.gradients, self.gradients.norms.device, [look.sums for look in self._readings]
-        found = self.decision.found_of_part
-        total = (
-            torch.cat(sums)
-            if len(sums) > 1
-            else sums[0]
-            if sums
-            else torch.zeros(1, dtype=torch.float64, device=device)
-        )
+        sums = sums or [torch.zeros(1, dtype=torch.float64, device=device)]
+        found, total = self.decision.found_of_part, torch.cat(sums) if len(sums) > 1 else sums[0]
         carried = self.decision.steps.factor_on("carried", gradients.scale, device)
         norms = torch.empty(2, dtype=torch.float64, device=device)
         with current(device):

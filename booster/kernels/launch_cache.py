@@ -40,3 +40,16 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 def kinds_of(args: Sequence[Any]) -> tuple[Any, ...]:
     """Return what tells which kernel is compiled for `args`, tensors or None."""
     return tuple([None if arg is None else arg.dtype for arg in args])  # a generator is a call for each
+
+
+def failure(error: Exception, device: torch.device) -> str:
+    """Return what a trial of kernels on `device` raised. Raises RuntimeError where the process can use the device no more."""
+    said = f"a trial raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    try:
+        torch.empty(1, dtype=torch.float32, device=device).fill_(0.0).item()
+    except Exception as lost:
+        raise RuntimeError(
+            f"{said}. A Triton kernel left {device} unusable in this process; switch it off in booster/kernels/switches.py, "
+            "or step by torch (fused_optimizer=False), and start again"
+        ) from lost
+    return said

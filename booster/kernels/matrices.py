@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from booster.common.torch_internals.tensor_internals import is_fake_kind
+from booster.kernels import switches
 from booster.number_formats.formats import E2M1, E4M3, E5M2, INT8, NumberFormat, noise_of
 from booster.number_formats.scaling import SIGNS, ScaledTensor, Scaling, rotated, scale_to
 
@@ -83,11 +84,8 @@ def quantized(
     new: Any = functools.partial(torch.empty, device=x.device)
     values = new(rows, filled, dtype=dtype)
     other = new(columns, transposed_filled, dtype=dtype) if transposed else None
-    scale = {
-        TENSOR: lambda: new((), dtype=torch.float32),
-        ROW: lambda: new(rows, 1, dtype=torch.float32),
-        BLOCKS: lambda: new(-(-rows // down), -(-filled // across), dtype=torch.float32),
-    }[kind]()
+    shape = {TENSOR: (), ROW: (rows, 1), BLOCKS: (-(-rows // down), -(-filled // across))}[kind]
+    scale = new(shape, dtype=torch.float32)
     above = -(-rows // height)
     splits = max(1, min(-(-columns // width), _MOST_PARTS // above))
     tiles = -(-max(rows, transposed_filled if transposed else 0) // height) * -(-filled // width)
@@ -100,18 +98,10 @@ def quantized(
         if partials is not None:
             largest_of[(above * splits,)](x, partials, given, *layout, splits, KIND=kind, **sizes)
         bytes_of = values.view(torch.int8), None if other is None else other.view(torch.int8)
-        write[(tiles,)](
-            *(x, *bytes_of, scale, partials, given, seen, rows, columns, filled, transposed_filled, *layout[2:]),
-            above * splits if kind == TENSOR else splits,
-            KIND=kind,
-            POWER=scaling.scale == "power_of_two",
-            DOWN=down,
-            ACROSS=across,
-            BLOCK=_BLOCK,
-            num_warps=8 if down > 1 else 4,
-            **form_of(target),
-            **sizes,
-        )
+        tensors, parts = (x, *bytes_of, scale, partials, given, seen), above * splits if kind == TENSOR else splits
+        args = *tensors, rows, columns, filled, transposed_filled, *layout[2:], parts
+        form = {"KIND": kind, "POWER": scaling.scale == "power_of_two", "DOWN": down, "ACROSS": across}
+        write[(tiles,)](*args, BLOCK=_BLOCK, num_warps=8 if down > 1 else 4, **form, **form_of(target), **sizes)
         if given is not None:
             track_largest[(1,)](seen, tiles, given, largest, scale, LARGEST=target.largest, BLOCK=_BLOCK)
     made = ScaledTensor(values, scale, None, scaling)
@@ -150,12 +140,8 @@ def quantized_to_e2m1(
     x = x.detach()
     with current(x.device):
         largest_of_rotated[(parts,)](x, partials, sums, rows, columns, *layout, splits, **sizes)
-        write_fours[(above * -(-filled // width),)](
-            *(x, values, scale, outer, partials, sums, rows, columns, filled, *layout, parts),
-            DOWN=down,
-            BLOCK=_BLOCK,
-            **sizes,
-        )
+        args = x, values, scale, outer, partials, sums, rows, columns, filled, *layout, parts
+        write_fours[(above * -(-filled // width),)](*args, DOWN=down, BLOCK=_BLOCK, **sizes)
     return ScaledTensor(values, scale, outer, scaling)
 
 
@@ -169,13 +155,9 @@ def tile_of(kind: int, down: int) -> tuple[int, int]:
 def form_of(target: NumberFormat) -> dict[str, Any]:
     """A format as constants of kernels."""
     mantissa, bias = target.mantissa_bits if target.exponent_bits else 0, target.bias
-    return {
-        "MANTISSA": mantissa,
-        "OFFSET": ((bias - 127) << 23) + (1 << (22 - mantissa)) - 1,
-        "SUBNORMAL": 2.0 ** (24 - bias - mantissa),
-        "NORMAL": target.smallest_normal,
-        "LARGEST": target.largest,
-    }
+    form: dict[str, Any] = {"MANTISSA": mantissa, "OFFSET": ((bias - 127) << 23) + (1 << (22 - mantissa)) - 1}
+    form |= {"SUBNORMAL": 2.0 ** (24 - bias - mantissa), "NORMAL": target.smallest_normal, "LARGEST": target.largest}
+    return form
 
 
 def _knows(target: NumberFormat, scaling: Scaling, more: bool = False) -> bool:
@@ -197,21 +179,23 @@ def _differs(
     delayed: bool = False,
 ) -> str | None:
     """What is not as torch rounds on `device`, tried once; None: nothing. The first time it differs a WARNING says it."""
-    if importlib.util.find_spec("triton") is None:
+    if find_spec("triton") is None:
         _logger.info("Triton is not installed: matrices are rounded by torch's operations")
         return "Triton is not installed"
+    over = "blocks" if isinstance(scaling.over, tuple) else scaling.over
+    off = switches.off(f"matrices {target} {over}", *["matrices delayed"] * delayed)
+    if off is not None:
+        _logger.info("matrices in %s under %s are rounded by torch's operations: %s", target, scaling, off)
+        return off
     try:
         found = _tried(target, scaling, device, rotates, stochastic, delayed)
     except Exception as error:  # whatever it is, matrices of a user are not to meet it
-        found = f"a trial raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        from booster.kernels.launch_cache import failure
+
+        found = failure(error, device)
     if found is not None:
-        _logger.warning(
-            "matrices in %s under %s are rounded by torch's operations on %s, and not by Triton kernels: %s",
-            target,
-            scaling,
-            device,
-            found,
-        )
+        said = "matrices in %s under %s are rounded by torch's operations on %s, and not by Triton kernels: %s"
+        _logger.warning(said, target, scaling, device, found)
     return found
 
 

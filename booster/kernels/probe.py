@@ -13,10 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.kernels.kernel_decision import KernelDecision, kernel_update
+from booster.kernels.launch_cache import failure
 from booster.kernels.rule import Rule
 from booster.loss_scaler import DynamicScale
 from booster.masters.bucket import Bucket
-from booster.masters.formats import Format, Kahan, Nearest, Split24, Stochastic
+from booster.masters.formats import Kahan, Nearest, Split24, Stochastic
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
 from booster.masters.quantized_state import QuantizedState
@@ -28,15 +29,10 @@ SHAPES = ((7, 5), (33,), (3, 700), (1,))  # one begins within a group of 32 elem
 STEPS = (1.0, 1.0, float("inf"))  # what one gradient is multiplied by: the last step is skipped
 _EXACT = 1e-6  # of float32 numbers, which torch's loops may contract
 # What one step of a form is, in shares of a weight: an update that is an ulp off may move a weight so far.
-_OF_FORM: Mapping[tuple[type[Format], torch.dtype], float] = {
-    (Nearest, torch.bfloat16): 2.0**-7,
-    (Nearest, torch.float16): 2.0**-10,
-    (Stochastic, torch.bfloat16): 2.0**-7,
-    (Stochastic, torch.float16): 2.0**-10,
-    (Split24, torch.bfloat16): 2.0**-15,
-    (Split24, torch.float16): 2.0**-18,
-    (Kahan, torch.bfloat16): 2.0**-15,
-    (Kahan, torch.float16): 2.0**-20,
+_OF_FORM: Mapping[Any, Mapping[torch.dtype, float]] = {
+    **dict.fromkeys((Nearest, Stochastic), {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}),
+    Split24: {torch.bfloat16: 2.0**-15, torch.float16: 2.0**-18},
+    Kahan: {torch.bfloat16: 2.0**-15, torch.float16: 2.0**-20},
 }
 _SMALLEST = 6.1e-8  # a step of float16 near zero
 
@@ -71,7 +67,7 @@ def _tried(
             if found is not None:
                 return f"{found} in step {number + 1} of a trial"
     except Exception as error:  # whatever it is, weights of a user are not to meet it
-        return f"a trial raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return failure(error, device)
     return None
 
 
@@ -106,15 +102,11 @@ class _Trial:
         *,
         by_kernels: bool,
     ) -> None:
-        self._params = [
-            nn.Parameter(_drawn(shape, index).to(device, dtype))
-            for dtype in dtypes
-            for index, shape in enumerate(SHAPES)
-        ]
-        foreach: dict[str, Any] = (
-            {"foreach": False} if "foreach" in inspect.signature(rule.optimizer).parameters else {}
-        )
-        self._optimizer = rule.optimizer(self._params, **group, **foreach)
+        drawn = [_drawn(shape, index).to(device) for index, shape in enumerate(SHAPES)]
+        self._params = [nn.Parameter(each.to(dtype, copy=True)) for dtype in dtypes for each in drawn]
+        if "foreach" in inspect.signature(rule.optimizer).parameters:
+            group["foreach"] = False
+        self._optimizer = rule.optimizer(self._params, **group)
         context = UpdateContext(
             optimizer=self._optimizer,
             scaler=DynamicScale(init_scale=4.0, growth_interval=2),
@@ -174,9 +166,7 @@ class _Trial:
         param = self._params[index]
         for bucket in self._buckets:
             if any(param is other for other in bucket.params):
-                steps = (
-                    _OF_FORM[key] for key in _OF_FORM if isinstance(bucket.format, key[0]) and key[1] == bucket.dtype
-                )
+                steps = (own[bucket.dtype] for kind, own in _OF_FORM.items() if isinstance(bucket.format, kind))
                 return next(steps, _EXACT)
         return _EXACT
 
@@ -200,17 +190,12 @@ class _Trial:
     def _elements(self) -> Iterator[tuple[str, torch.Tensor]]:
         """States without the gaps between the pieces of a bucket, which are not read."""
         for name, tensor, bucket in self._kept():
-            yield (
-                name,
-                tensor if bucket is None else torch.cat([piece.reshape(-1) for piece in bucket.pieces_of(tensor)]),
-            )
+            pieces = () if bucket is None else bucket.pieces_of(tensor)
+            yield name, torch.cat([piece.reshape(-1) for piece in pieces]) if pieces else tensor
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [
-            *self._params,
-            *self._update.optimizer_state.master_tensors(),
-            *(tensor for _, tensor, _ in self._kept()),
-        ]
+        masters = self._update.optimizer_state.master_tensors()
+        return [*self._params, *masters, *(tensor for _, tensor, _ in self._kept())]
 
 
 def _drawn(shape: Sequence[int], seed: int) -> torch.Tensor:

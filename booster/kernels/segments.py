@@ -148,24 +148,14 @@ class Segments:
             count, kept = of_bucket
             offset = 0 if bucket.whole else piece.offset
             codes, scales = addresses_of(kept, offset)
-            self._put(
-                bucket.group,
-                count,
-                piece.param,
-                start=piece.start,
-                size=piece.size,
-                weights=weights.data_ptr(),
-                residual=residual_address(residual, piece.offset),
-                codes=codes,
-                scales=scales,
-                encodings=tuple(
-                    ENCODINGS[value.encoding] if isinstance(value, QuantizedState) else FULL_STATE for value in kept
-                ),
-                form=FORMS[type(bucket.format)],
-                bucket=bucket,
-                offset=piece.offset,
-                states_offset=offset,
-            )
+            forms = [ENCODINGS[each.encoding] if isinstance(each, QuantizedState) else FULL_STATE for each in kept]
+            own_memory: dict[str, Any] = {
+                "weights": weights.data_ptr(),
+                "residual": residual_address(residual, piece.offset),
+            }
+            own_memory |= {"codes": codes, "scales": scales, "encodings": tuple(forms), "states_offset": offset}
+            places = {"start": piece.start, "size": piece.size, "bucket": bucket, "offset": piece.offset}
+            self._put(bucket.group, count, piece.param, form=FORMS[type(bucket.format)], **places, **own_memory)
 
     def _put(self, group: int, count: int, param: torch.Tensor, **own: Any) -> None:
         names = self._rule.states(self._optimizer.param_groups[group])

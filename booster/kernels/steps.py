@@ -147,9 +147,9 @@ class KernelSteps:
             self.reason = str(unsupported)
             if not self._warned:
                 self._warned = True
-                _logger.info(
-                    "%s is stepped by torch, and not by kernels: %s", type(self._optimizer).__name__, unsupported
-                )
+                name = type(self._optimizer).__name__
+                level = logging.INFO if self._broken is None else logging.WARNING
+                _logger.log(level, "%s is stepped by torch, and not by kernels: %s", name, unsupported)
             return None
 
     def _gradients(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -217,20 +217,22 @@ class KernelSteps:
         return Tables(tables, all_places)
 
     def _try(self, table: Table) -> None:
-        """Compile what `table` needs, before anything is written. Raises Unsupported, also at every later step, if it fails."""
+        """Compile and load what `table` needs, before anything is written. Raises Unsupported, then and later, if it fails."""
         try:
             sums, zeros = table.measure(counts_zeros=self.counts_zeros)
             for group in () if self._only_reads else table.groups:
                 scratch = table.scalars.new_zeros(OUT), self._no_random_bits(table.device)
                 args = table.rows, table.tiles, group.first, table.scalars, *scratch
                 constants = self._constants(group, checks=True, divide=True)
-                update.warmup(*args, grid=(1,), **constants, enable_fp_fusion=False, num_warps=WARPS)
+                made = update.warmup(*args, grid=(1,), **constants, enable_fp_fusion=False, num_warps=WARPS)
+                getattr(made, "run", None)  # loads it; nothing where it is interpreted
             if not self._only_reads:
                 inputs = DecisionInputs(sums, zeros, bound=1.0)
                 _, _, args, constants = self._deciding(table, UNSCALED, inputs)
-                decide.warmup(*args, grid=(1,), **constants, enable_fp_fusion=False, num_warps=4)
+                made = decide.warmup(*args, grid=(1,), **constants, enable_fp_fusion=False, num_warps=4)
+                getattr(made, "run", None)
         except Exception as error:
-            self._broken = f"Triton does not compile kernels here: {str(error).strip().splitlines()[-1:]}"
+            self._broken = f"Triton compiles or loads no kernels here: {' '.join(str(error).split())[-200:]}"
             raise Unsupported(self._broken) from error
 
     # ------------------------------------------------------------------ numbers on the device

@@ -168,7 +168,7 @@ def test_nothing_is_launched_where_there_are_no_programs(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["measure", "update", "decide"])
-def test_what_does_not_compile_is_known_before_anything_is_written_and_torch_steps(name, monkeypatch):
+def test_what_does_not_compile_is_known_before_anything_is_written_and_torch_steps(name, monkeypatch, caplog):
     from triton.runtime.interpreter import InterpretedFunction
 
     from booster.kernels.steps import KernelSteps
@@ -194,7 +194,10 @@ def test_what_does_not_compile_is_known_before_anything_is_written_and_torch_ste
     for number in range(2):
         for each in both:
             assert step_on(*each, gradients(list(each[1].parameters()), number)).applied
-    assert both[1][2]._update.decision.steps.reason == "Triton does not compile kernels here: ['no compiler']"
+    told = "Triton compiles or loads no kernels here: no compiler"
+    assert both[1][2]._update.decision.steps.reason == told
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warned == [f"AdamW is stepped by torch, and not by kernels: {told}"]
     assert asked["measure"][3] is not None  # zeros, which steps count
     assert all(map(torch.equal, both[0][1].parameters(), both[1][1].parameters()))
 
