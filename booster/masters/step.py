@@ -51,6 +51,7 @@ from booster.update.application import (
     lay_states,
     start_late_momentum,
 )
+from booster.update.distributed_muon import distributed_muon
 from booster.update.gradual import Restricted, bare_step, hooks_once
 from booster.update.parameters import KEPT_FLOAT32, SPARSE
 
@@ -71,6 +72,7 @@ class MasterStep:
         self._layouts = StateLayouts()
         self._kernel = FusedKernel(masters.optimizer, masters.names)
         self._bare: Callable[..., Any] = bare_step  # the optimizer's `step` without hooks, found once in a step
+        self._muon = distributed_muon(masters.optimizer)
 
     @torch.no_grad()
     def step(self, scalars: StepScalars = NO_SCALARS) -> None:
@@ -223,7 +225,7 @@ class MasterStep:
         scratch = self._scratch_for(buckets)
         prefetches = self.prefetches(buckets) if self.masters.hosts else {}
         # Hooks of the user's `step` fire once for all buckets, outside of this.
-        self._bare = unhooked(type(self.masters.optimizer).step)
+        self._bare = self._muon or unhooked(type(self.masters.optimizer).step)
         for index, (group, only) in enumerate(zip(groups, restricted, strict=True)):
             with only:
                 # Float32 parameters too, in batches: copies of their gradients are scratch as well.

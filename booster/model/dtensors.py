@@ -20,7 +20,9 @@ def is_dtensor(tensor: Any) -> bool:
 
 def is_part(tensor: Any) -> bool:
     """Return whether `tensor` is a DTensor of which other ranks hold other parts."""
-    return is_dtensor(tensor) and tensor.device_mesh.size() > 1 and any(each.is_shard() for each in tensor.placements)
+    if not is_dtensor(tensor) or tensor.device_mesh.size() == 1:
+        return False
+    return not all(each.is_replicate() for each in tensor.placements)  # a strided shard is none, says `is_shard`
 
 
 def dtensor_types() -> tuple[type, ...]:

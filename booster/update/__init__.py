@@ -32,6 +32,7 @@ In reading order:
                          torch's fused kernels can step
     fused_kernel.py      switching an optimizer to its fused kernel, and back
     compiled_step.py     norms and steps by torch.compile
+    distributed_muon.py  Muon on matrices that ranks hold shards of
     gradual.py           one step in parts: the optimizer restricted to some of its parameters
     in_backward.py       the optimizer in backward (`release_gradients`): passes, and what is known between them
     in_backward_pass.py  one optimizer in one such pass

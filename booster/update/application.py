@@ -23,8 +23,9 @@ from booster.tensors.flat import has_same_layout, is_dense
 from booster.tensors.grads import gradient_values, own_memory, scale_values
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.context import UpdateContext
+from booster.update.distributed_muon import distributed_muon
 from booster.update.gradients import Gradients
-from booster.update.gradual import GradualStep, bare_step
+from booster.update.gradual import GradualStep, bare_step, hooks_once
 
 _logger = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ class Application:
         self.optimizer: Any = context.optimizer
         self.shards = context.shards
         self.kernel = FusedKernel(context.optimizer, context.names, switched=context.switched)
+        self.muon = distributed_muon(context.optimizer)
 
     def step(self, gradients: Gradients, params: list[torch.Tensor], scalars: StepScalars) -> bool:
         """Step `params` on `gradients` divided as `scalars`, a number; the division is the optimizer's own where it can be.
@@ -136,7 +138,12 @@ class Application:
         whether what `.grad` is multiplied by is 1 afterwards, and not what it was."""
         optimizer = self.optimizer
         fused = self.kernel.prepare(params)
-        if scalars.grad_scale_is_one:
+        if self.muon is not None:
+            if not scalars.grad_scale_is_one:
+                gradients.unscale()
+            with hooks_once(optimizer):
+                self.muon(optimizer)
+        elif scalars.grad_scale_is_one:
             optimizer.step()
         # The kernel's grad_scale is float32, too coarse for float64 gradients; and hooks would see scaled gradients.
         elif (

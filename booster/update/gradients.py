@@ -191,7 +191,12 @@ class Gradients:
         self._in_pass = False
 
     def check_mutations(self) -> None:
-        """One WARNING if somebody else wrote to gradients that are noted; they are noted no longer."""
+        """One WARNING if somebody else wrote to gradients that are noted; they are noted no longer, nor are those of optimizers
+        that step together: under `fully_shard` all are views of one tensor, and a write to one is counted for each."""
+        for member in self.joint.members:
+            member._check_own_mutations()
+
+    def _check_own_mutations(self) -> None:
         mutation_check, self.mutation_check = self.mutation_check, None
         params = [] if mutation_check is None or self._warned_of_mutation else mutation_check.mutated()
         if params:

@@ -323,6 +323,7 @@ SENDS_ITS_OWN = {
     "plugin/fsdp/unused_parameters.py": "bytes",
     "plugin/fsdp/forward_writes.py": "int64 sums",
     "plugin/pipeline/pipeline.py": "a float32 number",
+    "update/distributed_muon.py": "flat bfloat16 copies",
     "plugin/tensor_parallel/linear_styles.py": "float64 sums",
     "plugin/zero/sliced_gradients.py": "flat buckets",
     "ranks/agreement.py": "a float64 number",

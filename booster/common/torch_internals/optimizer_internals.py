@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from importlib import import_module
 from itertools import filterfalse
 from typing import Any, TypeVar
 
@@ -85,6 +86,11 @@ def accepts_found_inf(kind: _OptimizerClass) -> _OptimizerClass:
 def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return the `step` of an optimizer without torch's profiling around it, which calls the hooks too."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+def adjusted_muon_lr(lr: Any, how: str | None, shape: torch.Size) -> Any:
+    """Return the learning rate of `torch.optim.Muon` for a matrix of `shape`; `how` is its `adjust_lr_fn`."""
+    return import_module("torch.optim._muon")._adjust_lr(lr, how, shape)
 
 
 def is_counted_step(value: object) -> bool:

@@ -1,0 +1,173 @@
+"""Muon on sharded matrices steps as torch's Muon does on whole ones, to the bit, and sends each matrix twice in bfloat16."""
+
+import logging
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from comparing import assert_same, weights, whole
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+from booster import Booster
+from booster.common.torch_internals.tensor_internals import gather_full
+from booster.plugin import SingleDevice, TorchFSDPPlugin
+from booster.update import distributed_muon
+from booster.update.distributed_muon import DistributedMuon, _owners
+
+SHAPES = [(12, 8), (8, 12), (8, 8), (5, 20), (24, 8), (8, 24), (12, 8), (3, 4)]
+PLACEMENTS = {
+    "rows": [Shard(0)],
+    "columns": [Shard(1)],
+    "fused projection": [StridedShard(0, split_factor=3)],
+    "both": [Shard(0), Shard(1)],
+    "rows twice": [StridedShard(0, split_factor=2), Shard(0)],
+    "copies": [Replicate(), Shard(0)],
+    "copies of columns": [Shard(1), Replicate()],
+}
+OPTIONS = [
+    {},
+    {"nesterov": False, "weight_decay": 0.0},
+    {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3, "momentum": 0.5},
+    {"lr": torch.tensor(0.02, dtype=torch.float32)},
+]
+ONE = [name for name, placements in PLACEMENTS.items() if len(placements) == 1]
+
+
+def drawn(seed):
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=draw, dtype=torch.float32) for shape in SHAPES]
+
+
+def optimizer_of(params, options):
+    halves = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.005}]
+    return torch.optim.Muon(halves, **{"lr": 0.02, **options})
+
+
+def sharded_by(whole, mesh, placements):
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def compare_steps(placements, options, most=None):
+    """Step sharded matrices beside whole ones; the first group has one without a gradient, and one that is not sharded."""
+    mesh = init_device_mesh("cpu", (2,) * len(placements))
+    if most is not None:
+        distributed_muon.MOST = most
+    sharded = [nn.Parameter(sharded_by(w, mesh, placements)) for w in drawn(0)] + [nn.Parameter(torch.ones(4, 4))]
+    alone = [nn.Parameter(w) for w in drawn(0)] + [nn.Parameter(torch.ones(4, 4))]
+    ours, theirs = optimizer_of(sharded, options), optimizer_of(alone, options)
+    step, sent = DistributedMuon(), []
+    real = dist.all_to_all_single
+    try:
+        dist.all_to_all_single = lambda out, given, *sizes, **group: (
+            sent.append(given.nbytes),
+            real(out, given, *sizes, **group),
+        )[1]
+        for seed in range(1, 4):
+            for param, one, grad in zip(sharded, alone, [*drawn(seed), torch.ones(4, 4)], strict=True):
+                skipped = seed == 2 and param is sharded[2]
+                one.grad = None if skipped else grad.clone()
+                param.grad = (
+                    None if skipped else grad.clone() if one is alone[-1] else sharded_by(grad, mesh, placements)
+                )
+            step(ours)
+            theirs.step()
+    finally:
+        dist.all_to_all_single, distributed_muon.MOST = real, 2**24
+    for param, one in zip(sharded[:-1], alone[:-1], strict=True):
+        assert_same(gather_full(param.detach()), one.detach(), str(tuple(one.shape)))
+        momentum = ours.state[param]["momentum_buffer"]
+        assert momentum.placements == param.placements
+        assert_same(gather_full(momentum), theirs.state[one]["momentum_buffer"])
+    assert_same(whole(sharded[-1]), whole(alone[-1]))
+    return sent
+
+
+def stepped(rank, world_size, name, options):
+    return compare_steps(PLACEMENTS[name], OPTIONS[options])
+
+
+@pytest.mark.parametrize("options", range(len(OPTIONS)))
+@pytest.mark.parametrize("name", ONE)
+def test_steps_are_those_of_whole_matrices_to_the_bit(ranks2, name, options):
+    ranks2(stepped, name, options)
+
+
+@pytest.mark.parametrize("name", [name for name in PLACEMENTS if name not in ONE])
+def test_steps_are_the_same_on_two_dimensions_of_a_mesh(ranks4, name):
+    ranks4(stepped, name, 0)
+
+
+def stepped_in_rounds(rank, world_size):
+    sent = compare_steps([Shard(0)], {}), compare_steps([Shard(0)], {}, most=100)
+    return [(len(each), sum(each)) for each in sent]
+
+
+def test_what_is_sent_is_two_bfloat16_numbers_an_element_in_rounds_of_bounded_size(ranks2):
+    found = ranks2(stepped_in_rounds)
+    elements = 3 * sum(map(math.prod, SHAPES)) - math.prod(SHAPES[2])  # one has no gradient in one step
+    at_once, in_rounds = zip(*found, strict=True)
+    for calls_and_bytes in (at_once, in_rounds):
+        assert sum(each for _, each in calls_and_bytes) == 2 * 2 * elements
+    assert {calls for calls, _ in at_once} == {2 * 3 * 2}  # two exchanges, three steps, two groups
+    assert min(calls for calls, _ in in_rounds) > 2 * 3 * 2
+
+
+def test_owners_have_like_amounts_of_work():
+    assert _owners([(9, 1), (4, 1), (4, 1), (1, 1)], 2) == [0, 1, 1, 1]
+    shapes = [(768, 768)] * 24 + [(3072, 768)] * 24 + [(768, 2304)] * 12
+    loads = [0] * 8
+    for (rows, columns), owner in zip(shapes, _owners(shapes, 8), strict=True):
+        loads[owner] += rows * columns * min(rows, columns)
+    assert max(loads) <= 1.05 * sum(loads) / 8
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 24), nn.Linear(24, 6)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+def trained(plugin, precision, hooks=()):
+    torch.manual_seed(0)
+    net = Net()
+    matrices, rest = [p for p in net.parameters() if p.dim() == 2], [p for p in net.parameters() if p.dim() == 1]
+    optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-3)]
+    for hook in hooks:
+        optimizers[0].register_step_post_hook(hook)
+    booster = Booster("cpu", precision, plugin)
+    model, optimizers, criterion, *_ = booster.boost(net, optimizers, nn.MSELoss())
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        x, y = torch.randn(64, 16, generator=draw), torch.randn(64, 6, generator=draw)
+        booster.backward(criterion(model(x), y), optimizers)
+        for optimizer in optimizers:
+            optimizer.clip_grad_by_norm(1e-2)
+            assert optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def boosted(rank, world_size, precision):
+    """Also returns how often a step hook was called, and what was logged."""
+    said, calls = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("booster").addHandler(handler)
+    found = trained(TorchFSDPPlugin(), precision, [lambda *_: calls.append(1)])
+    return found, len(calls), [each for each in said if "was changed between" in each]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_fsdp_trains_muon_as_one_device_does_and_says_nothing_of_the_other_optimizer(ranks2, precision):
+    alone = trained(SingleDevice(), precision)
+    for found, calls, said in ranks2(boosted, precision):
+        assert calls == 3
+        assert not said
+        for name, weight in alone.items():
+            assert torch.allclose(found[name], weight, rtol=0, atol=1e-6), name
