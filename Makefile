@@ -17,7 +17,7 @@
 
 PYTHON ?= python3
 NPROC ?= 2
-WORKERS ?= 4
+WORKERS ?= 3
 PROGRAMS ?= 1000
 SEED ?= 0
 DEMO := .venv-demo

@@ -27,7 +27,7 @@ from booster.mixed_precision import (
 from booster.plugin import TorchFSDPPlugin
 from booster.plugin.fsdp.shard_module import shard_module
 
-DIM, VOCABULARY, LENGTH, BATCH, STEPS = 16, 11, 6, 16, 8
+DIM, VOCABULARY, LENGTH, BATCH, STEPS = 16, 11, 6, 16, 5
 SCALE = 2.0**10
 PRECISIONS = {
     "fp32": lambda: "fp32",

@@ -58,7 +58,7 @@ for x in loader:
         b.save("checkpoints", *parts, step=step)
         note("saved", step)
         raise SystemExit(75)
-    time.sleep(0.01)
+    time.sleep(0.05)
 """
 
 # Ends of SIGUSR1 in its own way; shows what reached it.

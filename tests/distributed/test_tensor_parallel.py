@@ -821,7 +821,9 @@ def check_fsdp(rank, world_size, name, replicate):
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("replicate", [False, True], ids=["shard", "replicate"])
-@pytest.mark.parametrize("name", ["strings", "timm rich", "encoder sequence", "tied"])
+@pytest.mark.parametrize(
+    "name", ["strings", pytest.param("timm rich", marks=pytest.mark.slow), "encoder sequence", "tied"]
+)
 def test_fully_shard_divides_a_divided_model_again(ranks4, name, replicate):
     ranks4(check_fsdp, name, replicate)
 

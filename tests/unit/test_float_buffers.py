@@ -211,17 +211,18 @@ def test_angles_at_far_positions_are_those_of_float32():
     torch.testing.assert_close(model.cosines.double(), exact, rtol=0, atol=2**12 * 2**-23)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_averages_and_counts_go_on_where_halves_stand_still(dtype):
+# Counts of float16 end at 2,048 and averages at 0.80; those of bfloat16 at 256 and 0.34.
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.float16, 2100), (torch.bfloat16, 600)], ids=str)
+def test_averages_and_counts_go_on_where_halves_stand_still(dtype, steps):
     model = Averages()
     _, wrapped, _ = boosted(model, dtype)
-    for _ in range(3000):
+    for _ in range(steps):
         wrapped(torch.zeros(1, 4, 8))
-    expected = 1 - 0.999**3000
-    assert (model.seen.item(), model.calls.item()) == (3000, 3000)
-    torch.testing.assert_close(model.in_place, torch.full((8,), expected), rtol=3000 * 2**-24, atol=0)
+    expected = 1 - 0.999**steps
+    assert (model.seen.item(), model.calls.item()) == (steps, steps)
+    torch.testing.assert_close(model.in_place, torch.full((8,), expected), rtol=steps * 2**-24, atol=0)
     # What is added is half already, as the model has it.
-    rounded = torch.finfo(dtype).eps + 3000 * 2**-23
+    rounded = torch.finfo(dtype).eps + steps * 2**-23
     torch.testing.assert_close(model.anew, torch.full((8,), expected), rtol=rounded, atol=0)
 
 
