@@ -2,27 +2,19 @@
 
 import pytest
 import torch
+from choices import plugins, precisions
 from comparing import whole
 from lora import TOLERANCES, adapted, base, boosted, differs, loaded, quantised_by_others, steps, trained, widened
 from safetensors.torch import save_file
 
 from booster import describe
 from booster.common.torch_internals.fsdp_internals import shards_integers
-from booster.mixed_precision import FP16ApexMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
-from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from booster.mixed_precision import FP16ApexMixedPrecision
+from booster.plugin import HybridParallelPlugin, TorchFSDPPlugin
 
-PLUGINS = {
-    "DDP": TorchDDPPlugin,
-    "ZeRO-1": lambda: LowLevelZeroPlugin(stage=1),
-    "ZeRO-2": lambda: LowLevelZeroPlugin(stage=2),
-    "FSDP": TorchFSDPPlugin,
-}
+PLUGINS = plugins("DDP", "ZeRO-1", "ZeRO-2", "FSDP")
 PRECISIONS = {
-    "fp32": lambda: "fp32",
-    "fp16": lambda: FP16TorchMixedPrecision(init_scale=2.0**10),
-    "bf16": lambda: "bf16",
-    "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**10, hysteresis=1),
-    "bf16_naive": lambda: "bf16_naive",
+    **precisions("fp32", "fp16", "bf16", "fp16_naive", "bf16_naive", scale=2.0**10, hysteresis=1),
     "fp16_apex O2": lambda: FP16ApexMixedPrecision("O2", loss_scale=2.0**10, verbosity=0),
 }
 BITS = {name: torch.bfloat16 if "bf16" in name else torch.float16 for name in PRECISIONS} | {"fp32": torch.float32}

@@ -4,12 +4,13 @@ from itertools import product
 
 import pytest
 import torch
+from choices import precisions
 from comparing import flat
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from booster import Booster
-from booster.mixed_precision import BF16NaiveMixedPrecision, FP8MixedPrecision, FP16ApexMixedPrecision
+from booster.mixed_precision import FP8MixedPrecision, FP16ApexMixedPrecision
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 DIM = 16
@@ -27,10 +28,7 @@ PLUGINS = {
 }
 SHARDED = ["fsdp", "fsdp kept", "dp", "dp zero", "tp"]
 PRECISIONS = {
-    "fp32": lambda: "fp32",
-    "bf16": lambda: "bf16",
-    "bf16_naive": BF16NaiveMixedPrecision,
-    "bf16_naive split": lambda: BF16NaiveMixedPrecision(master_weights="split"),
+    **precisions("fp32", "bf16", "bf16_naive", "bf16_naive split"),
     "fp8 gathered": lambda: FP8MixedPrecision(gather_in_fp8=True, emulate=True, keep=(), convert="all"),
     "fp16_apex O2": lambda: FP16ApexMixedPrecision("O2", loss_scale=128.0, verbosity=0),
 }

@@ -5,20 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from choices import plugins
 from comparing import whole
 from pages import as_script
 from torch import nn
 
 from booster import Booster
-from booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "averages.md").read_text()
-PLUGINS = {
-    "ddp": TorchDDPPlugin,
-    "zero1": LowLevelZeroPlugin,
-    "zero2": lambda: LowLevelZeroPlugin(stage=2),
-    "fsdp": TorchFSDPPlugin,
-}
+PLUGINS = plugins("ddp", "zero1", "zero2", "fsdp")
 EPS = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16_naive": 2.0**-12, "bf16_naive": 2.0**-9}
 
 

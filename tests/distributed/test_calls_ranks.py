@@ -2,16 +2,10 @@
 
 import pytest
 import torch
+from choices import plugins
 from counts import whole
 
-from booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
-
-PLUGINS = {
-    "ddp": TorchDDPPlugin,
-    "zero 1": lambda: LowLevelZeroPlugin(stage=1),
-    "zero 2": lambda: LowLevelZeroPlugin(stage=2),
-    "fsdp": TorchFSDPPlugin,
-}
+PLUGINS = plugins("ddp", "zero 1", "zero 2", "fsdp")
 # (calls, files) of forward, criterion, backward, clip, step and zero_grad of four parameters, under bf16.
 WHOLE = {"ddp": (85, 18), "zero 1": (215, 23), "zero 2": (243, 28), "fsdp": (139, 25)}
 

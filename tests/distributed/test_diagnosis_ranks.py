@@ -7,6 +7,7 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
+from choices import plugins
 from comparing import assert_same
 from programs import run
 from torch import nn
@@ -14,18 +15,9 @@ from torch.nn import functional as F
 from zoo import DIM, FAULTS, PRECISIONS, Cage, judge
 
 from booster import Booster
-from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-PLUGINS = {
-    "DDP": TorchDDPPlugin,
-    "FSDP": TorchFSDPPlugin,
-    "ZeRO-1": lambda: LowLevelZeroPlugin(stage=1),
-    "ZeRO-2": lambda: LowLevelZeroPlugin(stage=2),
-    "TP": lambda: HybridParallelPlugin(tp_size=2, pp_size=1, tp_plan=TP_PLAN),
-    "DP": lambda: HybridParallelPlugin(tp_size=1, pp_size=1),
-    "PP": lambda: HybridParallelPlugin(tp_size=1, pp_size=2, num_microbatches=2),
-}
+PLUGINS = plugins("DDP", "FSDP", "ZeRO-1", "ZeRO-2", "TP", "DP", "PP", tp_plan=TP_PLAN, num_microbatches=2)
 FAULT = {fault.name: fault for fault in FAULTS}
 # Where it is, for a pipeline whose second stage begins at the last block: of the fault, in which precision.
 CASES = {

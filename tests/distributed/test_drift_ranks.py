@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from choices import precisions
 from torch import nn
 
 from booster import Booster
-from booster.mixed_precision import FP16TorchMixedPrecision
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 
@@ -32,12 +32,7 @@ PLUGINS = {
     "pp": lambda: HybridParallelPlugin(1, 2, num_microbatches=2),
     "pp x dp": lambda: HybridParallelPlugin(1, 2, num_microbatches=2),
 }
-PRECISIONS = {
-    "fp32": lambda: "fp32",
-    "bf16": lambda: "bf16",
-    "fp16": lambda: FP16TorchMixedPrecision(init_scale=2.0**126),  # the first steps are skipped
-    "bf16_naive": lambda: "bf16_naive",
-}
+PRECISIONS = precisions("fp32", "bf16", "fp16", "bf16_naive", scale=2.0**126)
 DATA_PARALLEL = ("ddp", "zero1", "zero1 slices", "zero2", "zero2 overlapping")
 
 

@@ -2,20 +2,18 @@
 
 import pytest
 import torch
+from choices import precisions
 from comparing import flat
 from matrix import hybrid
 from torch import nn
 
 from booster import Booster
-from booster.mixed_precision import FP16ApexMixedPrecision, FP16NaiveMixedPrecision
+from booster.mixed_precision import FP16ApexMixedPrecision
 from booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 RATE, HAND = 0.5, 0.25
 PRECISIONS = {
-    "fp32": lambda: "fp32",
-    "fp16": lambda: "fp16",
-    "bf16_naive": lambda: "bf16_naive",
-    "fp16_naive split": lambda: FP16NaiveMixedPrecision(master_weights="split"),
+    **precisions("fp32", "fp16", "bf16_naive", "fp16_naive split"),
     "O2": lambda: FP16ApexMixedPrecision("O2", max_loss_scale=2.0**10, verbosity=0),
 }
 PLUGINS = {

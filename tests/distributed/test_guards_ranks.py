@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from choices import plugins
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -16,15 +17,17 @@ from booster import Booster
 from booster.mixed_precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
-PLUGINS = {
-    "ddp": TorchDDPPlugin,
-    "zero1": LowLevelZeroPlugin,
-    "zero2": lambda: LowLevelZeroPlugin(stage=2),
-    "zero2 overlapping": lambda: LowLevelZeroPlugin(stage=2, overlap_allgather=True),
-    "fsdp": TorchFSDPPlugin,
-    "tp": lambda: HybridParallelPlugin(2, 1, tp_plan={"0": "colwise", "2": "rowwise"}),
-    "pp": lambda: HybridParallelPlugin(1, 2, num_microbatches=2),
-}
+PLUGINS = plugins(
+    "ddp",
+    "zero1",
+    "zero2",
+    "zero2 overlapping",
+    "fsdp",
+    "tp",
+    "pp",
+    tp_plan={"0": "colwise", "2": "rowwise"},
+    num_microbatches=2,
+)
 PRECISIONS = {
     "fp16": lambda: FP16TorchMixedPrecision(init_scale=2.0**10),
     "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**10),

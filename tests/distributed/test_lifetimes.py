@@ -7,17 +7,14 @@ import weakref
 
 import pytest
 import torch
+from choices import precisions
 from matrix import PARALLELISMS, SCALE, VOCABULARY, Transformer, loss_of
 
 from booster import Booster
-from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP16TorchMixedPrecision
 
 PRECISIONS = {
-    "fp32": lambda: "fp32",
-    "bf16": lambda: "bf16",
-    "fp16": lambda: FP16TorchMixedPrecision(init_scale=SCALE),
-    "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=SCALE),
-    "bf16_naive": BF16NaiveMixedPrecision,
+    **precisions("fp32", "bf16", "fp16", "fp16_naive", "bf16_naive", scale=SCALE),
     "8bit": lambda: BF16NaiveMixedPrecision(master_weights="split24", states="8bit"),
 }
 

@@ -1,39 +1,24 @@
 """Adapters of peft on several ranks: they learn what they learn on one device, and leave whole. Slow, and with peft itself."""
 
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
+from choices import plugins
 from safetensors.torch import load_file
-from trainers import llama
+from trainers import llama, needed
 
 from booster import Booster
 from booster.common.torch_internals.fsdp_internals import shards_integers
-from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
+from booster.plugin import HybridParallelPlugin
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-PLUGINS = {
-    "one device": SingleDevice,
-    "DDP": TorchDDPPlugin,
-    "ZeRO-2": lambda: LowLevelZeroPlugin(stage=2),
-    "FSDP": TorchFSDPPlugin,
-    "TP": lambda: HybridParallelPlugin(tp_size=2, pp_size=1),
-    "FSDP + TP": lambda: HybridParallelPlugin(tp_size=2, pp_size=1, zero_stage=1),
-}
+PLUGINS = plugins("one device", "DDP", "ZeRO-2", "FSDP", "TP", "FSDP + TP")
 WORDS = torch.arange(1, 33).view(4, 8)
 EVERY = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 
 
-@pytest.fixture(autouse=True)
-def packages(import_package):
-    """The package, or a skip that says how to get it."""
-    try:
-        metadata.version("peft")
-    except metadata.PackageNotFoundError:
-        pytest.skip("needs peft: pip install peft")
-    import_package("transformers")
-    import_package("peft")
+packages = needed("peft", "transformers")
 
 
 def train(rank, world_size, name, precision, stored, folder, options=None):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from choices import plugins
 from comparing import whole
 from matrix import TP_PLAN, Transformer, loss_of
 from refusals import fingerprint
@@ -12,18 +13,9 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from booster import Booster
-from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
+from booster.plugin import LowLevelZeroPlugin
 
-PLUGINS = {
-    "single": SingleDevice,
-    "ddp": TorchDDPPlugin,
-    "fsdp": TorchFSDPPlugin,
-    "zero1": LowLevelZeroPlugin,
-    "zero2": lambda: LowLevelZeroPlugin(stage=2),
-    "tp": lambda: HybridParallelPlugin(2, 1, tp_plan=TP_PLAN),
-    "pp": lambda: HybridParallelPlugin(1, 2),
-    "interleaved": lambda: HybridParallelPlugin(1, 2, pp_style="interleaved", num_model_chunks=2, zero_stage=1),
-}
+PLUGINS = plugins("single", "ddp", "fsdp", "zero1", "zero2", "tp", "pp", "interleaved", tp_plan=TP_PLAN)
 
 
 def built(name, precision="fp32", num_blocks=2):

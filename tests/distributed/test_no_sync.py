@@ -5,20 +5,14 @@ from functools import partial
 
 import pytest
 import torch
+from choices import plugins
 from comparing import flat
 from torch import nn
 
 from booster import Booster
-from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
 
-PLUGINS = {
-    "ddp": TorchDDPPlugin,
-    "zero1": LowLevelZeroPlugin,
-    "zero2": lambda: LowLevelZeroPlugin(stage=2),
-    "fsdp": TorchFSDPPlugin,
-    "dp": lambda: HybridParallelPlugin(1, 1),
-    "dp zero": lambda: HybridParallelPlugin(1, 1, zero_stage=1),
-}
+PLUGINS = plugins("ddp", "zero1", "zero2", "fsdp", "dp", "dp zero")
 ORDERS = [(forward, backward) for forward in ("in", "out") for backward in ("in", "out")]
 
 

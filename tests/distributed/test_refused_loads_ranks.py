@@ -2,36 +2,15 @@
 
 import pytest
 import torch
+from choices import plugins, precisions
 from refusals import fingerprint, zoo
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from booster import Booster
-from booster.mixed_precision import (
-    BF16NaiveMixedPrecision,
-    FP16ApexMixedPrecision,
-    FP16NaiveMixedPrecision,
-    FP16TorchMixedPrecision,
-)
-from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
-PRECISIONS = {
-    "fp32": lambda: "fp32",
-    "bf16": lambda: "bf16",
-    "fp16": lambda: FP16TorchMixedPrecision(init_scale=2.0**10),
-    "O1": lambda: FP16ApexMixedPrecision("O1", max_loss_scale=2.0**10, verbosity=0),
-    "O2": lambda: FP16ApexMixedPrecision("O2", max_loss_scale=2.0**10, verbosity=0),
-    "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**10),
-    "bf16_naive": BF16NaiveMixedPrecision,
-}
-PLUGINS = {
-    "ddp": TorchDDPPlugin,
-    "zero1": LowLevelZeroPlugin,
-    "zero2": lambda: LowLevelZeroPlugin(stage=2),
-    "fsdp": TorchFSDPPlugin,
-    "tp": lambda: HybridParallelPlugin(2, 1, tp_plan={"*.up": "colwise", "*.down": "rowwise"}),
-    "pp": lambda: HybridParallelPlugin(1, 2),
-}
+PRECISIONS = precisions("fp32", "bf16", "fp16", "O1", "O2", "fp16_naive", "bf16_naive", scale=2.0**10)
+PLUGINS = plugins("ddp", "zero1", "zero2", "fsdp", "tp", "pp", tp_plan={"*.up": "colwise", "*.down": "rowwise"})
 
 
 class Block(nn.Module):

@@ -6,22 +6,17 @@ import time
 
 import pytest
 import torch
+from choices import precisions
 from torch import nn
 from torch.nn import functional as F
 
 from booster import Booster
 from booster.memory.measured_memory import StorageTracker
-from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
-PRECISIONS = {
-    "fp32": lambda: "fp32",
-    "bf16": lambda: "bf16",
-    "fp16": lambda: FP16TorchMixedPrecision(init_scale=2.0**12),
-    "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**12, hysteresis=1),
-    "bf16_naive": BF16NaiveMixedPrecision,
-    "bf16_naive split24 8bit": lambda: BF16NaiveMixedPrecision(master_weights="split24", states="8bit"),
-}
+PRECISIONS = precisions(
+    "fp32", "bf16", "fp16", "fp16_naive", "bf16_naive", "bf16_naive split24 8bit", scale=2.0**12, hysteresis=1
+)
 BUCKET = 0.009  # MiB: some three buckets
 PLAN = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
 PLUGINS = {

@@ -3,22 +3,17 @@
 import pytest
 import torch
 import torch.distributed as dist
+from choices import plugins
 from switching import Job, compared
 from torch import nn
 
 from booster import Booster
 from booster.mixed_precision import PrecisionSchedule
-from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from booster.plugin import TorchDDPPlugin
 
 PRECISIONS = ["fp32", "bf16", "fp16", "fp8", "bf16_naive", "fp16_naive"]
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-PLUGINS = {
-    "ddp": TorchDDPPlugin,
-    "zero2": lambda: LowLevelZeroPlugin(stage=2),
-    "zero1": LowLevelZeroPlugin,
-    "fsdp": TorchFSDPPlugin,
-    "tp": lambda: HybridParallelPlugin(2, 1, tp_plan=TP_PLAN),
-}
+PLUGINS = plugins("ddp", "zero2", "zero1", "fsdp", "tp", tp_plan=TP_PLAN)
 
 
 def moved(rank, world_size, name, old, news, folder):

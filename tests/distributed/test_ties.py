@@ -4,19 +4,14 @@ import copy
 
 import pytest
 import torch
+from choices import plugins
 from runs import differing
 from torch import nn
 
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision
-from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin
 
-PLUGINS = {
-    "single": SingleDevice,
-    "DDP": TorchDDPPlugin,
-    "ZeRO-1": LowLevelZeroPlugin,
-    "ZeRO-2": lambda: LowLevelZeroPlugin(stage=2),
-}
+PLUGINS = plugins("single", "DDP", "ZeRO-1", "ZeRO-2")
 
 
 def boosted(plugin, seed, *, trained=True, **options):

@@ -5,23 +5,15 @@ from itertools import product
 
 import pytest
 import torch
+from choices import plugins
 from comparing import weights, whole
 from matrix import PRECISIONS, TP_PLAN, Transformer, loss_of
 from test_hybrid import batch
 
 from booster import Booster
-from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
+from booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
 
-PLUGINS = {
-    "single": SingleDevice,
-    "ddp": TorchDDPPlugin,
-    "fsdp": TorchFSDPPlugin,
-    "zero1": LowLevelZeroPlugin,
-    "zero2": lambda: LowLevelZeroPlugin(stage=2),
-    "tp": lambda: HybridParallelPlugin(2, 1, tp_plan=TP_PLAN),
-    "pp": lambda: HybridParallelPlugin(1, 2),
-    "interleaved": lambda: HybridParallelPlugin(1, 2, pp_style="interleaved", num_model_chunks=2, zero_stage=1),
-}
+PLUGINS = plugins("single", "ddp", "fsdp", "zero1", "zero2", "tp", "pp", "interleaved", tp_plan=TP_PLAN)
 BLOCKS = {"interleaved": 4}  # one for each chunk of a stage; others take two
 SEVERAL = [name for name in PLUGINS if name != "single"]
 

@@ -8,21 +8,15 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from choices import plugins
 from matrix import TP_PLAN, Transformer, loss_of
 from test_hybrid import batch
 
 from booster import Booster
-from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from booster.plugin import TorchDDPPlugin
 from booster.ranks import agreement
 
-PLUGINS = {
-    "ddp": TorchDDPPlugin,
-    "fsdp": TorchFSDPPlugin,
-    "zero1": LowLevelZeroPlugin,
-    "zero2": lambda: LowLevelZeroPlugin(stage=2),
-    "tp": lambda: HybridParallelPlugin(2, 1, tp_plan=TP_PLAN),
-    "pp": lambda: HybridParallelPlugin(1, 2),
-}
+PLUGINS = plugins("ddp", "fsdp", "zero1", "zero2", "tp", "pp", tp_plan=TP_PLAN)
 
 
 def loads_a_state_of_other_shapes(rank, world_size, name, precision):

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
+from choices import plugins, precisions
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from booster import Booster
-from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
-from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from booster.plugin import HybridParallelPlugin
 
 DIM, BATCH = 8, 8
 
@@ -28,20 +28,11 @@ OPTIMIZERS = {
 }
 PLUGINS = {
     "single": lambda: None,
-    "ddp": TorchDDPPlugin,
-    "fsdp": TorchFSDPPlugin,
-    "zero1": LowLevelZeroPlugin,
-    "zero2": lambda: LowLevelZeroPlugin(stage=2),
-    "tp": lambda: HybridParallelPlugin(2, 1, tp_plan={"0": "colwise", "2": "rowwise"}),
+    **plugins("ddp", "fsdp", "zero1", "zero2", "tp", tp_plan={"0": "colwise", "2": "rowwise"}),
     "tp and zero": lambda: HybridParallelPlugin(2, 1, zero_stage=1, tp_plan={"0": "colwise", "2": "rowwise"}),
 }
 SCALE = 2.0**8
-PRECISIONS = {
-    "fp32": lambda: "fp32",
-    "fp16": lambda: FP16TorchMixedPrecision(init_scale=SCALE),
-    "fp16_naive split": lambda: FP16NaiveMixedPrecision(initial_scale=SCALE, master_weights="split"),
-    "bf16_naive": BF16NaiveMixedPrecision,
-}
+PRECISIONS = precisions("fp32", "fp16", "fp16_naive split", "bf16_naive", scale=SCALE)
 
 
 def made(name, num_warm):

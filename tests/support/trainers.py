@@ -1,5 +1,13 @@
 """A small causal language model, its rows and arguments, for the Trainer of transformers; nothing is downloaded."""
 
+import difflib
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
 import torch
 from torch.utils.data import Dataset
 
@@ -50,3 +58,42 @@ def arguments(folder, **options):
 def logged(trainer, key="loss"):
     """By step, what was logged under `key`."""
     return {entry["step"]: entry[key] for entry in trainer.state.log_history if key in entry}
+
+
+def needed(*names):
+    """A fixture for every test of a module: it imports these packages, or skips and says how to get them."""
+
+    @pytest.fixture(autouse=True)
+    def packages(import_package, monkeypatch):
+        for name in names:
+            try:
+                metadata.version(name)
+            except metadata.PackageNotFoundError:
+                pytest.skip(f"needs {name}: pip install {name}")
+            import_package(name)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)  # left by arguments of an older transformers
+        if "accelerate" in names:
+            from accelerate.state import AcceleratorState
+
+            AcceleratorState._reset_state()
+
+    return packages
+
+
+def run_script(script, words, folder):
+    """Run a script of a trainer by itself, with this library and tests/support to import, and nothing from the hub."""
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "tests" / "support")])
+    environment["HF_DATASETS_CACHE"] = str(folder / "cache")
+    command = [sys.executable, script, *map(str, words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def changed_lines(before, after):
+    """Lines that come and go between two texts, which are printed with their places."""
+    diff = [*difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", lineterm="", n=0)]
+    print("\n".join(diff))
+    return [line for line in diff if line[0] in "+-" and not line.startswith(("+++", "---"))]

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from choices import precisions
 from refusals import fingerprint
 from resealed import reseal
 from torch import nn
@@ -13,22 +14,10 @@ from torch.utils.data import TensorDataset
 
 from booster import Booster
 from booster.checkpoint import CheckpointError
-from booster.mixed_precision import (
-    BF16NaiveMixedPrecision,
-    FP16ApexMixedPrecision,
-    FP16NaiveMixedPrecision,
-    FP16TorchMixedPrecision,
-)
 
-PRECISIONS = {
-    "fp32": lambda: "fp32",
-    "fp16": lambda: FP16TorchMixedPrecision(init_scale=2.0**10),
-    "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**10),
-    "fp16_naive split": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**10, master_weights="split"),
-    "bf16_naive": BF16NaiveMixedPrecision,
-    "bf16_naive kahan": lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="kahan"),
-    "O2": lambda: FP16ApexMixedPrecision("O2", max_loss_scale=2.0**10, verbosity=0),
-}
+PRECISIONS = precisions(
+    "fp32", "fp16", "fp16_naive", "fp16_naive split", "bf16_naive", "bf16_naive kahan", "O2", scale=2.0**10
+)
 
 
 class Counter:

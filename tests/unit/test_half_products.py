@@ -141,13 +141,11 @@ def check_rounded(found, exactly, magnitude, dtype, count, what):
     assert (found.double() - exactly).abs().le(bound).all(), what
 
 
-@pytest.mark.crossed
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_widened_product_and_its_gradients_are_the_exact_ones_rounded_once_up_to_the_sums_bound(operation, dtype):
+def check_products(draw, operation, dtype):
+    """60 drawn products of a kind: each result and gradient is the exact one, rounded once."""
     generator = torch.Generator().manual_seed(5)
     for trial in range(60):
-        function, shapes, options, count = OPERATIONS[operation](generator)
+        function, shapes, options, count = draw(generator)
         operands = [numbers(shape, dtype, generator, 0.5).requires_grad_() for shape in shapes]
         with widened():
             out = function(*operands, **options)
@@ -157,6 +155,13 @@ def test_a_widened_product_and_its_gradients_are_the_exact_ones_rounded_once_up_
         for index, (one, other, size) in enumerate(zip(found, exactly, magnitude, strict=True)):
             terms = count if index == 0 else out.numel() * 4 + count
             check_rounded(one, other, size, dtype, terms, f"{operation} trial {trial} result {index}")
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_widened_product_and_its_gradients_are_the_exact_ones_rounded_once_up_to_the_sums_bound(operation, dtype):
+    check_products(OPERATIONS[operation], operation, dtype)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -7,7 +7,17 @@ from functools import partial
 
 import pytest
 import torch
-from test_half_products import HALVES, OPERATIONS, Seen, check_rounded, exact, fp16_precision, numbers, widened
+from test_half_products import (
+    HALVES,
+    OPERATIONS,
+    Seen,
+    check_products,
+    check_rounded,
+    exact,
+    fp16_precision,
+    numbers,
+    widened,
+)
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
@@ -113,18 +123,7 @@ MORE = {
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("operation", MORE)
 def test_further_products_and_their_gradients_are_the_exact_ones_rounded_once_up_to_the_sums_bound(operation, dtype):
-    generator = torch.Generator().manual_seed(7)
-    for trial in range(60):
-        function, shapes, options, count = MORE[operation](generator)
-        operands = [numbers(shape, dtype, generator, 0.5).requires_grad_() for shape in shapes]
-        with widened():
-            out = function(*operands, **options)
-        grad = numbers(out.shape, dtype, generator)
-        found = (out.detach(), *torch.autograd.grad(out, operands, grad))
-        exactly, magnitude = exact(function, [each.detach() for each in operands], options, grad)
-        for index, (one, other, size) in enumerate(zip(found, exactly, magnitude, strict=True)):
-            terms = count if index == 0 else out.numel() * 4 + count
-            check_rounded(one, other, size, dtype, terms, f"{operation} trial {trial} result {index}")
+    check_products(MORE[operation], operation, dtype)
 
 
 @pytest.mark.crossed

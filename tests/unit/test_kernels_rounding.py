@@ -7,6 +7,7 @@ import pytest
 import torch
 from comparing import same
 from interpreted import interpreted
+from recipes import RECIPES
 from test_rounded_once import drawn, results
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -19,10 +20,6 @@ from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.operands import QuantizedWeights
 from booster.mixed_precision.low_precision.recipes import (
     FP8_RECIPES,
-    INT8_RECIPE,
-    MXFP8,
-    fp8_blocks_recipe,
-    nvfp4_recipe,
 )
 from booster.number_formats.formats import E2M1, E4M3, E5M2, INT8, noise_of
 from booster.number_formats.scaling import Scaling, rotated, scale_to
@@ -31,16 +28,6 @@ pytestmark = interpreted
 CPU = torch.device("cpu")
 FORMATS = {each.name: each for each in (E4M3, E5M2, INT8)}
 OVER = ["tensor", "row", (1, 32), (1, 128), (128, 128)]
-RECIPES = {
-    "fp8": FP8_RECIPES["tensorwise"],
-    "fp8 rowwise": FP8_RECIPES["rowwise"],
-    "fp8 rowwise_with_gw_hp": FP8_RECIPES["rowwise_with_gw_hp"],
-    "fp8 blocks": fp8_blocks_recipe(power_of_two_scales=False),
-    "mxfp8": MXFP8,
-    "nvfp4": nvfp4_recipe(stochastic_rounding=True, hadamard=True),
-    "nvfp4 nearest": nvfp4_recipe(stochastic_rounding=False, hadamard=False),
-    "int8": INT8_RECIPE,
-}
 
 
 @pytest.fixture

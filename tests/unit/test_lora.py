@@ -9,23 +9,17 @@ from importlib import metadata
 
 import pytest
 import torch
+from choices import precisions
 from safetensors.torch import load_file
 from torch import nn
 from trainers import llama
 
 from booster import Booster
 from booster.frozen import FrozenLinear
-from booster.mixed_precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of others, on their own code
 WORDS = torch.arange(1, 33).view(4, 8)
-PRECISIONS = {
-    "fp32": lambda: "fp32",
-    "bf16": lambda: "bf16",
-    "fp16": lambda: FP16TorchMixedPrecision(init_scale=2.0**10),
-    "bf16_naive": lambda: "bf16_naive",
-    "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**10),
-}
+PRECISIONS = precisions("fp32", "bf16", "fp16", "bf16_naive", "fp16_naive", scale=2.0**10)
 STORED = {"as it is": None, "nf4": "nf4", "int8": "int8", "fp8": "fp8", "bfloat16": torch.bfloat16}
 slow = pytest.mark.slow
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import low_reference
 import pytest
 import torch
+from recipes import EVERY_RECIPE, RECIPES
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -47,17 +48,6 @@ from booster.mixed_precision.low_precision.recipes import (
 from booster.number_formats.formats import E2M1, decode, round_to
 from booster.number_formats.scaling import Scaling, rotated, scale_to
 
-RECIPES = {
-    "fp8": FP8_RECIPES["tensorwise"],
-    "fp8 rowwise": FP8_RECIPES["rowwise"],
-    "fp8 rowwise_with_gw_hp": FP8_RECIPES["rowwise_with_gw_hp"],
-    "fp8 blocks": fp8_blocks_recipe(power_of_two_scales=False),
-    "mxfp8": MXFP8,
-    "nvfp4": nvfp4_recipe(stochastic_rounding=True, hadamard=True),
-    "nvfp4 nearest": nvfp4_recipe(stochastic_rounding=False, hadamard=False),
-    "int8": INT8_RECIPE,
-}
-EVERY_RECIPE = pytest.mark.parametrize("name", RECIPES)
 STRATEGIES = {
     "fp8": lambda **options: FP8MixedPrecision(emulate=True, **options),
     "fp8 rowwise": lambda **options: FP8MixedPrecision("rowwise", emulate=True, **options),

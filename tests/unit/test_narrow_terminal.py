@@ -28,7 +28,7 @@ def job():
 COMMANDS = {
     "check": ["check"],
     "env": ["env"],
-    "advise": ["advise", "--steps", "3", "--seconds", "10", "job.py"],
+    "advise": ["advise", "--steps", "3", "--seconds", "600", "job.py"],
     "estimate": ["estimate", "--memory", "1", "--batch_size", "4", "job.py:job"],
     "report": ["report", "fp16"],
     "compare": ["compare", "fp16", "fp32"],
@@ -55,6 +55,7 @@ def folder(tmp_path_factory):
 def printed(command, folder, columns, monkeypatch, capsys):
     pytest.importorskip("rich", reason="tables are drawn by rich")
     monkeypatch.setattr("booster.cli.machine_commands._PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("booster.cli.estimate_command._PATIENCE", 1e6)  # a loaded machine is slow
     monkeypatch.chdir(folder)
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns:

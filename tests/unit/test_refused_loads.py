@@ -2,33 +2,29 @@
 
 import pytest
 import torch
+from choices import precisions
 from refusals import fingerprint, zoo
 from torch import nn
 
 from booster import Booster
-from booster.mixed_precision import (
-    BF16NaiveMixedPrecision,
-    FP16ApexMixedPrecision,
-    FP16NaiveMixedPrecision,
-    FP16TorchMixedPrecision,
-)
 
-PRECISIONS = {
-    "fp32": lambda: "fp32",
-    "bf16": lambda: "bf16",
-    "fp16": lambda: FP16TorchMixedPrecision(init_scale=2.0**10),
-    "O0": lambda: FP16ApexMixedPrecision("O0", verbosity=0),
-    "O1": lambda: FP16ApexMixedPrecision("O1", max_loss_scale=2.0**10, verbosity=0),
-    "O2": lambda: FP16ApexMixedPrecision("O2", max_loss_scale=2.0**10, verbosity=0),
-    "O3": lambda: FP16ApexMixedPrecision("O3", loss_scale=128.0, verbosity=0),
-    "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**10),
-    "fp16_naive, split": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**10, master_weights="split"),
-    "bf16_naive": BF16NaiveMixedPrecision,
-    "bf16_naive, fp32": lambda: BF16NaiveMixedPrecision(master_weights="fp32"),
-    "bf16_naive, none": lambda: BF16NaiveMixedPrecision(master_weights="none"),
-    "bf16_naive, stochastic": lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="stochastic"),
-    "bf16_naive, kahan": lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="kahan"),
-}
+PRECISIONS = precisions(
+    "fp32",
+    "bf16",
+    "fp16",
+    "O0",
+    "O1",
+    "O2",
+    "O3",
+    "fp16_naive",
+    "fp16_naive, split",
+    "bf16_naive",
+    "bf16_naive, fp32",
+    "bf16_naive, none",
+    "bf16_naive, stochastic",
+    "bf16_naive, kahan",
+    scale=2.0**10,
+)
 OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),

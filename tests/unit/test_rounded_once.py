@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from comparing import same
+from recipes import EVERY_RECIPE, RECIPES
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -14,25 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from booster.mixed_precision.low_precision import linear
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, product
 from booster.mixed_precision.low_precision.operands import QuantizedWeights
-from booster.mixed_precision.low_precision.recipes import (
-    FP8_RECIPES,
-    INT8_RECIPE,
-    MXFP8,
-    fp8_blocks_recipe,
-    nvfp4_recipe,
-)
 
-RECIPES = {
-    "fp8": FP8_RECIPES["tensorwise"],
-    "fp8 rowwise": FP8_RECIPES["rowwise"],
-    "fp8 rowwise_with_gw_hp": FP8_RECIPES["rowwise_with_gw_hp"],
-    "fp8 blocks": fp8_blocks_recipe(power_of_two_scales=False),
-    "mxfp8": MXFP8,
-    "nvfp4": nvfp4_recipe(stochastic_rounding=True, hadamard=True),
-    "nvfp4 nearest": nvfp4_recipe(stochastic_rounding=False, hadamard=False),
-    "int8": INT8_RECIPE,
-}
-EVERY_RECIPE = pytest.mark.parametrize("name", RECIPES)
 ROLES = ("recipe", "recipe", "recipe", "bf16", "fp32")
 
 

@@ -6,11 +6,10 @@ Slow, and with the real packages: `make integrations` installs them.
 import copy
 import functools
 import math
-from importlib import metadata
 
 import pytest
 import torch
-from trainers import Rows, arguments, llama, logged
+from trainers import Rows, arguments, llama, logged, needed
 
 from booster.interface.model import extras_of
 from booster.mixed_precision import Autopilot, NVFP4MixedPrecision, PrecisionSchedule
@@ -19,20 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 PRECISIONS = ["fp32", "bf16", "fp16", "bf16_naive", "fp16_naive"]
 
 
-@pytest.fixture(autouse=True)
-def packages(import_package, monkeypatch):
-    """The packages, or a skip that says how to get them."""
-    for package in ("transformers", "accelerate"):
-        try:
-            metadata.version(package)
-        except metadata.PackageNotFoundError:
-            pytest.skip(f"needs {package}: pip install {package}")
-        import_package(package)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)  # left by arguments of an older transformers
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state()
+packages = needed("transformers", "accelerate")
 
 
 def trained(folder, *, plain=False, precision=None, model=None, rows=None, resume=None, then=None, **options):

@@ -3,31 +3,19 @@
 In float32 they log what they logged before. Slow, and with the real packages: `make integrations` installs them.
 """
 
-import difflib
 import json
-import os
-import subprocess
-import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 from language_models import texts, tokenizer
-from trainers import llama
+from trainers import changed_lines, llama, needed, run_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(3600)]
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {"language model": "train_clm.py", "classifier": "train_classifier.py"}
 
 
-@pytest.fixture(autouse=True)
-def packages():
-    """The packages, or a skip that says how to get them."""
-    for package in ("transformers", "accelerate", "datasets"):
-        try:
-            metadata.version(package)
-        except metadata.PackageNotFoundError:
-            pytest.skip(f"needs {package}: pip install {package}")
+packages = needed("transformers", "accelerate", "datasets")
 
 
 def boosted(text):
@@ -62,17 +50,7 @@ def run(folder, script, out, *flags):
     words += ["--output_dir", out, "--max_steps", "6", "--logging_steps", "1", "--save_steps", "6", "--use_cpu"]
     words += ["--per_device_train_batch_size", "4", "--learning_rate", "1e-2", "--report_to", "none"]
     words += ["--disable_tqdm", "True", "--gradient_accumulation_steps", "2", *flags]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    environment |= {"HF_DATASETS_CACHE": str(folder / "cache")}
-    done = subprocess.run(
-        [sys.executable, script, *map(str, words)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_script(script, words, folder)
     history = json.loads((out / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
     assert (out / "config.json").exists()
     assert (out / "README.md").exists()
@@ -86,10 +64,7 @@ def test_two_lines_boost_a_script_of_the_trainer(tmp_path, kind):
     script = ROOT / "tests" / "support" / SCRIPTS[kind]
     text, port = script.read_text(), tmp_path / "boosted.py"
     port.write_text(boosted(text))
-    before, after = text.splitlines(), port.read_text().splitlines()
-    diff = [*difflib.unified_diff(before, after, "before", "after", lineterm="", n=0)]
-    changed = [line for line in diff if line[0] in "+-" and not line.startswith(("+++", "---"))]
-    print("\n".join(diff))
+    changed = changed_lines(text, port.read_text())
     assert len(changed) == 2  # a line that comes, and one that goes
     prepare(tmp_path, kind)
     plain, evaluated = run(tmp_path, script, tmp_path / "plain")

@@ -5,31 +5,17 @@ Slow, and with the real packages: `make integrations` installs them.
 
 import functools
 import math
-from importlib import metadata
 
 import pytest
 import torch
 from language_models import rows, tokenizer
-from trainers import llama, logged
+from trainers import llama, logged, needed
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 PRECISIONS = ["bf16", "fp16", "bf16_naive", "fp16_naive"]
 
 
-@pytest.fixture(autouse=True)
-def packages(import_package, monkeypatch):
-    """The packages, or a skip that says how to get them."""
-    for package in ("transformers", "accelerate", "datasets", "trl", "peft"):
-        try:
-            metadata.version(package)
-        except metadata.PackageNotFoundError:
-            pytest.skip(f"needs {package}: pip install {package}")
-        import_package(package)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state()
+packages = needed("transformers", "accelerate", "datasets", "trl", "peft")
 
 
 def even_words(completion_ids, **kwargs):

@@ -3,18 +3,13 @@
 Slow, and with the real packages: `make integrations` installs them.
 """
 
-import difflib
 import json
-import os
-import subprocess
-import sys
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from language_models import rows, tokenizer
-from trainers import llama
+from trainers import changed_lines, llama, needed, run_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(3600)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,14 +18,7 @@ MORE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def packages():
-    """The packages, or a skip that says how to get them."""
-    for package in ("transformers", "accelerate", "datasets", "trl"):
-        try:
-            metadata.version(package)
-        except metadata.PackageNotFoundError:
-            pytest.skip(f"needs {package}: pip install {package}")
+packages = needed("transformers", "accelerate", "datasets", "trl")
 
 
 def boosted(text, kind):
@@ -65,18 +53,7 @@ def losses(folder, script, kind, *flags):
     ]
     words += ["--logging_steps", "1", "--save_steps", "4", "--per_device_train_batch_size", "2", "--report_to", "none"]
     words += ["--learning_rate", "1e-2", "--bf16", "False", "--disable_tqdm", "True", "--dtype", "float32", *flags]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
-    environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    environment |= {"HF_DATASETS_CACHE": str(folder / "cache")}
-    done = subprocess.run(
-        [sys.executable, script, *map(str, words), *MORE.get(kind, [])],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_script(script, [*words, *MORE.get(kind, [])], folder)
     state = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text())
     assert (out / "config.json").exists()
     return {entry["step"]: entry["loss"] for entry in state["log_history"] if "loss" in entry}
@@ -89,11 +66,7 @@ def test_two_lines_boost_a_script_of_trl(tmp_path, kind):
     text = script.read_text()
     port = tmp_path / f"{kind}_boosted.py"
     port.write_text(boosted(text, kind))
-    diff = [
-        *difflib.unified_diff(text.splitlines(), port.read_text().splitlines(), "before", "after", lineterm="", n=0)
-    ]
-    changed = [line for line in diff if line[0] in "+-" and not line.startswith(("+++", "---"))]
-    print("\n".join(diff))
+    changed = changed_lines(text, port.read_text())
     assert len(changed) == 3  # a line that comes, and one that is another
     plain = losses(tmp_path / "plain", script, kind)
     ours = losses(tmp_path / "ours", port, kind)
