@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from booster.kernels.arithmetic import load_half, load_wide, number_of
+from booster.kernels.weights import load_unsigned, shares
 
 TILE = 2048  # elements of a program; a multiple of 64, so that groups of 32 and lanes of 64 lie in one
 COLUMNS = 13
@@ -174,8 +175,7 @@ def decide(
     what gradients are divided by; out 4 and 5 the latter and found_inf; out 6 the next scale, 7 that of this step; words
     4 and 5 its trackers, 6 how many elements of gradients are zero.
 
-    step_counts: int64, (address of a float32 count, row of numbers) for each; address 0 is no count.
-    """
+    step_counts: int64, (address of a float32 count, row of numbers) for each; address 0 is no count."""
     found = tl.full([], 0, tl.int32)
     factor = _float64(pending)
     known = _float64(carried)
@@ -242,6 +242,7 @@ def update(
     CLOSE1: tl.constexpr,
     OPEN2: tl.constexpr,
     CLOSE2: tl.constexpr,
+    RATIO: tl.constexpr,
     HALF: tl.constexpr,
     GRADIENT: tl.constexpr,
     CHECKED: tl.constexpr,
@@ -252,9 +253,9 @@ def update(
 ):
     """Step one tile as `decide` says: read weights, gradients and states, apply the rule, write all but the gradients.
 
-    random_bits: 64 random numbers below 2**16 for weights and for each state. CHECKED: whether the step may be skipped. DIVIDE:
-    whether gradients are divided by a number other than 1.
-    """
+    random_bits: 64 random numbers below 2**16 for weights and for each state. RATIO: the first state is kept
+    as the ratio to `shares` of the second with this steepness; 0: it is not. CHECKED: whether the step may be skipped. DIVIDE:
+    whether gradients are divided by a number other than 1."""
     if CHECKED:
         if tl.load(out + 5) != 0.0:
             return
@@ -279,6 +280,8 @@ def update(
     s0 = OPEN0(p0, q0, offsets, mask)
     s1 = OPEN1(p1, q1, offsets, mask)
     s2 = OPEN2(p2, q2, offsets, mask)
+    if RATIO > 0:
+        s0 = s0 * shares(load_unsigned(p1, offsets, mask), RATIO)
     h0 = tl.load(h)
     h1 = tl.load(h + 1)
     h2 = tl.load(h + 2)
@@ -289,8 +292,10 @@ def update(
     h7 = tl.load(h + 7)
     w, s0, s1, s2 = RULE(w, g, s0, s1, s2, h0, h1, h2, h3, h4, h5, h6, h7, FLAGS)
     STORE(weights, residual, offsets, mask, w, random_bits, HALF)
+    code = CLOSE1(p1, q1, start, offsets, mask, s1, random_bits + 128, TILE)
+    if RATIO > 0:
+        s0 = tl.div_rn(s0, shares(code, RATIO))
     CLOSE0(p0, q0, start, offsets, mask, s0, random_bits + 64, TILE)
-    CLOSE1(p1, q1, start, offsets, mask, s1, random_bits + 128, TILE)
     CLOSE2(p2, q2, start, offsets, mask, s2, random_bits + 192, TILE)
 
 

@@ -19,7 +19,7 @@ from booster.kernels.arithmetic import BFLOAT16, FLOAT16, FLOAT32
 from booster.kernels.rule import Rule
 from booster.kernels.weights import ENCODINGS, FORMS, FULL, FULL_STATE, StateForm, WeightForm
 from booster.masters.bucket import Bucket
-from booster.masters.quantized_state import QuantizedState
+from booster.masters.quantized_state import DIVISOR, QuantizedState, ratios_last
 from booster.shards import Shards
 from booster.tensors.flat import is_dense
 from booster.update.application import lay_states
@@ -46,8 +46,7 @@ class Segment:
         flags: of the group, in bits.
         half: code of the parameter's dtype.
         copies: how many ranks hold the segment.
-        bucket: that it is in, if any, at `offset`, with its states at `states_offset`.
-    """
+        bucket: that it is in, if any, at `offset`, with its states at `states_offset`."""
 
     param: torch.Tensor
     size: int
@@ -78,8 +77,7 @@ class Segments:
 
     Attributes:
         all: the segments, in the order in which they were added.
-        step_counts: (address of a float32 count or 0, group) by index.
-    """
+        step_counts: (address of a float32 count or 0, group) by index."""
 
     def __init__(self, optimizer: Optimizer, rule: Rule, shards: Shards) -> None:
         self.all: list[Segment] = []
@@ -145,6 +143,11 @@ class Segments:
                 names = self._begun(bucket.group, own)
                 self._make_states(bucket, own, names)
                 of_bucket = count, [self._kept(bucket, handle, own, name) for name in names]
+                ratios = [value.encoding for value in of_bucket[1] if getattr(value, "encoding", None) in DIVISOR]
+                if ratios and names[:2] != ("exp_avg", DIVISOR[ratios[0]]):
+                    raise Unsupported(
+                        f"a ratio to {DIVISOR[ratios[0]]} and that are not the first two states of its rule"
+                    )
             count, kept = of_bucket
             offset = 0 if bucket.whole else piece.offset
             codes, scales = addresses_of(kept, offset)
@@ -210,11 +213,11 @@ class Segments:
     def _make_states(self, bucket: Bucket, own: dict[str, Any], names: Sequence[str]) -> None:
         """Give a flat `bucket` the states that it lacks, zero, where they are between steps."""
         missing = [] if bucket.whole else [name for name in names if own.get(name) is None]
-        for name in missing:
+        for name in ratios_last(missing):
             encoding = None
             if bucket.quantizer is not None:
                 like = torch.empty(bucket.size, dtype=torch.float32, device="meta")
-                encoding = bucket.quantizer.encoding_of(name, like, bucket)
+                encoding = bucket.quantizer.encoding_of(name, like, bucket, own)
             if encoding is None:
                 own[name] = torch.zeros(bucket.size, dtype=torch.float32, device=bucket.device)
             else:

@@ -6,7 +6,7 @@ arithmetic once more, for a GPU; tests hold the two together to the bit.
     weights   load(weights, residual, offsets, mask, HALF) -> float32
               store(weights, residual, offsets, mask, values, random_bits, HALF)
     states    open(codes, scales, offsets, mask) -> float32
-              close(codes, scales, first, offsets, mask, values, random_bits, TILE)
+              close(codes, scales, first, offsets, mask, values, random_bits, TILE) -> codes
 
 `first` is the first of `offsets`, a multiple of `TILE` elements; a state begins at a multiple of 64. `random_bits` points to 64
 random numbers below 2**16. A half-precision weight that somebody else wrote since the last step is its own master weight: each
@@ -217,12 +217,14 @@ FORMS: dict[type, WeightForm] = {
 
 @dataclass(frozen=True)
 class StateForm:
-    """open, close: see the module. bytes_kept: for an element. stochastic: whether it draws random numbers."""
+    """open, close: see the module. bytes_kept: for an element. stochastic: whether it draws random numbers. ratio: not
+    0 where numbers are ratios to `shares` with this steepness, of the second state of a rule; it is of the first."""
 
     open: Any
     close: Any
     bytes_kept: float
     stochastic: bool = True
+    ratio: int = 0
 
 
 @triton.jit
@@ -259,18 +261,35 @@ def _open_signed(codes, scales, offsets, mask):
 
 
 @triton.jit
-def _open_unsigned(codes, scales, offsets, mask):
-    code = (tl.load(codes.to(tl.pointer_type(tl.int8)) + offsets, mask, 0).to(tl.int32) & 0xFF).to(tl.float32)
-    root = (code * code) * (tl.sqrt_rn(_scale(scales, offsets, mask)) * 1.5378700499807766e-05)
-    return root * root
+def _open_ratio(codes, scales, offsets, mask):
+    code = tl.load(codes.to(tl.pointer_type(tl.int8)) + offsets, mask, 0)
+    return code.to(tl.float32) * (_scale(scales, offsets, mask) * 0.007874015748031496)
 
 
 @triton.jit
-def _factors(scales, first, sizes, mask, random_bits, LEVELS: tl.constexpr, TILE: tl.constexpr):
+def load_unsigned(codes, offsets, mask):
+    """Codes of an unsigned state, int32."""
+    return tl.load(codes.to(tl.pointer_type(tl.int8)) + offsets, mask, 0).to(tl.int32) & 0xFF
+
+
+@triton.jit
+def shares(code, STEEPNESS: tl.constexpr):
+    """What unsigned codes are shares of their scale, or what ratios are ratios to; see `quantized_state.py`."""
+    bent = code + 8
+    return number_of(1065353216 + STEEPNESS * 64 - STEEPNESS * (bent * bent))
+
+
+@triton.jit
+def _open_unsigned(codes, scales, offsets, mask):
+    return shares(load_unsigned(codes, offsets, mask), 5826) * _scale(scales, offsets, mask)
+
+
+@triton.jit
+def _factors(scales, first, sizes, mask, random_bits, LEVELS: tl.constexpr, SMALLEST: tl.constexpr, TILE: tl.constexpr):
     """Write the scales of groups of 32; returns what each element of `sizes`, all positive, is multiplied by."""
     # Bits of positive numbers are in the order of the numbers, NaN last.
     largest = number_of(tl.max(tl.reshape(bits_of(sizes), [TILE // 32, 32]), 1))
-    least = tl.where(largest < 1.262177448353619e-29, 1.262177448353619e-29, largest)
+    least = tl.where(largest < SMALLEST, SMALLEST, largest)
     groups = first // 32 + tl.arange(0, TILE // 32)
     lanes = tl.load(random_bits + (groups & 1)) >> 1
     bits = (plain_bits(tl.where(largest == 0.0, 0.0, least)) + tl.minimum(tl.maximum(lanes, 16), 32751)) >> 15
@@ -288,7 +307,17 @@ def _fraction(random_bits, offsets):
 @triton.jit
 def _close_signed(codes, scales, first, offsets, mask, values, random_bits, TILE: tl.constexpr):
     sizes = tl.where(mask, tl.abs(values), 0.0)
-    code = tl.sqrt_rn(sizes * _factors(scales, first, sizes, mask, random_bits, 16129.0, TILE)) + _fraction(
+    code = tl.sqrt_rn(sizes * _factors(scales, first, sizes, mask, random_bits, 16129.0, 2.0**-96, TILE)) + _fraction(
+        random_bits, offsets
+    )
+    code = tl.where(bits_of(values) < 0, -(code.to(tl.int32)), code.to(tl.int32))
+    tl.store(codes.to(tl.pointer_type(tl.int8)) + offsets, code.to(tl.int8), mask)
+
+
+@triton.jit
+def _close_ratio(codes, scales, first, offsets, mask, values, random_bits, TILE: tl.constexpr):
+    sizes = tl.where(mask, tl.abs(values), 0.0)
+    code = sizes * _factors(scales, first, sizes, mask, random_bits, 127.0, 2.0**-71, TILE) + _fraction(
         random_bits, offsets
     )
     code = tl.where(bits_of(values) < 0, -(code.to(tl.int32)), code.to(tl.int32))
@@ -298,9 +327,11 @@ def _close_signed(codes, scales, first, offsets, mask, values, random_bits, TILE
 @triton.jit
 def _close_unsigned(codes, scales, first, offsets, mask, values, random_bits, TILE: tl.constexpr):
     sizes = tl.where(mask, tl.abs(values), 0.0)
-    share = sizes * _factors(scales, first, sizes, mask, random_bits, 4228250625.0, TILE)
-    code = tl.sqrt_rn(tl.sqrt_rn(share)) + _fraction(random_bits, offsets)
-    tl.store(codes.to(tl.pointer_type(tl.int8)) + offsets, tl.maximum(code.to(tl.int32), 1).to(tl.int8), mask)
+    share = sizes * _factors(scales, first, sizes, mask, random_bits, 1.0, 2.0**-78, TILE)
+    bent = tl.sqrt_rn((bits_of(share) - 1065726080).to(tl.float32) * -0.00017164435290078956)
+    code = tl.minimum((bent + (_fraction(random_bits, offsets) - 8.0)).to(tl.int32), 255)
+    tl.store(codes.to(tl.pointer_type(tl.int8)) + offsets, code.to(tl.int8), mask)
+    return code
 
 
 @triton.jit
@@ -319,5 +350,7 @@ ENCODINGS: dict[str, StateForm] = {
     "bf16": StateForm(_open_bf16, _close_bf16, 2),
     "signed": StateForm(_open_signed, _close_signed, 1 + 2 / 32),
     "unsigned": StateForm(_open_unsigned, _close_unsigned, 1 + 2 / 32),
+    "root_ratio": StateForm(_open_ratio, _close_ratio, 1 + 2 / 32, ratio=2913),
+    "ratio": StateForm(_open_ratio, _close_ratio, 1 + 2 / 32, ratio=5826),
 }
 """By the way of a `QuantizedState`."""

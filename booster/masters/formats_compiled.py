@@ -63,7 +63,16 @@ from booster.masters.formats import (
     SplitBFloat16,
     SplitFloat16,
 )
-from booster.masters.quantized_state import GROUP, LEVELS, SMALLEST, Encoding, narrow_scales
+from booster.masters.quantized_state import (
+    BEND,
+    GROUP,
+    LEVELS,
+    SMALLEST,
+    STEEPNESS,
+    Encoding,
+    bits_at_zero,
+    narrow_scales,
+)
 from booster.masters.rounding import Views, fractions, pieces_like, scale_random_bits, whole_steps
 
 _CHUNK = 2**16  # elements of the temporaries where a format is read or written without a compiler
@@ -171,8 +180,7 @@ def split(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the weights that `values` round to, in float32 but exact in `dtype`, and new `rows` of what is kept.
 
-    lanes: the random numbers of this step, for masters of 24 bits.
-    """
+    lanes: the random numbers of this step, for masters of 24 bits."""
     if isinstance(format, Same):
         return values, []
     if isinstance(format, Split24):
@@ -213,8 +221,7 @@ def round_bfloat16(values: torch.Tensor) -> torch.Tensor:
 def round_float16(values: torch.Tensor) -> torch.Tensor:
     """Return `values` rounded to float16 as torch does, ties to even, but never in float16.
 
-    The compiler drops a cast down that is followed by a cast up, and with it the rounding.
-    """
+    The compiler drops a cast down that is followed by a cast up, and with it the rounding."""
     bits = values.view(torch.int32)
     normal = ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).view(torch.float32)
     size = values.abs()
@@ -264,38 +271,54 @@ def _ulp(weights: torch.Tensor) -> torch.Tensor:
     return (exponents * 2.0**-10).clamp(2.0**-24, 2.0**5)
 
 
-def dequantize(encoding: Encoding, codes: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
-    """Return new float32 numbers. factors: None with "bf16"."""
-    values = codes.float()
+def dequantize(
+    encoding: Encoding, codes: torch.Tensor, factors: torch.Tensor | None, divisor: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return new float32 numbers. factors: None with "bf16". divisor: codes of what ratios are ratios to."""
     if factors is None:
-        return values
-    values = values * (values.abs() if encoding == "signed" else values)
+        return codes.float()
+    values = _shares(codes, encoding) if encoding == "unsigned" else codes.float()
+    values = values * values.abs() if encoding == "signed" else values
     values = (values.view(-1, GROUP) * factors[:, None]).view(-1)
-    return values if encoding == "signed" else values * values
+    return values if divisor is None else values * _shares(divisor, encoding)
+
+
+def _shares(codes: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+    bent, steepness = codes.to(torch.int32) + BEND, STEEPNESS[encoding]
+    return (bits_at_zero(steepness) - steepness * bent * bent).view(torch.float32)
 
 
 def quantize(
-    encoding: Encoding, values: torch.Tensor, lanes: torch.Tensor, present: torch.Tensor | None
+    encoding: Encoding,
+    values: torch.Tensor,
+    lanes: torch.Tensor,
+    present: torch.Tensor | None,
+    divisor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return new codes, and scales as int32, None with "bf16".
 
-    lanes: 64 random numbers below 2**16, int32. present: where the bucket has elements; zeros are kept elsewhere.
-    """
+    lanes: 64 random numbers below 2**16, int32. present: where the bucket has elements; zeros are kept elsewhere. divisor: as
+    of `dequantize`."""
     if present is not None:
         values = torch.where(present, values, 0.0)
     if encoding == "bf16":
         values = torch.where(values != values, math.nan, values)  # isnan is not vectorised
         bits = (values.view(torch.int32).view(-1, 64) + lanes).view(-1) & -0x10000
         return bits.view(torch.float32), None
+    if divisor is not None:
+        values = values / _shares(divisor, encoding)
     noise = fractions(lanes).view(1, -1, GROUP)
     grouped = values.view(-1, 64 // GROUP, GROUP)
-    sizes = grouped.abs() if encoding == "signed" else grouped
+    sizes = grouped if encoding == "unsigned" else grouped.abs()
     largest = sizes.amax(2, keepdim=True)
-    least = largest.clamp(min=SMALLEST)
-    factors = least.reciprocal() * LEVELS[encoding] ** (2 if encoding == "signed" else 4)
-    if encoding == "signed":
-        codes = torch.copysign((sizes * factors).sqrt() + noise, grouped).to(torch.int8)
+    least = largest.clamp(min=SMALLEST[encoding])
+    shares = sizes * (least.reciprocal() * LEVELS[encoding])
+    if encoding == "unsigned":
+        steepness = STEEPNESS[encoding]
+        bits = shares.view(torch.int32) - bits_at_zero(steepness)
+        wide = (bits.float() * (-1 / steepness)).sqrt() + (noise - float(BEND))
+        codes = wide.to(torch.int32).clamp(max=255).to(torch.uint8)
     else:
-        codes = ((sizes * factors).sqrt().sqrt() + noise).clamp(min=1.0).to(torch.int32).to(torch.uint8)
+        codes = torch.copysign((shares.sqrt() if encoding == "signed" else shares) + noise, grouped).to(torch.int8)
     scales = narrow_scales((least * (largest != 0)).view(-1, 2), scale_random_bits(lanes))
     return codes.view(-1), scales.view(-1)

@@ -3,55 +3,57 @@
 `StateSigns` says which states of an optimizer are never negative, `StateQuantizer` which are quantized and when, and a
 `QuantizedState` takes the place of a state's tensor. Dequantized states are in scratch that the next bucket uses again.
 
-========  =====================================================  ==================
-encoding  an element                                             bytes an element
-========  =====================================================  ==================
-bf16      the upper half of the float32 number                   2
-signed    sign and square root of its share of the largest       1 + 2/32
-unsigned  fourth root of its share of the largest                1 + 2/32
-========  =====================================================  ==================
+==========  ====================================================  ==================
+encoding    an element                                            bytes an element
+==========  ====================================================  ==================
+bf16        the upper half of the float32 number                  2
+signed      sign and square root of its share of the largest      1 + 2/32
+unsigned    a share of the largest, from 1 down to 2**-48         1 + 2/32
+root_ratio  ratio to the root of an unsigned state, equal steps   1 + 2/32
+ratio       ratio to an unsigned state, equal steps               1 + 2/32
+==========  ====================================================  ==================
 
 Groups
 ------
 "The largest" is that of 32 neighbours. It is kept with them in 16 bits, the scale: a float32 number without its sign and its
 last 15 bits, which has the range of float32 (half precision proper would lose gradients below 6e-8) and errors below 0.4 %.
-With s the scale::
+With s the scale, and 127 * 2**23 the bits of 1.0::
 
-    signed     code = +-127 (|x| / s) ** 1/2        x = +-s (code / 127) ** 2
-    unsigned   code =   255 ( x  / s) ** 1/4        x =   s (code / 255) ** 4
+    signed    code = +-127 (|x| / s) ** 1/2                       x = +-s (code / 127) ** 2
+    unsigned  bits of x / s = 127 * 2**23 - 5826 code (code + 16)
 
-Companding
-----------
-One outlier makes s large, and with equal steps all its neighbours would become zero. Roots give small numbers small steps. A
-state that is never negative is a square as a rule, as Adam's second moment is, so that its root has the unit of a gradient, and
-the same companding is applied to that. Next to an outlier 10,000 times as large::
+Bits of a float32 number are nearly its logarithm: steps of unsigned codes are 2 to 4 % near the largest, 15 % at 1e-4 of it
+and 30 % at the least, 4e-15. Nothing but zero in a whole group becomes zero, since the update divides by it.
 
-                           smallest number but zero    error of a neighbour, gradient units
-    equal steps            s / 127                     100 %
-    softsign               s / 254                     100 %
-    roots, signed          s / 16129                   about 60 %
-    roots, unsigned        sqrt(x) = sqrt(s) / 65025   about 25 %
+Ratios
+------
+First moments in codes of one scale are too coarse where gradients of neighbours differ by 100 and more: a small one, divided by
+its own small second moment, makes a step of many learning rates. So what Adam and its kin divide is kept as the ratio to what
+it is divided by, about 1 whatever gradients are. Codes alone tell the divisor: a scale would be one factor for all.
+Mean error of 30 updates where every second gradient is smaller, in brackets the largest in learning rates (float32: 1.0)::
 
-Nothing but zero in a whole group becomes zero where a state is unsigned: the update divides by it.
+    smaller by      1             100           10,000        1,000,000
+    ratios          2.4 % (1.0)   4.2 % (1.1)   5.3 % (1.1)   5.9 % (1.1)
+    moments apart   2.0 % (1.0)    11 % (2.4)   135 % (30)    244 % (33)
 
 Rounding
 --------
-Stochastic. Of a second moment 0.1 % changes in a step, and steps of 8 bits are 1 % or more:
-rounded to nearest it would never change. The random bits are those of `RoundingRNG`.
+Stochastic. Of a second moment 0.1 % changes in a step, and steps of 8 bits are 1 % or more: rounded to nearest it would never
+change. The random bits are those of `RoundingRNG`.
 
 Exact again
 -----------
 What was unpacked packs into the same bits, whatever the random numbers: the largest of a group becomes the scale itself, the
-others are closer to their code than the smallest random number, 2**-13. So state dicts hold float32, and a run that is
-resumed from one goes on bit for bit.
+others are closer to their code than the smallest random number, 2**-13; ratios are to what was rounded. So state dicts hold
+float32, and a run that is resumed from one goes on bit for bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch.optim import Optimizer
@@ -63,25 +65,33 @@ from booster.model.optimizer_states import probe_of, restored_afterwards
 from booster.shards.base import State
 
 States = Literal["fp32", "bf16", "8bit"]
-Encoding = Literal["bf16", "signed", "unsigned"]
+Encoding = Literal["bf16", "signed", "unsigned", "root_ratio", "ratio"]
 
 GROUP = 32
-SMALLEST = 2.0**-96  # of a scale: the smallest code of its group is still a normal number
+# Of a scale: the smallest code of its group is still a normal number.
+SMALLEST = {"signed": 2.0**-96, "unsigned": 2.0**-78, "root_ratio": 2.0**-71, "ratio": 2.0**-71}
 _STEPS, _ELEMENTS = 8, 64  # of a trial of an optimizer that nothing was declared of
-LEVELS = {"signed": 127.0, "unsigned": 255.0}
+LEVELS = {"signed": 127.0**2, "unsigned": 1.0, "root_ratio": 127.0, "ratio": 127.0}
+BEND = 8
+STEEPNESS = {"unsigned": 5826, "ratio": 5826, "root_ratio": 2913}
+DIVISOR: Mapping[str, str] = {"root_ratio": "exp_avg_sq", "ratio": "exp_inf"}  # that "exp_avg" is a ratio to
+
+
+def bits_at_zero(steepness: int) -> int:
+    """Return the bits of 1.0, and what is taken away again where the code is 0."""
+    return (127 << 23) + steepness * BEND**2
 
 
 class QuantizedState:
     """A state of a bucket of `size` elements, a multiple of 64.
 
-    codes: bfloat16, int8 or uint8. scales: int16, one for 32 elements, None with "bf16".
-    """
+    codes: bfloat16, int8 or uint8. scales: int16, one for 32 elements, None with "bf16"."""
 
     __slots__ = ("codes", "scales", "encoding")
 
     def __init__(self, encoding: Encoding, size: int, device: torch.device) -> None:
         self.encoding = encoding
-        dtype = {"bf16": torch.bfloat16, "signed": torch.int8, "unsigned": torch.uint8}[encoding]
+        dtype = {"bf16": torch.bfloat16, "unsigned": torch.uint8}.get(encoding, torch.int8)
         self.codes = torch.zeros(size, dtype=dtype, device=device)
         self.scales = None if encoding == "bf16" else torch.zeros(size // GROUP, dtype=torch.int16, device=device)
 
@@ -101,33 +111,49 @@ class QuantizedState:
         return [self.codes] if self.scales is None else [self.codes, self.scales]
 
     def factors(self) -> torch.Tensor | None:
-        """Return new float32 numbers, one for a group, that `dequantize` multiplies by; None with "bf16".
-
-        The levels are in them; of unsigned numbers their root, so that nothing becomes denormal.
-        """
+        """Return new float32 numbers, one for a group, that `dequantize` multiplies by; None with "bf16"."""
         if self.scales is None:
             return None
         wide = self.scales.to(torch.int32).bitwise_and_(0xFFFF).bitwise_left_shift_(15).view(torch.float32)
-        return (wide if self.encoding == "signed" else wide.sqrt_()).mul_(LEVELS[self.encoding] ** -2)
+        return wide.mul_(1 / LEVELS[self.encoding])
 
-    def dequantize(self, values: torch.Tensor, scratch: torch.Tensor | None = None) -> torch.Tensor:
-        """Write the numbers into float32 `values`, and return it. scratch: float32, of its size, made if there is none."""
+    def shares(self, values: torch.Tensor, encoding: Encoding = "unsigned") -> torch.Tensor:
+        """Write the shares of unsigned codes into float32 `values`, or what ratios of `encoding` are ratios to; returns it."""
+        bits, steepness = values.view(torch.int32), STEEPNESS[encoding]
+        bits.copy_(self.codes).add_(BEND)
+        torch.addcmul(bits.new_full((), bits_at_zero(steepness)), bits, bits, value=-steepness, out=bits)
+        return values
+
+    def dequantize(
+        self, values: torch.Tensor, scratch: torch.Tensor | None = None, divisor: QuantizedState | None = None
+    ) -> torch.Tensor:
+        """Write the numbers into float32 `values`, and return it. scratch: float32, of its size, made if there is none.
+        divisor: the state that ratios are ratios to."""
         factors = self.factors()
         if factors is None:
             return values.copy_(self.codes)
         if self.encoding == "unsigned":
-            values.copy_(self.codes)
-            values.mul_(values)
-        else:  # at most 127 * 127, in half as many bytes as float32 takes
+            self.shares(values)
+        elif self.encoding == "signed":  # at most 127 * 127, in half as many bytes as float32 takes
             scratch = torch.empty_like(values) if scratch is None else scratch
             codes, sizes = scratch.view(torch.int16).split(len(values))
             codes.copy_(self.codes)
             values.copy_(codes.mul_(torch.abs(codes, out=sizes)))
+        else:
+            values.copy_(self.codes)
         values.view(-1, GROUP).mul_(factors[:, None])
-        return values.mul_(values) if self.encoding == "unsigned" else values
+        if divisor is not None:
+            values.mul_(divisor.shares(torch.empty_like(values) if scratch is None else scratch, self.encoding))
+        return values
 
-    def quantize(self, values: torch.Tensor, random_bits: RoundingBits, scratch: torch.Tensor | None = None) -> None:
-        """Keep float32 `values`, which are overwritten. scratch: as of `dequantize`."""
+    def quantize(
+        self,
+        values: torch.Tensor,
+        random_bits: RoundingBits,
+        scratch: torch.Tensor | None = None,
+        divisor: QuantizedState | None = None,
+    ) -> None:
+        """Keep float32 `values`, which are overwritten. scratch, divisor: as of `dequantize`."""
         if self.scales is None:
             canonical_nan_(values)  # any other could round to infinity, or to zero
             bits = values.view(torch.int32)
@@ -136,31 +162,33 @@ class QuantizedState:
             return
         if scratch is None:
             scratch = torch.empty(len(values), dtype=torch.float32, device=values.device)
-        signed = self.encoding == "signed"
-        sizes = torch.abs(values, out=scratch) if signed else values.abs_()  # no NaN is negative then
+        if divisor is not None:
+            values.div_(divisor.shares(scratch, self.encoding))
+        unsigned = self.encoding == "unsigned"
+        sizes = values.abs_() if unsigned else torch.abs(values, out=scratch)  # no NaN is negative then
         groups = sizes.view(-1, GROUP)
         # Bits of positive numbers are in the order of the numbers, NaN last; for integers torch's CPU kernel is faster.
         largest = torch.amax(groups.view(torch.int32), 1).view(torch.float32)
-        least = largest.clamp(min=SMALLEST)
+        least = largest.clamp(min=SMALLEST[self.encoding])
         # Zero stays zero; a comparison would take longer than the sign.
         self.scales.copy_(narrow_scales(least * largest.sign(), random_bits.of_scales(len(least))))
-        # The levels go into the factor of a group, under the root: a pass less over the elements.
-        groups.mul_(least.reciprocal_().mul_(LEVELS[self.encoding] ** (2 if signed else 4))[:, None])
-        sizes = sizes.sqrt_() if signed else sizes.sqrt_().sqrt_()
-        sizes.view(-1, 64).add_(random_bits.fractions)
-        if signed:
-            self.codes.copy_(sizes.copysign_(values))
-        else:
-            whole = scratch.view(torch.int16)[: len(sizes)].copy_(sizes)
+        groups.mul_(least.reciprocal_().mul_(LEVELS[self.encoding])[:, None])
+        if unsigned:
+            steepness = STEEPNESS["unsigned"]
+            codes = scratch.copy_(values.view(torch.int32).sub_(bits_at_zero(steepness))).mul_(-1 / steepness).sqrt_()
+            codes.view(-1, 64).add_(random_bits.bent)
+            whole = values.view(torch.int16)[: len(values)].copy_(codes).clamp_(max=255)
             self.codes.view(torch.int8).copy_(whole)  # the lower eight bits
-            self.codes.clamp_(min=1)
+        else:
+            sizes = sizes.sqrt_() if self.encoding == "signed" else sizes
+            sizes.view(-1, 64).add_(random_bits.fractions)
+            self.codes.copy_(sizes.copysign_(values))
 
 
 def narrow_scales(found: torch.Tensor, random_bits: torch.Tensor) -> torch.Tensor:
     """Return the bits 15 to 30 of the scales `found`, float32 and not negative, rounded stochastically, as int32.
 
-    random_bits: those of `scale_random_bits`, in a shape like that of `found`.
-    """
+    random_bits: those of `scale_random_bits`, in a shape like that of `found`."""
     if not found.is_cpu:  # see `rounding.canonical_nan_`
         found = torch.where(found != found, math.nan, found)
     return (found.view(torch.int32) + random_bits).bitwise_right_shift_(15)
@@ -170,8 +198,7 @@ class StateSigns:
     """The sign of each state of `optimizer`: from its class, from what was declared of it, else from steps that are tried.
 
     measured: names of the states with a sign that trial steps showed. Raises ValueError for an optimizer that cannot
-    step on rounded states, or on a tensor of a few numbers.
-    """
+    step on rounded states, or on a tensor of a few numbers."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         if type(optimizer) is torch.optim.RMSprop and any(group["centered"] for group in optimizer.param_groups):
@@ -235,8 +262,7 @@ class StateQuantizer:
     """How the states of one optimizer are kept; `states` is "bf16" or "8bit".
 
     In the optimizer's state a `QuantizedState` takes the place of a tensor of the bucket's size. Parameters without dimensions,
-    states that are no float32 tensors, and averages of weights (ASGD's) stay as they are.
-    """
+    states that are no float32 tensors, and averages of weights (ASGD's) stay as they are."""
 
     def __init__(self, optimizer: Optimizer, states: States, rng: RoundingRNG) -> None:
         self._states = states
@@ -244,13 +270,21 @@ class StateQuantizer:
         self._rng = rng
         self._name = type(optimizer).__name__
 
-    def encoding_of(self, name: str, value: Any, bucket: FlatBucket) -> Encoding | None:
-        """Return how `value`, the entry `name` of the state of `bucket`, is packed; None: it stays as it is."""
+    def encoding_of(self, name: str, value: Any, bucket: FlatBucket, state: State) -> Encoding | None:
+        """Return how `value`, the entry `name` of the `state` of `bucket`, is packed; None: it stays as it is.
+
+        What "exp_avg" is divided by must be packed already."""
         flat = isinstance(value, torch.Tensor) and value.shape == (bucket.size,) and value.dtype == torch.float32
         sign = self._signs[name] if flat else "fp32"
         if sign == "fp32":
             return None
-        return "bf16" if self._states == "bf16" else sign
+        if self._states == "bf16":
+            return "bf16"
+        if name == "exp_avg" and sign == "signed":
+            for encoding, other in DIVISOR.items():
+                if getattr(state.get(other), "encoding", None) == "unsigned":
+                    return cast(Encoding, encoding)
+        return sign
 
     def quantize(
         self,
@@ -262,10 +296,10 @@ class StateQuantizer:
         """Pack the entries of `state`, of the handle of `bucket`, in place; float32 ones are overwritten.
 
         packed: memory to use again, by name. scratch: scratch, as of `QuantizedState.quantize`.
-        Raises RuntimeError for a negative number where there was none in trials.
-        """
-        for name, value in state.items():
-            encoding = self.encoding_of(name, value, bucket)
+        Raises RuntimeError for a negative number where there was none in trials."""
+        for name in ratios_last(state):
+            value = state[name]
+            encoding = self.encoding_of(name, value, bucket, state)
             if encoding is None:
                 continue
             bucket.clear_padding(value)
@@ -275,8 +309,10 @@ class StateQuantizer:
                     f"boost(): register_elementwise({self._name}, states={{{name!r}: 'signed'}})"
                 )
             kept = (packed or {}).get(name)
-            kept = QuantizedState(encoding, bucket.size, value.device) if kept is None else kept
-            kept.quantize(value, self._rng.random_bits(name, value.device), scratch)
+            if kept is None or kept.encoding != encoding:
+                kept = QuantizedState(encoding, bucket.size, value.device)
+            random_bits = self._rng.random_bits(name, value.device)
+            kept.quantize(value, random_bits, scratch, state.get(DIVISOR.get(encoding, "")))
             state[name] = kept
 
     @contextmanager
@@ -290,13 +326,12 @@ class StateQuantizer:
         """For its length, have the packed entries of the state of `bucket`, in `states`, in float32.
 
         memory_of: gives memory of the bucket's size, by name of a state. scratch: overwritten on entering and leaving. New
-        entries are packed afterwards. Where it is left by an exception, what was packed is what it was.
-        """
+        entries are packed afterwards. Where it is left by an exception, what was packed is what it was."""
         handle = bucket.handles[0]
         state = states.get(handle, {})
         before = {name: value for name, value in state.items() if isinstance(value, QuantizedState)}
         for name, value in before.items():
-            state[name] = value.dequantize(memory_of(name), scratch)
+            state[name] = value.dequantize(memory_of(name), scratch, before.get(DIVISOR.get(value.encoding, "")))
         try:
             yield
         except BaseException:
@@ -307,10 +342,18 @@ class StateQuantizer:
             self.quantize(bucket, states[handle], before, scratch)
 
 
+def ratios_last(names: Iterable[str]) -> list[str]:
+    """Return `names` of states in an order in which what one is divided by comes before it."""
+    return sorted(names, key="exp_avg".__eq__)
+
+
 def dequantized(state: State) -> State:
     """Return `state` with new float32 tensors in the place of what is packed."""
     return {
-        name: value.dequantize(torch.empty(value.codes.numel(), dtype=torch.float32, device=value.codes.device))
+        name: value.dequantize(
+            torch.empty(value.codes.numel(), dtype=torch.float32, device=value.codes.device),
+            divisor=state.get(DIVISOR.get(value.encoding, "")),
+        )
         if isinstance(value, QuantizedState)
         else value
         for name, value in state.items()

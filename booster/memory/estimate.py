@@ -53,8 +53,7 @@ class Estimate:
     activations: alive between forward and backward.
     peak: the highest point of a step.
     temporaries: by how much that is above what is held.
-    host: states and masters in the host's memory, which are in none of the others.
-    """
+    host: states and masters in the host's memory, which are in none of the others."""
 
     precision: str
     plugin: str
@@ -121,8 +120,7 @@ def estimate(
     Weights, states, masters and gradients are counted; activations come from a forward and backward pass on fake tensors. Under
     "zero1", "zero2" and "fsdp" what is gathered or reduced at a time comes from formulas, see docs/memory.md.
     Memory that a kernel takes for itself while it runs is not seen. Raises ValueError where training would be refused, or
-    where the forward reads numbers out of tensors.
-    """
+    where the forward reads numbers out of tensors."""
     arguments.choice("plugin", plugin, list(PLUGINS))
     arguments.count("world_size", world_size)
     if plugin == "single" and world_size != 1:
@@ -218,8 +216,7 @@ def estimate_placed(
     criterion: a function of output and target.
     precision, plugin: objects.
     device: of the rank.
-    options: how the optimizer steps, see `UpdateOptions`.
-    """
+    options: how the optimizer steps, see `UpdateOptions`."""
     known: Any = plugin.divides_as
     if known is None:
         raise ValueError(
@@ -264,8 +261,7 @@ def compare(
     precisions: names or objects.
     plugins: names, see `Plugin`.
     world_sizes: numbers of ranks.
-    device, release_gradients, clips, offload_states: those of `estimate`.
-    """
+    device, release_gradients, clips, offload_states: those of `estimate`."""
     where: dict[str, Any] = {
         "device": device,
         "release_gradients": release_gradients,

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from booster.kernels.weights import load_unsigned, shares
+
 
 @triton.jit
 def load(working, residual, out, random_bits, FUNCTION: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr):
@@ -30,3 +32,9 @@ def close(codes, scales, values, random_bits, FUNCTION: tl.constexpr, TILE: tl.c
     first = tl.program_id(0).to(tl.int64) * TILE
     at = first + tl.arange(0, TILE)
     FUNCTION(codes.to(tl.int64), scales.to(tl.int64), first, at, at >= 0, tl.load(values + at), random_bits, TILE)
+
+
+@triton.jit
+def shares_of(codes, out, STEEPNESS: tl.constexpr, TILE: tl.constexpr):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tl.store(out + at, shares(load_unsigned(codes.to(tl.int64), at, at >= 0), STEEPNESS))

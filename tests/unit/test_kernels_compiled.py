@@ -80,15 +80,15 @@ for rule in rules:
 def update(rule, flags, form, half, ways):
     ways = [*ways, *[weights.NO_STATE] * (3 - len(ways))]
     constants = {"RULE": rule.body, "FLAGS": flags, "LOAD": form.load, "STORE": form.store, "HALF": half, "GRADIENT": half,
-                 "CHECKED": True, "DIVIDE": True, "COLUMNS": launches.COLUMNS, "SCALARS": launches.SCALARS,
-                 "TILE": launches.TILE}
+                 "RATIO": ways[0].ratio, "CHECKED": True, "DIVIDE": True, "COLUMNS": launches.COLUMNS,
+                 "SCALARS": launches.SCALARS, "TILE": launches.TILE}
     for place, way in enumerate(ways):
         constants |= {f"OPEN{place}": way.open, f"CLOSE{place}": way.close}
     types = {"table": "*i64", "tiles": "*i32", "first_tile": "i32", "scalars": "*fp32", "out": "*fp32", "random_bits": "*i32"}
     compiled(f"update {rule.body.__name__} {flags} {form.store.__name__} {half} {ways[0].open.__name__}",
              launches.update, types, constants, launches.WARPS, asks=form.bytes_kept < 4 and rule is rules[1])
 
-packed = [weights.ENCODINGS["signed"], weights.ENCODINGS["unsigned"]]
+packed = [weights.ENCODINGS["root_ratio"], weights.ENCODINGS["unsigned"]]
 for form in {id(form): form for form in weights.FORMS.values()}.values():
     for half in (FLOAT32,) if form is weights.FULL else (BFLOAT16, FLOAT16):
         for ways in ([weights.FULL_STATE] * 2, packed, [weights.ENCODINGS["bf16"]] * 2):

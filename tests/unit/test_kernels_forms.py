@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comparing import same
 from interpreted import interpreted
 
 from booster.masters.formats import (
@@ -97,9 +98,9 @@ def test_every_half_number_with_any_rest_is_read_and_written_as_its_form_says(na
     assert alike(found[finite], values[finite])
 
 
-@pytest.mark.parametrize("encoding", ["bf16", "signed", "unsigned"])
+@pytest.mark.parametrize("encoding", ["bf16", "signed", "unsigned", "root_ratio", "ratio"])
 def test_states_are_packed_and_unpacked_to_the_bit(encoding):
-    from interpreted_forms import close, open_
+    from interpreted_forms import close, open_, shares_of
 
     from booster.kernels.weights import ENCODINGS
 
@@ -111,18 +112,24 @@ def test_states_are_packed_and_unpacked_to_the_bit(encoding):
     values = values.abs() if encoding == "unsigned" else values
     values[:64], values[100], values[4096:4128] = 0.0, 1e30, 1e-40
     expected, found = QuantizedState(encoding, SIZE, values.device), QuantizedState(encoding, SIZE, values.device)
+    divisor, shares = None, torch.ones(SIZE)
+    if ENCODINGS[encoding].ratio:
+        divisor = QuantizedState("unsigned", SIZE, values.device)
+        divisor.codes.copy_(torch.arange(SIZE) % 256)
+        shares_of[(SIZE // 4096,)](divisor.codes, shares, STEEPNESS=ENCODINGS[encoding].ratio, TILE=4096)
+        assert same(shares, divisor.shares(torch.zeros(SIZE), encoding))
+        values *= shares
     for _ in range(2):
         rng.next()
         random_bits = rng.random_bits("exp_avg", values.device)
-        expected.quantize(values.clone(), random_bits)
+        expected.quantize(values.clone(), random_bits, divisor=divisor)
         scales = found.codes if found.scales is None else found.scales
         form = ENCODINGS[encoding]
-        close[(SIZE // 4096,)](found.codes, scales, values, random_bits.lanes, FUNCTION=form.close, TILE=4096)
+        close[(SIZE // 4096,)](found.codes, scales, values / shares, random_bits.lanes, FUNCTION=form.close, TILE=4096)
         assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
         if found.scales is not None:
             assert torch.equal(found.scales, expected.scales)
-        wide, out = expected.dequantize(torch.zeros(SIZE)), torch.zeros(SIZE)
+        wide, out = expected.dequantize(torch.zeros(SIZE), divisor=divisor), torch.zeros(SIZE)
         open_[(SIZE // 4096,)](found.codes, scales, out, FUNCTION=form.open, TILE=4096)
-        # Torch's roots on a CPU are an ulp off, and are squared; those of kernels are IEEE's, as on a GPU.
-        torch.testing.assert_close(out, wide, rtol=0 if encoding != "unsigned" else 1e-6, atol=0)
+        assert same(out * shares, wide)
         values = wide

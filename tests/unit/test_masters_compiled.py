@@ -350,7 +350,7 @@ def test_a_strategy_that_does_not_compile_keeps_the_int16_layout():
 
 
 @pytest.mark.parametrize("present", [False, True])
-@pytest.mark.parametrize("encoding", ["bf16", "signed", "unsigned"])
+@pytest.mark.parametrize("encoding", ["bf16", "signed", "unsigned", "root_ratio", "ratio"])
 def test_packing_without_side_effects_is_that_in_place(encoding, present):
     generator, rng = torch.Generator().manual_seed(0), RoundingRNG()
     rng.next()
@@ -360,18 +360,23 @@ def test_packing_without_side_effects_is_that_in_place(encoding, present):
     values[64:128], values[200] = 0.0, 1e-38
     here = torch.rand(2**14, generator=generator) < 0.9 if present else None
     kept = QuantizedState(encoding, len(values), torch.device("cpu"))
+    divisor = QuantizedState("unsigned", len(values), torch.device("cpu")) if "ratio" in encoding else None
+    if divisor is not None:
+        divisor.codes.copy_(torch.arange(len(values)) % 256)
     kept.quantize(
         values.clone() if here is None else torch.where(here, values, 0.0),
         rng.random_bits("state", torch.device("cpu")),
+        divisor=divisor,
     )
-    codes, scales = quantize(encoding, values, lanes, here)
+    codes, scales = quantize(encoding, values, lanes, here, None if divisor is None else divisor.codes)
     assert torch.equal(codes.to(kept.codes.dtype).view(torch.uint8), kept.codes.view(torch.uint8))
     again = QuantizedState(encoding, len(values), torch.device("cpu"))
     again.codes.copy_(codes)
     if scales is not None:
         again.scales.copy_(scales)
     assert same(again.tensors, kept.tensors)
-    assert torch.equal(dequantize(encoding, kept.codes, kept.factors()), kept.dequantize(values.clone()))
+    wide = dequantize(encoding, kept.codes, kept.factors(), None if divisor is None else divisor.codes)
+    assert torch.equal(wide, kept.dequantize(values.clone(), divisor=divisor))
 
 
 AGREEING = [

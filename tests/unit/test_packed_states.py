@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from booster import Booster
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, NoScale
 from booster.masters import MasterOptions, Masters, choose_master_update
-from booster.masters.quantized_state import GROUP, QuantizedState, StateSigns
+from booster.masters.quantized_state import DIVISOR, GROUP, SMALLEST, QuantizedState, StateSigns
 from booster.masters.rounding import RoundingBits, RoundingRNG
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 from booster.model.optimizer_kinds import declared_states
@@ -59,14 +60,14 @@ def random_bits(rng, name="state"):
     return rng.random_bits(name, CPU)
 
 
-def packed(values, encoding, rng=None):
+def packed(values, encoding, rng=None, divisor=None):
     kept = QuantizedState(encoding, len(values), CPU)
-    kept.quantize(values.clone(), random_bits(rng or RoundingRNG()))
+    kept.quantize(values.clone(), random_bits(rng or RoundingRNG()), divisor=divisor)
     return kept
 
 
-def unpacked(kept):
-    return kept.dequantize(torch.empty(kept.codes.numel()))
+def unpacked(kept, divisor=None):
+    return kept.dequantize(torch.empty(kept.codes.numel()), divisor=divisor)
 
 
 class Run:
@@ -135,34 +136,45 @@ def test_adamw_on_split24_masters_and_8_bit_states_holds_seven_bytes_a_parameter
 # ---------------------------------------------------------------------- packing
 
 
-@pytest.mark.parametrize("encoding", ["bf16", "signed", "unsigned"])
+@pytest.mark.parametrize("encoding", ["bf16", "signed", "unsigned", "root_ratio", "ratio"])
 def test_what_was_unpacked_packs_into_the_same_bits_whatever_the_random_numbers(encoding):
     rng, generator = RoundingRNG(), torch.Generator().manual_seed(0)
     for exponent in (-60, -20, 0, 20, 100):
         values = torch.randn(2**16 + 64, generator=generator).pow(3) * 2.0**exponent
-        kept = packed(values.abs() if encoding == "unsigned" else values, encoding, rng)
-        again = packed(unpacked(kept), encoding, rng)
+        divisor = None
+        if DIVISOR.get(encoding):
+            divisor = packed(torch.rand(len(values), generator=generator).pow(9), "unsigned", rng)
+            values *= divisor.shares(torch.empty(len(values)), encoding)
+        kept = packed(values.abs() if encoding == "unsigned" else values, encoding, rng, divisor)
+        again = packed(unpacked(kept, divisor), encoding, rng, divisor)
         assert same(kept.tensors, again.tensors)
 
 
-@pytest.mark.parametrize("encoding", ["signed", "unsigned"])
+@pytest.mark.parametrize("encoding", ["signed", "unsigned", "root_ratio", "ratio"])
 def test_every_code_under_a_thousand_scales_comes_back_whatever_the_random_numbers(encoding):
-    largest = 127 if encoding == "signed" else 255
-    codes = torch.arange(1 if encoding == "unsigned" else -127, largest + 1)
-    codes = torch.cat([codes, codes.new_full((256 - len(codes),), largest)]).view(8, GROUP).clone()
-    codes[:, 0] = largest  # what makes the scale
-    scales = torch.randint(31 << 8, 254 << 8, (1000,), generator=torch.Generator().manual_seed(0))
+    largest = 0 if encoding == "unsigned" else 127  # the code of what makes the scale
+    codes = torch.arange(256) if encoding == "unsigned" else torch.arange(-128, 128).clamp(min=-127)
+    codes = codes.view(8, GROUP).clone()
+    codes[:, 0] = largest
+    smallest = 127 + int(math.log2(SMALLEST[encoding]))
+    scales = torch.randint(smallest << 8, 254 << 8, (1000,), generator=torch.Generator().manual_seed(0))
     kept = QuantizedState(encoding, 256 * 1000, CPU)
     kept.codes.copy_(codes.view(-1).repeat(1000))
     kept.scales.copy_(scales.repeat_interleave(8))
-    values = unpacked(kept)
+    divisor = None
+    if DIVISOR.get(encoding):
+        divisor = QuantizedState("unsigned", 256 * 1000, CPU)
+        divisor.codes.copy_(torch.randint(256, (256 * 1000,), generator=torch.Generator().manual_seed(1)))
+    values = unpacked(kept, divisor)
     for noise in (0, 2**16 - 1):
         again = QuantizedState(encoding, 256 * 1000, CPU)
-        again.quantize(values.clone(), RoundingBits(torch.full((64,), noise, dtype=torch.int32)))
+        noise_of_all = RoundingBits(torch.full((64,), noise, dtype=torch.int32))
+        again.quantize(values.clone(), noise_of_all, divisor=divisor)
         assert same(kept.tensors, again.tensors)
 
 
-@pytest.mark.parametrize(("encoding", "step"), [("bf16", 2.0**-8), ("signed", 2 / 127), ("unsigned", 4 / 255)])
+# A step of an unsigned code is 5826 (2 code + 17) units of the last bit: of a third of the largest 5.2 % and less.
+@pytest.mark.parametrize(("encoding", "step"), [("bf16", 2.0**-8), ("signed", 2 / 127), ("unsigned", 0.06)])
 def test_rounding_is_right_on_average_and_never_off_by_more_than_a_step(encoding, step):
     rng, rounds = RoundingRNG(), 400
     values = torch.rand(2**12, generator=torch.Generator().manual_seed(0)) + 0.5
@@ -283,10 +295,37 @@ def test_every_elementwise_optimizer_steps_on_packed_states_as_on_float32_ones(n
     wide, few = (
         torch.cat([v.flatten() - s.flatten() for v, s in zip(r.values(), r.sources, strict=True)]) for r in runs
     )
-    # Noise has no direction: what is compared is the way that weights went. Rprop multiplies, and forgets small signs.
-    assert float((few - wide).norm() / wide.norm()) < (0.35 if name == "Rprop" else 0.1)
+    # Noise has no direction: what is compared is the way that weights went. Rprop multiplies, and forgets small signs. Without
+    # masters an update that is a little larger or smaller moves a weight by an ulp more or less.
+    bound = 0.35 if name == "Rprop" else 0.15 if form == "none" else 0.1
+    assert float((few - wide).norm() / wide.norm()) < bound
     if name not in ("SGD", "ASGD"):
         assert runs[1].kept()
+
+
+@pytest.mark.parametrize("factor", [1e2, 1e4, 1e6])
+@pytest.mark.parametrize("make", [optim.Adam, optim.Adamax])
+def test_small_neighbours_of_large_gradients_step_as_in_float32(make, factor):
+    generator, scale = torch.Generator().manual_seed(0), torch.ones(2048)
+    scale[::2] /= factor
+    steps = [scale * torch.randn(2048, generator=generator) for _ in range(30)]
+    moved, largest = [], []
+    for states in ("fp32", "8bit"):
+        param = nn.Parameter(torch.zeros(2048))
+        layer = nn.ParameterList([param])
+        boosted, optimizer, *_ = (b := Booster("cpu", "fp32", states=states)).boost(layer, make([param], lr=1e-3))
+        way = [param.detach().clone()]
+        for grad in steps:
+            b.backward(loss_with([param], [grad]), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            way.append(param.detach().clone())
+        moved.append(way[-1][::2])
+        largest.append(float(torch.stack(way).diff(dim=0).abs().max()))
+    # An unsigned code at 1e-6 in the unit of gradients is 35 % off the next, its root half that. Being rounded by chance, a few
+    # steps from the right one is the most of 2,048 elements.
+    assert largest[1] < 1.35 * largest[0]
+    assert float((moved[1] - moved[0]).norm() / moved[0].norm()) < 0.1
 
 
 @pytest.mark.parametrize(("states", "kept"), [("bf16", 2.0), ("8bit", 1.0625)])
