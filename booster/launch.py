@@ -128,7 +128,14 @@ def launch_from_torch(
     _refuse_windows()
     _refuse_second_launch()
     if not any(name in os.environ for name in _TORCH.place):
-        _refuse_lonely_task()
+        # Raise where srun or mpirun started several tasks: each would train alone, as its own world of one
+        functions = {"SLURM_STEP_NUM_TASKS": "launch_from_slurm", "OMPI_COMM_WORLD_SIZE": "launch_from_openmpi"}
+        for name, function in functions.items():
+            if name in os.environ and _whole_variable(name) > 1:
+                raise RuntimeError(
+                    f"{name}={os.environ[name]} says that this is one of several tasks, but RANK and WORLD_SIZE are not set; "
+                    f"call booster.{function}(host, port) instead of launch_from_torch()"
+                )
         start(0, 1, options["backend"], 0, options["seed"], store=dist.HashStore(), timeout=options["timeout"])
         return
     rank, world_size, local_rank = _place_by(_TORCH)
@@ -407,17 +414,6 @@ def _refuse_second_launch() -> None:
             f"already launched: this process is rank {dist.get_rank()} of {dist.get_world_size()}; call a launch "
             "function once per process, or torch.distributed.destroy_process_group() before launching again"
         )
-
-
-def _refuse_lonely_task() -> None:
-    """Raise where srun or mpirun started several tasks: each would train alone, as its own world of one."""
-    functions = {"SLURM_STEP_NUM_TASKS": "launch_from_slurm", "OMPI_COMM_WORLD_SIZE": "launch_from_openmpi"}
-    for name, function in functions.items():
-        if name in os.environ and _whole_variable(name) > 1:
-            raise RuntimeError(
-                f"{name}={os.environ[name]} says that this is one of several tasks, but RANK and WORLD_SIZE are not set; "
-                f"call booster.{function}(host, port) instead of launch_from_torch()"
-            )
 
 
 def launch_notebook(

@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 import traceback
-from types import TracebackType
 
 # How process groups say that another process is gone.
 _CUT_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
@@ -66,7 +65,10 @@ def main() -> None:
             _record("SystemExit", f"SystemExit: {exit_request.code}\n")
         raise
     except BaseException as error:
-        own = _without_launcher_frames(error.__traceback__)
+        own = error.__traceback__
+        launcher_files = {__file__, "<frozen runpy>", runpy.__file__}
+        while own is not None and own.tb_frame.f_code.co_filename in launcher_files:
+            own = own.tb_next
         error.__traceback__ = own
         interrupted = isinstance(error, KeyboardInterrupt)
         if not interrupted:  # Ctrl-C comes from the launcher, which knows
@@ -107,13 +109,6 @@ def _end_well() -> None:
                 thread.join()
         gc.collect()  # as DistCoordinator.destroy
         distributed.destroy_process_group()
-
-
-def _without_launcher_frames(trace: TracebackType | None) -> TracebackType | None:
-    launcher_files = {__file__, "<frozen runpy>", runpy.__file__}
-    while trace is not None and trace.tb_frame.f_code.co_filename in launcher_files:
-        trace = trace.tb_next
-    return trace
 
 
 def _record(message: str, text: str, status: int = 1, *, is_cut_off: bool = False) -> None:

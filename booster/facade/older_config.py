@@ -99,7 +99,13 @@ def translate(fp16: Mapping[str, Any] | None, clip_grad_norm: float | None = Non
     mode = _mode(fields)
     enabled = fields.pop("enabled", True)
     arguments.flag("fp16['enabled']", enabled)
-    _check_fields(mode, fields)
+    legal = [*_FIELDS[mode], "enabled", *_CLIPS]
+    for name in fields:
+        if name not in legal:
+            close = difflib.get_close_matches(str(name), legal, n=1, cutoff=0.0)
+            raise ValueError(
+                f"fp16[{name!r}] is no field of mode {mode.value!r}; did you mean {close[0]!r}? Its fields are {legal}"
+            )
     if not enabled:
         return FP32(), clip
     return _BUILD[mode](**{**_FIELDS[mode], **fields}), clip
@@ -118,16 +124,6 @@ def _mode(fields: dict[str, Any]) -> AMP_TYPE:
         return AMP_TYPE(mode)
     except ValueError:
         raise ValueError(f"fp16['mode']={mode!r} is not legal; choose an AMP_TYPE or one of {modes}") from None
-
-
-def _check_fields(mode: AMP_TYPE, fields: Mapping[str, Any]) -> None:
-    legal = [*_FIELDS[mode], "enabled", *_CLIPS]
-    for name in fields:
-        if name not in legal:
-            close = difflib.get_close_matches(str(name), legal, n=1, cutoff=0.0)
-            raise ValueError(
-                f"fp16[{name!r}] is no field of mode {mode.value!r}; did you mean {close[0]!r}? Its fields are {legal}"
-            )
 
 
 def _one_clip(given: Mapping[str, Any]) -> float:

@@ -139,7 +139,9 @@ class CallLog:
             self._inside = False
         self._calls.append(call)
         if len(self._calls) % _MANY == 0:
-            self._forget_unused()
+            self._calls = [call for call in self._calls if call.grads or any(ref() is not None for ref in call.outputs)]
+            kept = set(self._calls)
+            self._made = {key: link for key, link in self._made.items() if link.call in kept}
         for number, tensor in enumerate((result,) if isinstance(result, torch.Tensor) else tensors(result)):
             call.outputs.append(weakref.ref(tensor))
             if tensor.requires_grad:
@@ -198,12 +200,6 @@ class CallLog:
             self._calls.clear()
             self._made.clear()
         return taken
-
-    def _forget_unused(self) -> None:
-        """Drop calls that no backward pass can reach any more, as of a model that is evaluated with gradients on."""
-        self._calls = [call for call in self._calls if call.grads or any(ref() is not None for ref in call.outputs)]
-        kept = set(self._calls)
-        self._made = {key: link for key, link in self._made.items() if link.call in kept}
 
     def _link(self, tensor: torch.Tensor) -> OutputRef | None:
         found = self._made.get(storage_key(tensor))

@@ -75,7 +75,13 @@ class NaiveAMPModel(PrecisionModule):
             raise RuntimeError(f"this {type(model).__name__} runs under a precision already; pass the model inside it")
         tf32 = isinstance(dtype, str) and dtype == _TF32
         if tf32:
-            _check_tf32(model)
+            device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+            lacks = missing("tf32", device, capability=(8, 0), generations="Ampere or newer")
+            if lacks:
+                raise ValueError(
+                    f"{lacks}: the model is on {device}. Move it first; or give it to Booster(mixed_precision="
+                    "TF32MixedPrecision(emulate=True)), which computes such numbers on any device, slowly, as a rehearsal"
+                )
         dtype = torch.float32 if tf32 else parse_dtype(dtype)
         policy = half_policy(model, dtype, keep_fp32=keep_fp32, output=torch.float32 if output_to_fp32 else None)
         super().__init__(cast_parameters(model, policy), _Output(policy.output, tf32=tf32), input_dtype=dtype)
@@ -92,16 +98,6 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
     raise ValueError(
         f"dtype={arguments.shown(dtype)} is not legal; pass the torch dtype or the string of one of {[*_DTYPES, _TF32]}"
     )
-
-
-def _check_tf32(model: nn.Module) -> None:
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    lacks = missing("tf32", device, capability=(8, 0), generations="Ampere or newer")
-    if lacks:
-        raise ValueError(
-            f"{lacks}: the model is on {device}. Move it first; or give it to Booster(mixed_precision="
-            "TF32MixedPrecision(emulate=True)), which computes such numbers on any device, slowly, as a rehearsal"
-        )
 
 
 class _Output:

@@ -38,22 +38,19 @@ class AbortablePass(TorchDispatchMode):
             groups = map(process_group_of, (*args, *(kwargs or {}).values()))
             group = next((each for each in groups if each is not None), None)
             if group is not None and dist.get_world_size(group) > 1:
-                self._meet(group)
+                number = self._counts[group.group_name] = self._counts.get(group.group_name, 0) + 1
+                key = f"{self._name}/{group.group_name}/{number}"
+                if self._store.add(f"{key}/come", 1) == dist.get_world_size(group):
+                    self._store.compare_set(key, "", "all")
+                pause = 1e-4
+                while not self._store.check([key]):
+                    if self._store.check([f"{self._name}/left"]):
+                        self._store.compare_set(key, "", "left")
+                    time.sleep(pause)
+                    pause = min(2 * pause, 0.02)
+                if self._store.get(key) == b"left":
+                    raise LeftByOtherRank
+                if number > 1:  # all have left the collective before this one
+                    for gone in (f"{self._name}/{group.group_name}/{number - 1}{end}" for end in ("", "/come")):
+                        self._store.delete_key(gone)
         return func(*args, **(kwargs or {}))
-
-    def _meet(self, group: dist.ProcessGroup) -> None:
-        number = self._counts[group.group_name] = self._counts.get(group.group_name, 0) + 1
-        key = f"{self._name}/{group.group_name}/{number}"
-        if self._store.add(f"{key}/come", 1) == dist.get_world_size(group):
-            self._store.compare_set(key, "", "all")
-        pause = 1e-4
-        while not self._store.check([key]):
-            if self._store.check([f"{self._name}/left"]):
-                self._store.compare_set(key, "", "left")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
-        if self._store.get(key) == b"left":
-            raise LeftByOtherRank
-        if number > 1:  # all have left the collective before this one
-            for gone in (f"{self._name}/{group.group_name}/{number - 1}{end}" for end in ("", "/come")):
-                self._store.delete_key(gone)

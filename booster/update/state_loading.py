@@ -11,7 +11,6 @@ import torch
 from torch.optim import Optimizer
 
 from booster.common.snapshot import StateSnapshot
-from booster.loss_scaler import LossScaler
 from booster.model.dtensors import is_dtensor
 from booster.model.optimizer_states import state_differences
 from booster.ranks import agreement
@@ -91,12 +90,23 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
     try:
         with agreement.all_or_none(update.gradients.group, "load its optimizer state"), update.shards.local():
             if own.scale:
-                _load_scale(scaler, own.scale)
+                try:
+                    scaler.load_state_dict(own.scale)
+                except ValueError as error:
+                    raise ValueError(
+                        f"the loss scale in the optimizer state, state[{STATE_KEY!r}]['loss_scaler'], does not load: {error}; "
+                        f"{_KEEP_SCALE}"
+                    ) from error
             groups = [dict(group) for group in optimizer.param_groups]
             take_over_states = update.optimizer_state.read_state_dict(*cut(update, state, rest))
             weights = {param: update.shards.distribute(value, param) for param, value in values.items()}
             keep_implementation(optimizer, before)
-            _check_options(groups, optimizer.param_groups)
+            for index, (old, new) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+                missing = sorted(old.keys() - new.keys() - _OF_SCHEDULERS)
+                if missing:
+                    raise ValueError(
+                        f"param_groups[{index}] of the optimizer state lacks {missing}, which this optimizer has"
+                    )
     except BaseException:
         undo()
         raise
@@ -146,7 +156,10 @@ def _read_own(state_dict: Any, of_masters: tuple[torch.dtype, ...] = _WIDE) -> _
         if "masters" in own:
             _check_masters(own["masters"], of_masters)
         if RELEASE in own:
-            _check_release(own[RELEASE])
+            in_backward = own[RELEASE]
+            norm = in_backward.get(PREVIOUS_NORM) if isinstance(in_backward, Mapping) else None
+            if not isinstance(norm, float) or not 0 <= norm < math.inf:
+                raise ValueError(f"{RELEASE} is {in_backward!r}, and must hold the norm of a step as {PREVIOUS_NORM!r}")
     except ValueError as error:
         raise ValueError(
             f"the optimizer state's entry {STATE_KEY!r} is not what state_dict() wrote: {error}. Delete that entry to load "
@@ -164,12 +177,6 @@ def _check_masters(masters: Any, dtypes: tuple[torch.dtype, ...]) -> None:
         wrong = _why_no_master(weight, dtypes)
         if wrong:
             raise ValueError(f"the master of {name} {wrong}")
-
-
-def _check_release(in_backward: Any) -> None:
-    norm = in_backward.get(PREVIOUS_NORM) if isinstance(in_backward, Mapping) else None
-    if not isinstance(norm, float) or not 0 <= norm < math.inf:
-        raise ValueError(f"{RELEASE} is {in_backward!r}, and must hold the norm of a step as {PREVIOUS_NORM!r}")
 
 
 def _why_no_master(weight: Any, dtypes: tuple[torch.dtype, ...]) -> str | None:
@@ -290,21 +297,4 @@ def _check_kinds(optimizer: Optimizer, given: list[Mapping[str, Any]]) -> None:
                 raise ValueError("; ".join(wrong))
 
 
-def _check_options(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
-    for index, (old, new) in enumerate(zip(before, after, strict=True)):
-        missing = sorted(old.keys() - new.keys() - _OF_SCHEDULERS)
-        if missing:
-            raise ValueError(f"param_groups[{index}] of the optimizer state lacks {missing}, which this optimizer has")
-
-
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "param_names"}
-
-
-def _load_scale(scaler: LossScaler, state: dict[str, Any]) -> None:
-    try:
-        scaler.load_state_dict(state)
-    except ValueError as error:
-        raise ValueError(
-            f"the loss scale in the optimizer state, state[{STATE_KEY!r}]['loss_scaler'], does not load: {error}; "
-            f"{_KEEP_SCALE}"
-        ) from error

@@ -254,7 +254,13 @@ class PrecisionController(StepListener):
         self._sums, self._operations = {}, [0, 0]
         self._number = num_steps + 1
         self._measured = self._due(self._number)
-        self._begin_trial(self._measured if self._number == self._first else frozenset(self._suspected))
+        # Have `products` wide in the step that comes, and those of the last step no longer
+        products = self._measured if self._number == self._first else frozenset(self._suspected)
+        if self._plan is None or not self._plan.budget:
+            products = frozenset()
+        changed = {name for name, _ in products ^ self._trial} & self._layers.keys()
+        self._trial = products
+        self._apply(changed)
         self._watch(self._measured)
 
     # ---- inside
@@ -262,14 +268,6 @@ class PrecisionController(StepListener):
     @property
     def _knows_nothing(self) -> bool:
         return not (self.noise or self._suspected)
-
-    def _begin_trial(self, products: frozenset[tuple[str, str]]) -> None:
-        """Have `products` wide in the step that comes, and those of the last step no longer."""
-        if self._plan is None or not self._plan.budget:
-            products = frozenset()
-        changed = {name for name, _ in products ^ self._trial} & self._layers.keys()
-        self._trial = products
-        self._apply(changed)
 
     def _due(self, number: int) -> frozenset[tuple[str, str]]:
         """Return the products to look at in the step `number`: of the layers whose turn it is, and the suspected."""

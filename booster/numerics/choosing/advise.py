@@ -73,7 +73,20 @@ def advise(
     arguments.count("steps", steps, least=_LEAST_ROUNDS)
     arguments.count("seed", seed, least=0, most=2**63 - 2)
     budget = Budget() if budget is None else arguments.instance("budget", budget, Budget, "a Budget, or None")
-    named = _named(precisions)
+    # The precisions by what rows call them
+    if precisions is None:
+        precisions = [name for name in _in_order(available()) if name != _OF_OLD_SCRIPTS]
+    if isinstance(precisions, str) or not isinstance(precisions, Sequence) or not precisions:
+        legal = "names or MixedPrecision objects, in a list"
+        raise TypeError(arguments.refusal("precisions", precisions, legal, also="None for all"))
+    named: dict[str, str | MixedPrecision] = {}
+    for each in precisions:
+        make(each, "an entry of precisions")  # raises for what is no precision
+        if each is None or (isinstance(each, str) and each in named):
+            raise ValueError(f"precisions has {each!r} twice, or as None; name each once")
+        name = each if isinstance(each, str) else type(each).__name__
+        count = sum(other == name or other.startswith(f"{name} ") for other in named)
+        named[f"{name} {count + 1}" if count else name] = each
     with seeded(seed, where) as begin, torch.enable_grad():
         task = Task(model_fn, batch, criterion, optimizer_fn, where, seed, begin)
         measurement = _Measurement(task, budget, steps)
@@ -90,24 +103,6 @@ def advise(
         noise=measurement.noise,
         device=str(where),
     )
-
-
-def _named(precisions: Any) -> dict[str, str | MixedPrecision]:
-    """The precisions by what rows call them."""
-    if precisions is None:
-        precisions = [name for name in _in_order(available()) if name != _OF_OLD_SCRIPTS]
-    if isinstance(precisions, str) or not isinstance(precisions, Sequence) or not precisions:
-        legal = "names or MixedPrecision objects, in a list"
-        raise TypeError(arguments.refusal("precisions", precisions, legal, also="None for all"))
-    named: dict[str, str | MixedPrecision] = {}
-    for each in precisions:
-        make(each, "an entry of precisions")  # raises for what is no precision
-        if each is None or (isinstance(each, str) and each in named):
-            raise ValueError(f"precisions has {each!r} twice, or as None; name each once")
-        name = each if isinstance(each, str) else type(each).__name__
-        count = sum(other == name or other.startswith(f"{name} ") for other in named)
-        named[f"{name} {count + 1}" if count else name] = each
-    return named
 
 
 def _in_order(names: Sequence[str]) -> list[str]:
@@ -170,7 +165,18 @@ class _Measurement:
         if time.perf_counter() > self._end:
             return Row(name=name, status="left out", note="the budget of time was used up")
         try:
-            precision = _runs_on(self._task.device, given)
+            # `given`, bound to `device`, or its rehearsal where it cannot run there; an object of the user's stays as
+            # it is. Rows say which precisions are rehearsed.
+            precision = copy.deepcopy(make(given))
+            precision.tell_no_rehearsal()
+            try:
+                precision.bind(self._task.device)
+            except ValueError:
+                if not isinstance(given, str) or not isinstance(precision, (LowPrecision, TF32MixedPrecision)):
+                    raise
+                precision = type(precision)(emulate=True)
+                precision.tell_no_rehearsal()
+                precision.bind(self._task.device)
             return self._measured(name, precision)
         except (ValueError, TypeError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
@@ -242,24 +248,6 @@ class _Measurement:
             ratios.append(times[other] / times[self._reference])
             seconds.append(times[other])
         return ratios, statistics.median(seconds)
-
-
-def _runs_on(device: torch.device, given: str | MixedPrecision) -> MixedPrecision:
-    """`given`, bound to `device`, or its rehearsal where it cannot run there; an object of the user's stays as it is.
-
-    Rows say which precisions are rehearsed.
-    """
-    precision = copy.deepcopy(make(given))
-    precision.tell_no_rehearsal()
-    try:
-        precision.bind(device)
-    except ValueError:
-        if not isinstance(given, str) or not isinstance(precision, (LowPrecision, TF32MixedPrecision)):
-            raise
-        precision = type(precision)(emulate=True)
-        precision.tell_no_rehearsal()
-        precision.bind(device)
-    return precision
 
 
 def _spread(ratios: Sequence[float]) -> tuple[float, tuple[float, float]]:

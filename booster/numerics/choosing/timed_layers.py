@@ -22,7 +22,6 @@ from booster.mixed_precision import (
 )
 from booster.mixed_precision.low_precision.kernels import for_device
 from booster.mixed_precision.low_precision.layer_trials import seconds, timed
-from booster.mixed_precision.low_precision.recipes import Recipe
 from booster.tensors.micro_batch import MicroBatch
 from booster.tensors.trees import map_tensors
 
@@ -130,7 +129,15 @@ def time_layers(
         legal = "a function that makes a torch.nn.Module that is not boosted"
         model = arguments.instance("what model_fn() returned", model_fn(), nn.Module, "a torch.nn.Module", fix=legal)
         shapes = _shapes(model.to(where), batch, where)
-        recipes = _recipes(where)
+        # What the device runs, by name
+        recipes = {}
+        for name, make in _PRECISIONS.items():
+            conversion = make().conversion
+            try:
+                conversion.runs(where)
+            except ValueError:
+                continue
+            recipes[name] = for_device(conversion.recipe, where)
         rows = [
             TimedShape(
                 names=tuple(names), tokens=shape[0], in_features=shape[1], out_features=shape[2], bf16=wide, low=low
@@ -160,16 +167,3 @@ def _shapes(model: nn.Module, batch: Any, device: torch.device) -> dict[tuple[in
     for name, rows in tokens.items():
         shapes.setdefault((rows, linears[name].in_features, linears[name].out_features), []).append(name)
     return shapes
-
-
-def _recipes(device: torch.device) -> dict[str, Recipe]:
-    """What the device runs, by name."""
-    recipes = {}
-    for name, make in _PRECISIONS.items():
-        conversion = make().conversion
-        try:
-            conversion.runs(device)
-        except ValueError:
-            continue
-        recipes[name] = for_device(conversion.recipe, device)
-    return recipes

@@ -167,7 +167,9 @@ def diagnose(
         if scale is not None:
             kind = "loss_scale"
             remedies.append(f"finite at scale {power_of_two(scale)}")
-    if kind in ("overflow", "operation", "loss_scale") and _is_half(cause):
+    if kind in ("overflow", "operation", "loss_scale") and (
+        cause.dtype in _HALVES or any(numbers.dtype in _HALVES for numbers in cause.inputs)
+    ):
         module = trials.module_in_float32(cause)
         if module is not None:
             remedies.append(
@@ -185,10 +187,6 @@ def diagnose(
         notes=notes,
         **known,
     )
-
-
-def _is_half(cause: Cause) -> bool:
-    return cause.dtype in _HALVES or any(numbers.dtype in _HALVES for numbers in cause.inputs)
 
 
 def _advice(cause: Cause, kind: str) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from booster.common.torch_internals.autograd_internals import graph_task
 from booster.interface.model import ModelWrapper
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.operands import low, padded_and_rotated
-from booster.mixed_precision.low_precision.recipes import CastConfig, GemmConfig, HighPrecision
+from booster.mixed_precision.low_precision.recipes import GemmConfig, HighPrecision
 from booster.model.dtensors import is_dtensor
 from booster.model.modules import matcher
 from booster.numerics.record.samples import NUM_COUNTS, count_exponents, exponents_of
@@ -210,20 +210,16 @@ class OperandCounts:
         matrices = [padded_and_rotated(each.float(), how, recipe) for each in (a, b)]
         for matrix, operand, what in zip(matrices, (how.left, how.right), _OPERANDS[role], strict=True):
             key = (name, role, what, str(operand.format))
-            row = _row(matrix, operand)
+            rounded = low(matrix, operand)
+            scale = rounded.scale_of_each() if rounded.outer is None else rounded.scale_of_each() * rounded.outer
+            size, largest = rounded.values.float().abs(), operand.format.largest
+            counts = (
+                ((size == 0) & (matrix != 0)).sum(),
+                (matrix.abs() > scale * (largest * _ABOVE)).sum(),
+                (size == largest).sum(),
+            )
+            row = torch.stack([torch.full((), matrix.numel(), dtype=torch.int64, device=matrix.device), *counts])
             self._rows[key] = self._rows[key] + row if key in self._rows else row
-
-
-def _row(x: torch.Tensor, operand: CastConfig) -> torch.Tensor:
-    rounded = low(x, operand)
-    scale = rounded.scale_of_each() if rounded.outer is None else rounded.scale_of_each() * rounded.outer
-    size, largest = rounded.values.float().abs(), operand.format.largest
-    counts = (
-        ((size == 0) & (x != 0)).sum(),
-        (x.abs() > scale * (largest * _ABOVE)).sum(),
-        (size == largest).sum(),
-    )
-    return torch.stack([torch.full((), x.numel(), dtype=torch.int64, device=x.device), *counts])
 
 
 def _operand_line(place: int, key: Key, numbers: list[float]) -> Line:

@@ -122,7 +122,13 @@ class Record:
         try:
             self._file.write(lines)
         except OSError as error:  # as of a full disk
-            self._stop(error)
+            # Close the file, say why, and let the training go on
+            _logger.warning("the record in %s ends here, and training goes on: %s", self.folder, error)
+            self._close.detach()
+            self._pending.clear()
+            self._file.close()
+            for counter in self._counters:
+                counter.detach()
 
     def expect(self, name: str, sampled: bool) -> None:
         """Say whether the next step of the optimizer `name` is `sampled`."""
@@ -223,15 +229,6 @@ class Record:
                     step,
                     exc_info=True,
                 )
-
-    def _stop(self, error: OSError) -> None:
-        """Close the file, say why, and let the training go on."""
-        _logger.warning("the record in %s ends here, and training goes on: %s", self.folder, error)
-        self._close.detach()
-        self._pending.clear()
-        self._file.close()
-        for counter in self._counters:
-            counter.detach()
 
 
 class _PendingStep:

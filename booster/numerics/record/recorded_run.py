@@ -213,7 +213,15 @@ class _RankFile:
                 self.spans.append(_Span(line if line["kind"] == "run" else {}))
             place = len(self.spans) - 1
             if line["kind"] == "step":
-                self._add_step(line)
+                # Add a step's line; what was written before of it and of later ones is of no run any more
+                name, number = line["optimizer"], line["step"]
+                if number <= self._last.get(name, -1):
+                    self._drop(name, {each for each in self.steps[name] if each >= number})
+                    if name in self.spans[-1].begins:
+                        self.spans.append(_Span(self.spans[-1].about, is_process=False))
+                self.spans[-1].begins.setdefault(name, number)
+                self._last[name] = number
+                self.steps.setdefault(name, {})[number] = line
                 if len(self.steps) > _MOST_OPTIMIZERS:
                     raise ValueError(f"{path} has steps of more than {_MOST_OPTIMIZERS} optimizers, which no run has")
             elif line["kind"] == "pilot":
@@ -234,17 +242,6 @@ class _RankFile:
                 self.samples[line["optimizer"], line["step"], line["of"], line["name"]] = line
         if not any(span.about for span in self.spans):
             raise ValueError(f"{path} does not begin with the line of a run, so it is no file of a record")
-
-    def _add_step(self, line: dict[str, Any]) -> None:
-        """Add a step's line; what was written before of it and of later ones is of no run any more."""
-        name, number = line["optimizer"], line["step"]
-        if number <= self._last.get(name, -1):
-            self._drop(name, {each for each in self.steps[name] if each >= number})
-            if name in self.spans[-1].begins:
-                self.spans.append(_Span(self.spans[-1].about, is_process=False))
-        self.spans[-1].begins.setdefault(name, number)
-        self._last[name] = number
-        self.steps.setdefault(name, {})[number] = line
 
     def _drop(self, optimizer: str, numbers: set[int]) -> None:
         self._gone.setdefault(optimizer, set()).update(numbers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +61,13 @@ def report(source: Any, *, format: torch.dtype | None = None) -> Report:
     Waits for the device. Cost as of a sample of a record.
     """
     if isinstance(source, OptimizerWrapper):
-        return Report(tuple(_of_optimizer(source, format)))
+        given = None if format is None else arguments.floating_dtype("format", format)
+        update = update_of(source)
+        implied = given or (torch.float16 if update.gradients.scaler.enabled else None)
+        sample = Sample(
+            update, lambda param: param.dtype if implied is None or param.dtype != torch.float32 else implied
+        )
+        return Report(tuple([merge([{**line, "optimizer": "0", "step": 0}]) for line in sample.lines(applied=False)]))
     if format is not None:
         raise ValueError("format is for a boosted optimizer; a record knows in which format each gradient was computed")
     if not isinstance(source, (Run, str, os.PathLike)):
@@ -70,14 +75,6 @@ def report(source: Any, *, format: torch.dtype | None = None) -> Report:
         raise TypeError(arguments.refusal("source", source, legal))
     run = source if isinstance(source, Run) else read_run(arguments.path("source", source))
     return Report(tuple(row for rows in run.samples.values() for row in rows if row.step == rows[-1].step))
-
-
-def _of_optimizer(optimizer: OptimizerWrapper, format: torch.dtype | None) -> Sequence[Underflow]:
-    given = None if format is None else arguments.floating_dtype("format", format)
-    update = update_of(optimizer)
-    implied = given or (torch.float16 if update.gradients.scaler.enabled else None)
-    sample = Sample(update, lambda param: param.dtype if implied is None or param.dtype != torch.float32 else implied)
-    return [merge([{**line, "optimizer": "0", "step": 0}]) for line in sample.lines(applied=False)]
 
 
 def _cells(row: Underflow) -> tuple[str, ...]:

@@ -100,7 +100,15 @@ def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Seq
                 numbers, norms, width=width, logarithm=10, strip=clips, strip_name="clipped", marks=skipped
             ),
         )
-    yield from _culprits(summary)
+    if summary.skips_by_culprit and not summary.none_stands_out:
+        culprits = [(name, float(count)) for name, count in summary.skips_by_culprit.items()][:MOST_CULPRITS]
+        more = len(summary.skips_by_culprit) - len(culprits)
+        yield _panel(
+            "Skips by culprit",
+            "How often the gradient of a parameter held an inf or NaN."
+            + (f" {more} more are left out." if more else ""),
+            lambda width: bars(culprits, width=width),
+        )
     if summary.groups:
         yield _groups(summary)
     tensors = by_tensor(samples)
@@ -120,18 +128,6 @@ def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Seq
     for format, left_out, picture in exponent_maps([own[-1] for own in tensors.values()]):
         text = f"In the last sample, times the loss scale, in {format}. The strongest colour is the most frequent of a row."
         yield _panel("Exponents", text + (f" {left_out} more are left out." if left_out else ""), picture)
-
-
-def _culprits(summary: OptimizerSummary) -> Iterator[str]:
-    if summary.skips_by_culprit and not summary.none_stands_out:
-        culprits = [(name, float(count)) for name, count in summary.skips_by_culprit.items()][:MOST_CULPRITS]
-        more = len(summary.skips_by_culprit) - len(culprits)
-        yield _panel(
-            "Skips by culprit",
-            "How often the gradient of a parameter held an inf or NaN."
-            + (f" {more} more are left out." if more else ""),
-            lambda width: bars(culprits, width=width),
-        )
 
 
 def _tiles(summary: OptimizerSummary) -> str:

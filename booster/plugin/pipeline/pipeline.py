@@ -80,7 +80,12 @@ class StagePipeline(PlacedModule):
         """
         backward = seed is not None
         check_count(self._plan.style, self._plan.pp_size, len(micro_batches))
-        self._match_modes()
+        # Bring the copies of modules into the mode, training or evaluation, of the user's modules
+        if not self._copies or any(place.get(name) is not module for place, name, module, _ in self._copies):
+            self._copies = list(self._find_copies())
+        for _, _, module, copy in self._copies:
+            if copy.training is not module.training:
+                copy.training = module.training
         # Torch's fused inference path reads weights past the modules, which on this rank may be fakes.
         with torch.set_grad_enabled(backward), nullcontext() if backward else fast_path_off():
             runner, io = self._runner(micro_batches, backward)
@@ -165,14 +170,6 @@ class StagePipeline(PlacedModule):
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return described, form(call), autocast, self.module.training
-
-    def _match_modes(self) -> None:
-        """Bring the copies of modules into the mode, training or evaluation, of the user's modules."""
-        if not self._copies or any(place.get(name) is not module for place, name, module, _ in self._copies):
-            self._copies = list(self._find_copies())
-        for _, _, module, copy in self._copies:
-            if copy.training is not module.training:
-                copy.training = module.training
 
     def _find_copies(self) -> Iterator[tuple[dict[str, Any], str, nn.Module, nn.Module]]:
         """Yield for each copy of a module: the dict that holds the user's, its name in there, the user's, and the copy."""

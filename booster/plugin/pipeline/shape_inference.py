@@ -114,7 +114,20 @@ class _StageRun:
         if owner > self._stage:
             self._end(position, leaves)
         if self._stage and position == self._split.starts[self._stage - 1]:
-            self._receive(leaves)
+            # The first block of the stage is called: from here on activations come from what was received
+            boundary = self._found.boundaries[self._stage - 1]
+            if boundary.positions and boundary.positions[-1] >= len(leaves):
+                raise RuntimeError(f"the first block of stage {self._stage} gets other arguments than it did before")
+            replaced = [leaves[leaf] for leaf in boundary.positions]
+            self._received_as.update({id(leaf): number for number, leaf in enumerate(replaced)})
+            self._held += replaced
+            self._received = tuple(
+                self._meta_model.fake(spec.shape, spec.dtype, leaf.device, requires_grad=spec.requires_grad)
+                for spec, leaf in zip(boundary.specs, replaced, strict=True)
+            )
+            self._sources.closed = True
+            self._meta_model.mode.watching = False
+            self._found.results[self._stage] = None if self._meta_model.mode.wrote else {}
         elif not self._sources.closed:
             first = self._split.name_of(self._split.starts[self._stage - 1])
             raise RuntimeError(
@@ -148,22 +161,6 @@ class _StageRun:
         # Arguments that a block only passes on keep their own sources.
         self._sources.tag([leaf for leaf in leaves_of(output) if id(leaf) not in given], frozenset({name}))
         return output
-
-    def _receive(self, leaves: list[Any]) -> None:
-        """The first block of the stage is called: from here on activations come from what was received."""
-        boundary = self._found.boundaries[self._stage - 1]
-        if boundary.positions and boundary.positions[-1] >= len(leaves):
-            raise RuntimeError(f"the first block of stage {self._stage} gets other arguments than it did before")
-        replaced = [leaves[leaf] for leaf in boundary.positions]
-        self._received_as.update({id(leaf): number for number, leaf in enumerate(replaced)})
-        self._held += replaced
-        self._received = tuple(
-            self._meta_model.fake(spec.shape, spec.dtype, leaf.device, requires_grad=spec.requires_grad)
-            for spec, leaf in zip(boundary.specs, replaced, strict=True)
-        )
-        self._sources.closed = True
-        self._meta_model.mode.watching = False
-        self._found.results[self._stage] = None if self._meta_model.mode.wrote else {}
 
     def _end(self, position: int, leaves: list[Any]) -> None:
         """The stage is over: record what the next one receives."""

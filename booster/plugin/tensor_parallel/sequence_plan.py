@@ -70,7 +70,15 @@ def _shard_block(model: nn.Module, block: str, plan: dict[str, ParallelStyle], d
                     f"names {rows or 'none'}. Otherwise use sequence_parallelism=False"
                 )
         else:
-            _check_tokenwise(branch, module)
+            mixing = [each for each in module.modules() if isinstance(each, _MIX_TOKENS)]
+            heavy = [f"{branch}.{param_name}" for param_name, param in module.named_parameters() if param.dim() > 1]
+            if mixing:
+                raise _refusal(f"{branch!r} is a {type(mixing[0]).__name__}, which mixes tokens")
+            if heavy:
+                raise ValueError(
+                    f"sequence_parallelism=True: tp_plan does not divide {heavy[0]!r}; name its module, or use "
+                    "sequence_parallelism=False"
+                )
         for name, each in module.named_modules(prefix=branch):
             if inside and name in given:
                 plan[name] = _in_branch(name, given[name], dim)
@@ -104,18 +112,6 @@ def _region(style: ParallelStyle | None, **options: Any) -> Region:
     own = style if isinstance(style, Region) else Region()
     kept = {name: getattr(own, name) for name in ("divide", "assign", "by_heads", "shared")}
     return Region(partial_gradients=True, **kept, **options)
-
-
-def _check_tokenwise(name: str, module: nn.Module) -> None:
-    mixing = [each for each in module.modules() if isinstance(each, _MIX_TOKENS)]
-    heavy = [f"{name}.{param_name}" for param_name, param in module.named_parameters() if param.dim() > 1]
-    if mixing:
-        raise _refusal(f"{name!r} is a {type(mixing[0]).__name__}, which mixes tokens")
-    if heavy:
-        raise ValueError(
-            f"sequence_parallelism=True: tp_plan does not divide {heavy[0]!r}; name its module, or use "
-            "sequence_parallelism=False"
-        )
 
 
 def _block_of(model: nn.Module, name: str) -> str | None:

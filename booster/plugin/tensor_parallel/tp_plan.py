@@ -96,7 +96,22 @@ def resolve_plan(
             _check_heads(model, name, style, tp_size)
     plan = _around_adapters(model, plan, sequence_parallelism=sequence_parallelism)
     for name, style in plan.items():
-        _check_sizes(name, model.get_submodule(name), style, tp_size)
+        module = model.get_submodule(name)
+        if isinstance(module, FrozenLinear):
+            raise ValueError(
+                f"{name!r}: its weight is stored in {module.form or module.weight.dtype}, which tensor parallelism does not "
+                "divide; leave it out of tp_plan, or keep it wide with load_weights(keep=...)"
+            )
+        if isinstance(style, LocalStyle):
+            style.check(name, module, tp_size)
+        elif isinstance(style, (ColwiseParallel, RowwiseParallel)) and isinstance(module, (nn.Linear, nn.Embedding)):
+            by_rows = isinstance(style, RowwiseParallel)
+            size = module.weight.shape[int(by_rows) if isinstance(module, nn.Linear) else 1 - int(by_rows)]
+            if size % tp_size:
+                raise ValueError(
+                    f"{name!r}, {module}, has {size} features or entries to divide by {type(style).__name__}, which do not "
+                    f"divide by tp_size={tp_size}; choose another tp_size, or leave the module out of tp_plan"
+                )
     if sequence_parallelism:
         plan = with_sequence_parallelism(model, plan)
     check_ties(model, plan)
@@ -309,24 +324,6 @@ def _around_adapters(
         divided = "lora_B" if isinstance(style, Colwise) else "lora_A"
         found |= {f"{name}.{divided}.{adapter}": style for adapter in getattr(layer, divided)}
     return found
-
-
-def _check_sizes(name: str, module: nn.Module, style: ParallelStyle, tp_size: int) -> None:
-    if isinstance(module, FrozenLinear):
-        raise ValueError(
-            f"{name!r}: its weight is stored in {module.form or module.weight.dtype}, which tensor parallelism does not "
-            "divide; leave it out of tp_plan, or keep it wide with load_weights(keep=...)"
-        )
-    if isinstance(style, LocalStyle):
-        style.check(name, module, tp_size)
-    elif isinstance(style, (ColwiseParallel, RowwiseParallel)) and isinstance(module, (nn.Linear, nn.Embedding)):
-        by_rows = isinstance(style, RowwiseParallel)
-        size = module.weight.shape[int(by_rows) if isinstance(module, nn.Linear) else 1 - int(by_rows)]
-        if size % tp_size:
-            raise ValueError(
-                f"{name!r}, {module}, has {size} features or entries to divide by {type(style).__name__}, which do not "
-                f"divide by tp_size={tp_size}; choose another tp_size, or leave the module out of tp_plan"
-            )
 
 
 def _check_heads(model: nn.Module, name: str, style: ParallelStyle, tp_size: int) -> None:
