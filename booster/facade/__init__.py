@@ -1,7 +1,8 @@
 """The facade: what the methods of `Booster` do, in the order in which a run meets them.
 
-The idea: `booster/booster.py` is one class whose methods check who they are for and call one function or object of this room.
-Nothing here knows which precision or plugin runs: both are asked through `MixedPrecision` and `Plugin`. An example:
+The idea: `booster/booster.py` has what makes a Booster and what boosts; its other methods are functions of the files
+`*_methods.py` here, which take a `BoosterState` as `self` and which the class names one a line, by subject. Nothing here
+knows which precision or plugin runs: both are asked through `MixedPrecision` and `Plugin`. An example:
 
     b = Booster("cpu", "fp16")               PrecisionRun: a phase with this precision
     b.boost(model, optimizer)                refusals.check_boost; precision.configure(...); BoostedObjects.add(...)
@@ -20,15 +21,20 @@ Files in reading order:
     precision_run.py        `PrecisionRun`: the precision now, and what changes it
     precision_scheduler.py  `PrecisionScheduler`: which phase of a schedule is due, by counting steps around forward passes
     switch.py               `Switch`: from one precision to another, as a checkpoint would carry it, but in memory
+    booster_state.py        `BoosterState`: the attributes that the methods share
+    pass_methods.py         `backward`, `accumulate`, `no_sync`, `execute_pipeline`
+    checkpoint_methods.py   `save`, `load` and the like
+    diagnostic_methods.py   `record`, `diagnose`, `estimate_memory`, `memory`
+    graph_methods.py        `capture`, `capturable`
     accumulation.py         groups of micro-batches, and passes that leave gradients unsynchronised
-    pipeline_pass.py        `execute_pipeline`, on one rank or on stages
+    pipeline_pass.py        micro-batches through a model on one rank or on stages
     collectives.py          `gather` and `reduce` of results
     stored_weights.py       `booster.load_weights`: weights stored in few bits, before boost
-    adapters.py             `enable_lora`
+    adapters.py             `enable_lora`, `save_lora`
     synced_weights.py       `sync_weights`: weights for a sampler, as the forward reads them
     description.py          `booster.describe`: what each module is stored in and computes in
     batch_size.py, progress_bar.py, profiler.py
-                            tools around a loop that need no boosted object
+                            `find_batch_size`, `progress`, `profile`: tools around a loop
 
 What may be touched: a method of `Booster` keeps its signature and docstring, which are public; what it calls here is free. A
 check belongs to `refusals.py`, raises before anything is changed, and names what was given, what is legal and the fix. Only

@@ -9,21 +9,34 @@ import torch
 from torch import nn
 
 from booster.common import arguments
+from booster.facade.booster_state import BoosterState
 from booster.frozen import FORMS, Form, FrozenLinear
-from booster.interface.model import PrecisionModule
+from booster.interface.model import PrecisionModule, boosted_wrapper
 from booster.model.modules import parents, tensor_places
 
 StorageDtype = torch.dtype | Literal["int8", "fp8", "nf4"]
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def put_adapters(
+def enable_lora(
+    self: BoosterState,
     model: nn.Module,
-    pretrained_dir: str | os.PathLike[str] | None,
-    lora_config: Any,
-    storage_dtype: StorageDtype | None,
+    pretrained_dir: str | os.PathLike[str] | None = None,
+    lora_config: Any = None,
+    *,
+    storage_dtype: StorageDtype | None = None,
 ) -> Any:
-    """Return the PeftModel around `model`; see `Booster.enable_lora`."""
+    """LoRA, QLoRA: freeze `model` and put low-rank adapters of peft around it, in place; returns the PeftModel, to boost.
+
+    pretrained_dir: a folder of `save_lora` or of peft, whose adapters train on; None makes new ones by `lora_config`.
+    lora_config: a peft.LoraConfig, for new adapters; None where there is a folder.
+    storage_dtype: how the weights of frozen linear layers are stored, as for `load_weights`: "nf4" (QLoRA), "int8", "fp8",
+        torch.bfloat16 or torch.float16, from what they are now; all but those that others share, and what makes the logits.
+        None leaves them. Adapters are float32.
+
+    Raises ImportError without peft, RuntimeError for a boosted model, and ValueError for a model with adapters and for
+    what cannot be on packed weights: DoRA, and adapters that begin with numbers of the base.
+    """
     try:
         import peft
     except ImportError as error:
@@ -54,6 +67,19 @@ def put_adapters(
     if pretrained_dir is None:
         return peft.get_peft_model(model, lora_config)
     return peft.PeftModel.from_pretrained(model, folder, is_trainable=True)
+
+
+def save_lora(self: BoosterState, model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Write the adapters (LoRA) of the boosted `model` alone, as peft reads them; a collective.
+
+    folder: gets adapter_model.safetensors and adapter_config.json, for `enable_lora(pretrained_dir=...)`, for
+    `PeftModel.from_pretrained` and for servers.
+
+    `save_model(merge=True)` merges them. Raises ValueError for a model without adapters.
+    """
+    from booster.checkpoint.adapters import save_adapters
+
+    save_adapters(boosted_wrapper(model, "save_lora"), arguments.path("folder", folder), self.plugin.group)
 
 
 @torch.no_grad()

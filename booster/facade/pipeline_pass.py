@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,61 +11,16 @@ import torch
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, gradients_of
 from booster.mixed_precision import MixedPrecision
-from booster.plugin import Pipeline, Plugin
+from booster.plugin import Pipeline
 from booster.tensors.cast_regions import outside, region, sharing_weights
-from booster.tensors.micro_batch import MicroBatch, divide
-from booster.tensors.trees import join, map_tensors
+from booster.tensors.micro_batch import MicroBatch
+from booster.tensors.trees import map_tensors
 from booster.update.backward import abandon_backward, begin_backward, end_backward
 
-INSIDE_ACCUMULATE = (
-    "execute_pipeline accumulates the gradients of its {count} micro-batches by itself, so it cannot run inside accumulate(); "
-    "pass one larger batch, and HybridParallelPlugin(num_microbatches=...)"
-)
 Criterion = Callable[[Any, Any], torch.Tensor]
 
 
-def execute(
-    batch: Any,
-    model: ModelWrapper,
-    criterion: Criterion,
-    optimizers: Sequence[OptimizerWrapper],
-    *,
-    plugin: Plugin,
-    precision: MixedPrecision,
-    device: torch.device,
-    accumulating: bool,
-    accumulate: Callable[[int], AbstractContextManager[Any]],
-    backward: Callable[[torch.Tensor], None],
-    return_loss: bool,
-    return_outputs: bool,
-) -> dict[str, Any]:
-    """Run `Booster.execute_pipeline`; without `optimizers` there is no backward.
-
-    accumulating: whether an `accumulate` of these optimizers is open around the call. accumulate: opens one, of so many
-    micro-batches. backward: that of a loss for these optimizers. Both are asked only where one rank computes the model whole.
-    """
-    micro_batches = divide(batch, plugin.num_micro_batches)
-    pipeline = plugin.pipeline(model.module)
-    if accumulating and (pipeline is not None or len(micro_batches) > 1):
-        raise RuntimeError(INSIDE_ACCUMULATE.format(count=len(micro_batches)))
-    with nullcontext() if optimizers else torch.no_grad():
-        if pipeline is None:
-            opened = accumulate(len(micro_batches)) if optimizers and not accumulating else nullcontext()
-            with opened:
-                losses, outputs = _run_whole(
-                    model, criterion, micro_batches, backward if optimizers else None, return_outputs
-                )
-        else:
-            losses, outputs = _run_stages(
-                pipeline, precision, model, criterion, optimizers, micro_batches, return_outputs
-            )
-    loss = torch.stack([part.detach().reshape(()) for part in losses]).mean() if losses else None
-    if return_loss and pipeline is not None:
-        loss = pipeline.share(loss, device)
-    return {"loss": loss if return_loss else None, "outputs": join(outputs) if outputs else None}
-
-
-def _run_whole(
+def run_whole(
     model: ModelWrapper,
     criterion: Criterion,
     micro_batches: list[MicroBatch],
@@ -85,7 +40,7 @@ def _run_whole(
     return losses, outputs
 
 
-def _run_stages(
+def run_stages(
     pipeline: Pipeline,
     precision: MixedPrecision,
     model: ModelWrapper,

@@ -6,31 +6,45 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from booster.common import arguments
-
-if TYPE_CHECKING:
-    from torch.profiler import profile
+from booster.facade.booster_state import BoosterState
 
 _logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def profiled(
+def profile(
+    self: BoosterState,
     folder: str | os.PathLike[str],
-    device: torch.device,
     *,
-    skip: int,
-    steps: int,
-    shapes: bool,
-    memory: bool,
-    stacks: bool,
-) -> Iterator[profile]:
-    """`Booster.profile`, which says what this does."""
+    skip: int = 2,
+    steps: int = 3,
+    shapes: bool = False,
+    memory: bool = False,
+    stacks: bool = False,
+) -> Iterator[torch.profiler.profile]:
+    """Context in which torch's profiler records `steps` steps after the first `skip`, on every rank.
+
+        with b.profile("trace") as profile:
+            for x, y in loader:
+                ...
+                profile.step()
+
+    folder: each rank writes `folder/rank_N.json`; drop it on https://ui.perfetto.dev.
+    skip: steps before it begins, at least 1.
+    steps: that are recorded.
+    shapes: also note shapes of inputs, which slows the steps, as do the next two.
+    memory: also note memory.
+    stacks: also note lines of Python.
+
+    It yields a `torch.profiler.profile`, with tables too. No collective. Raises RuntimeError at the end where `.step()` was
+    not called often enough to record a step.
+    """
     target = arguments.path("folder", folder)
     arguments.count("skip", skip, least=1)
     arguments.count("steps", steps)
@@ -50,7 +64,7 @@ def profiled(
         _logger.info("wrote %s; drop it on https://ui.perfetto.dev, or open it in chrome://tracing", path)
 
     activities = [profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
+    if self.device.type == "cuda":
         activities.append(profiler.ProfilerActivity.CUDA)
     with profiler.profile(
         activities=activities,

@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 from booster.common import arguments
 from booster.data.epoch_iterator import EpochIterator
+from booster.facade.booster_state import BoosterState, DisplayedLoss
 from booster.ranks.coordinator import is_main
 
-T = TypeVar("T")
 
+def progress(
+    self: BoosterState, items: Iterable[Any], description: str = "", total: int | None = None
+) -> Iterator[Any]:
+    """`items` as they are, with a bar on rank 0: how many, how fast, the loss of the last `backward`, and how long yet.
 
-class DisplayedLoss:
-    """The loss next to a bar of progress: that of the last backward pass, which is read once a second.
+    The other ranks draw nothing. No collective. The loss, which is this rank's, is read once a second; a GPU is then waited
+    for.
 
-    Reading waits for the device.
+    description: the text before the bar.
+    total: how many there are; None asks `len(items)`, and a boosted loader, which a resumed epoch lets begin where it was
+        left, for those before too. The bar is rich's; raises ImportError without it.
     """
-
-    def __init__(self) -> None:
-        self._loss: torch.Tensor | None = None
-        self._read = -math.inf
-        self.words = ""
-
-    def keep(self, loss: torch.Tensor) -> None:
-        """Keep `loss`, of one element, without its graph, until the next one."""
-        loss = loss.detach()
-        self._loss = loss.to_local() if hasattr(loss, "to_local") else loss  # of a DTensor: who reads it reads it alone
-
-    def text(self, *, now: bool = False) -> str:
-        """Return the loss in words, as it was when it was last read; `now` reads it."""
-        if self._loss is not None and (now or time.monotonic() - self._read >= 1.0):
-            self.words = f"loss {self._loss.item():.4g}"
-            self._read = time.monotonic()
-        return self.words
-
-
-def progress(items: Iterable[T], description: str, total: int | None, loss: DisplayedLoss) -> Iterator[T]:
-    """`Booster.progress`, which says what this does."""
+    loss = self._shown_loss = DisplayedLoss()
     arguments.instance("items", items, Iterable, "a loader, or anything that a `for` goes through")
     arguments.instance("description", description, str, "a string")
     if total is not None:
@@ -56,7 +39,7 @@ def progress(items: Iterable[T], description: str, total: int | None, loss: Disp
     words = TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
     bar = Progress(*words, TextColumn("{task.fields[loss]}"), TimeRemainingColumn(), expand=True)
 
-    def drawn() -> Iterator[T]:
+    def drawn() -> Iterator[Any]:
         began, each, seen = time.monotonic(), iter(items), 0
         known = _known_length(items) if total is None else total
         if isinstance(each, EpochIterator) and total is None:  # of an epoch that may go on where it was left

@@ -5,35 +5,53 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from booster.checkpoint.adapters import check_merges, merged
-from booster.checkpoint.serving import ExportSpec, ends_that_differ
 from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import gather_full
-from booster.interface.model import ModelWrapper
+from booster.facade.booster_state import BoosterState
+from booster.interface.model import boosted_wrapper
 from booster.mixed_precision.policy import dtypes_read
 from booster.model.dtensors import is_dtensor, local_shard
 from booster.model.modules import bare
 
+if TYPE_CHECKING:
+    from booster.checkpoint.serving import ExportSpec
+
 _logger = logging.getLogger(__name__)
 
 
-def synced_weights(
-    model: ModelWrapper, half: torch.dtype | None, *, halves: bool, merge: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return an iterator over names and weights, see `Booster.sync_weights`; raises before the first is asked for.
+def sync_weights(self: BoosterState, model: nn.Module, *, merge: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and value of every weight and buffer that a sampler needs, whole, to the bit as the forward reads it.
 
-    half: what products are computed in. halves: whether weights are computed with in it throughout.
+        sampler.load_state_dict(dict(b.sync_weights(model)))
+
+    model: the boosted model.
+    merge: with adapters of `enable_lora` added to what they adapt, under the names of the model without them.
+
+    Half weights are yielded as they are, and what autocast or a plugin rounds before a product, rounded; norms, embeddings
+    and modules of keep_fp32 that are read in float32, in float32. Under formats of 8 bits weights are yielded before they
+    are rounded to these. Tied weights are yielded under each name. What is neither rounded nor gathered is the model's own
+    memory: copy it before the next step.
+
+    A collective where ranks hold parts of weights: each is gathered as it is asked for, so all ranks go through all of
+    them. Raises RuntimeError for stages of a pipeline, which `save_model` writes.
     """
-    if getattr(model.module, "is_partial", False):
+    from booster.checkpoint.adapters import check_merges, merged
+    from booster.checkpoint.serving import ExportSpec, ends_that_differ
+
+    halves = self.precision.policy.param is not None
+    wrapper = boosted_wrapper(model, "sync_weights")
+    if getattr(wrapper.module, "is_partial", False):
         raise RuntimeError(
             "sync_weights gathers what ranks hold in parts, and stages of a pipeline hold layers that others lack; write them "
             "with b.save_model(model, folder, shard=True), which a sampler opens"
         )
-    own, state = bare(model.module), {k: v for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
-    dtypes = dtypes_read(own, half, weights=halves)
+    own, state = bare(wrapper.module), {k: v for k, v in wrapper.state_dict().items() if isinstance(v, torch.Tensor)}
+    dtypes = dtypes_read(own, self.precision.half_dtype, weights=halves)
     sources = {name: ExportSpec(name) for name in state}
     if arguments.flag("merge", merge):
         check_merges(own)
@@ -59,7 +77,7 @@ def _gathered(
         held, dtype = state[source.stored], dtypes.get(source.stored)
         key = _memory(held)
         left[key] -= 1
-        if source != ExportSpec(source.stored):
+        if source != type(source)(source.stored):  # merged with adapters
             value = source.whole(read)
             yield name, value if dtype is None else value.to(dtype)
             continue
