@@ -33,8 +33,8 @@ from booster.booster import Booster
 from booster.common.installed import tell_untried
 from booster.facade.batch_size import find_batch_size
 from booster.facade.description import Description, describe
+from booster.facade.frozen_weights import load_weights
 from booster.facade.older_config import AMP_TYPE
-from booster.facade.stored_weights import load_weights
 from booster.launch import (
     get_default_parser,
     launch,

@@ -20,11 +20,11 @@ from booster.common.hang_watchdog import PATIENCE, watch
 from booster.common.torch_internals.optimizer_internals import remove_guards
 from booster.data import DataLoaderWrapper
 from booster.facade import (
-    adapters,
     checkpoint_methods,
     collectives,
     diagnostic_methods,
     foreign_names,
+    frozen_weights,
     graph_methods,
     pass_methods,
     profiler,
@@ -468,5 +468,5 @@ class Booster(BoosterState):
     save_lr_scheduler = checkpoint_methods.save_lr_scheduler
     load_lr_scheduler = checkpoint_methods.load_lr_scheduler
     sync_weights = synced_weights.sync_weights
-    enable_lora = adapters.enable_lora
-    save_lora = adapters.save_lora
+    enable_lora = frozen_weights.enable_lora
+    save_lora = frozen_weights.save_lora

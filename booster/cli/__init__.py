@@ -13,8 +13,8 @@ Files in reading order:
 
     option_values.py       parsers, values of options, lines for the terminal, errors as an exit status
     run_command.py         `booster run`: this machine, or several by ssh; its options: run_options.py
-    agent.py               one attempt on this machine, around `torch.distributed.launcher`
-    job_store.py           the rendezvous: a store on one interface, which unpickles nothing, in the place of torchrun's
+    agent.py               one attempt on this machine, around `torch.distributed.launcher`; in the place of torchrun's
+                           rendezvous a store on one interface, which unpickles nothing
     worker.py              what the launcher runs as a file: a rank, or the guard that ends the ranks of a killed launcher
     failure_report.py      what is printed last
     hosts.py               --host and --hostfile, nodes started by ssh

@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from booster.cli.agent import Attempt, Stopped, run_attempt, worker_command
+from booster.cli.agent import Attempt, Stopped, loopback_variables, run_attempt, worker_command
 from booster.cli.failure_report import STOPPED_STATUS
 from booster.cli.hosts import Host, NodeCommand, chosen_hosts, is_local, run_nodes, ssh_command
-from booster.cli.job_store import loopback_variables
 from booster.cli.run_options import DEFAULT_MASTER_PORT, parse
 from booster.launch import TIMEOUT_VARIABLE, await_address
 

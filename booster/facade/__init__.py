@@ -29,12 +29,12 @@ Files in reading order:
     accumulation.py         groups of micro-batches, and passes that leave gradients unsynchronised
     pipeline_pass.py        micro-batches through a model on one rank or on stages
     collectives.py          `gather` and `reduce` of results
-    stored_weights.py       `booster.load_weights`: weights stored in few bits, before boost
-    adapters.py             `enable_lora`, `save_lora`
+    frozen_weights.py       `booster.load_weights`, `enable_lora`, `save_lora`: weights in few bits, and adapters around them
     synced_weights.py       `sync_weights`: weights for a sampler, as the forward reads them
     description.py          `booster.describe`: what each module is stored in and computes in
-    batch_size.py, progress_bar.py, profiler.py
-                            `find_batch_size`, `progress`, `profile`: tools around a loop
+    batch_size.py           `find_batch_size`: trials that ranks leave together
+    progress_bar.py, profiler.py
+                            `progress`, `profile`: tools around a loop
 
 What may be touched: a method of `Booster` keeps its signature and docstring, which are public; what it calls here is free. A
 check belongs to `refusals.py`, raises before anything is changed, and names what was given, what is legal and the fix. Only

@@ -13,14 +13,13 @@ An example: a weight of 2 rows and 128 columns in "nf4", whose blocks of 64 numb
 
 A row is whole in itself, so FSDP and ZeRO divide such a weight along its rows, and a cast of floating tensors leaves it alone.
 
-- `forms.py`: `Form`, its three instances in `FORMS`, packing and unpacking.
-- `linear.py`: `FrozenLinear`, an `nn.Linear` with such a weight; and in which dtype a file had the tensors of a module.
+- `frozen_linear.py`: `Form`, its three instances in `FORMS`, packing and unpacking; `FrozenLinear`, an `nn.Linear` with such
+  a weight; and in which dtype a file had the tensors of a module.
 
-`facade/adapters.py` makes these layers, `checkpoint/` streams weights into them and exports them. The bytes of a `Form` are in
-checkpoints: a change of one is a new form with a new name.
+`facade/frozen_weights.py` makes these layers, `checkpoint/` streams weights into them and exports them. The bytes of a
+`Form` are in checkpoints: a change of one is a new form with a new name.
 """
 
-from booster.frozen.forms import FORMS, Form
-from booster.frozen.linear import FrozenLinear, note_origin, origins_of
+from booster.frozen.frozen_linear import FORMS, Form, FrozenLinear, note_origin, origins_of
 
 __all__ = ["FORMS", "Form", "FrozenLinear", "note_origin", "origins_of"]

@@ -13,11 +13,11 @@ Files in reading order:
 
     transparent.py          `TransparentModule`: attributes, names and state dicts of the model inside, whatever wraps it
     model.py                `PrecisionModule` and `ModelWrapper`: forward and methods under a precision; `extras_of`
-    error_hints.py          errors of a forward pass with a known cause, and what to do
+    error_hints.py          errors of a forward pass with a known cause; what optimizers refuse: a GradScaler, and torch's
+                            checkpoints where they would drop masters
     tape.py                 what models were given in a step, by reference, for replays of it (numerics/diagnosis)
     optimizer.py            `OptimizerWrapper`: a torch Optimizer around the user's own
     closures.py             closures, and `zero_grad` of gradients of several kinds
-    optimizer_refusals.py   a GradScaler, and torch's checkpoints where they would drop masters
     scheduler.py            `LRSchedulerWrapper`, and which state a scheduler may load
 
 What may be touched: a step passes here, so each call counts (`tests/unit/test_calls.py`). A wrapper sets its own attributes by

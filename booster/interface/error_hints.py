@@ -1,17 +1,51 @@
-"""Errors of a forward pass that have a known cause under a precision or a plugin, with what to do."""
+"""Errors with a known cause: what to write in place of a call that a boosted optimizer refuses, or of a forward that failed."""
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from booster.common.frames import raised_in, where_raised
 from booster.common.text import dtype_name, listed
 from booster.model.dtensors import is_dtensor, is_part
 from booster.tensors.trees import HALF_DTYPES
+from booster.update.state_dict import STATE_KEY
+from booster.update.update import Update
+
+
+def refuse_grad_scaler(optimizer: Optimizer) -> NoReturn:
+    """Raise RuntimeError: a GradScaler has set `found_inf` on the boosted `optimizer`."""
+    for name in ("grad_scale", "found_inf"):  # torch leaves them where step() raises
+        optimizer.__dict__.pop(name, None)
+    raise RuntimeError(
+        "a GradScaler stepped the boosted optimizer, which has the loss scale of its precision already, if that needs "
+        "one: the update would be scaled twice. Delete the GradScaler: write b.backward(loss, optimizer) for "
+        "scaler.scale(loss).backward(), optimizer.step() for scaler.step(optimizer), optimizer.clip_grad_by_norm(max_norm) "
+        "for scaler.unscale_(optimizer) and the clip, and nothing for scaler.update(); GradScaler(enabled=False) may stay"
+    )
+
+
+def check_nothing_is_lost(own: Mapping[str, Any], update: Update) -> None:
+    """Raise RuntimeError if torch's checkpoints, which keep torch's keys alone, would drop what a resume needs.
+
+    own: the states of masters.
+    """
+    masters = own.get("masters", {})
+    lost = ["float32 masters"] if masters.get("weights") else []
+    lost += ["the random state of stochastic rounding"] if masters.get("rounding") else []
+    lost += ["the loss scale"] if update.gradients.scaler.enabled else []
+    if lost:
+        raise RuntimeError(
+            f"torch.distributed.checkpoint.state_dict would drop {' and '.join(lost)} of this optimizer. Save with "
+            "Booster.save, which keeps everything, and load with Booster.load, into any layout; or keep what "
+            f"optimizer.state_dict() returns, whose key {STATE_KEY!r} has them"
+        )
 
 
 def hint(

@@ -18,7 +18,7 @@ from booster.common import arguments
 from booster.common.misuse import OwnStepGuard, is_called_by_torch_checkpoint
 from booster.common.torch_internals.optimizer_internals import accepts_found_inf, remove_guards
 from booster.interface.closures import step_with_closure, takes, zero_mixed_gradients
-from booster.interface.optimizer_refusals import check_nothing_is_lost, refuse_grad_scaler
+from booster.interface.error_hints import check_nothing_is_lost, refuse_grad_scaler
 from booster.update.backward import run_backward
 from booster.update.choice import choose_update
 from booster.update.context import UpdateContext

@@ -21,7 +21,7 @@ Files and rooms, in reading order:
     keep_fp32.py       modules that stay in float32, and how they compute there
     fp32.py, tf32.py   float32, and products of it that read fewer bits
     half.py, amp.py    half precision in common; autocast
-    naive.py           half weights with masters; naive_model.py: the same without a Booster
+    naive.py           half weights with masters, and `NaiveAMPModel` without a Booster
     products.py        weights that only products read, so that plugins may gather them in half
     half_products/     products of halves on a CPU, in float32
     low_precision/     linear layers in 4 to 8 bits
@@ -50,8 +50,12 @@ from booster.mixed_precision.low_precision.strategy import (
     MXFP8MixedPrecision,
     NVFP4MixedPrecision,
 )
-from booster.mixed_precision.naive import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, NaiveMixedPrecision
-from booster.mixed_precision.naive_model import NaiveAMPModel
+from booster.mixed_precision.naive import (
+    BF16NaiveMixedPrecision,
+    FP16NaiveMixedPrecision,
+    NaiveAMPModel,
+    NaiveMixedPrecision,
+)
 from booster.mixed_precision.policy import DtypePolicy, Placement, cast_parameters, install_keep_fp32
 from booster.mixed_precision.schedule import PrecisionSchedule
 from booster.mixed_precision.tf32 import TF32MixedPrecision

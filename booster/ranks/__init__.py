@@ -17,7 +17,6 @@ Files, in reading order:
 - `agreement.py`: values as JSON from every rank, flags, extremes; all raise or none.
 - `messages.py`: how tensors and bytes travel. Backends know few dtypes and want contiguous memory; no pickle travels.
 - `coordinator.py`: `DistCoordinator`, for users: who am I, who goes first.
-- `abortable_pass.py`: a pass that a rank may leave, by the store of the job instead of a collective.
 
 Everything above calls this room; it calls `common/` alone. `common/store_barrier.py` has rounds of ranks that must not wait
 in a collective. A decision of every step goes through `largest`, `on_overflow` or `all_reduce`, which say what a rank waits

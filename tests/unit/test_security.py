@@ -363,7 +363,7 @@ def test_ranks_of_one_machine_are_told_the_loopback_interface_unless_the_user_na
 def test_a_store_that_listens_on_all_interfaces_says_so(monkeypatch, capsys):
     import socket
 
-    from booster.cli.job_store import _listener
+    from booster.cli.agent import _listener
 
     place = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("203.0.113.7", 0))  # of documentation: nobody's interface
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: [place])
