@@ -84,7 +84,6 @@ def load_weights(
     return stream(model, given, Storage(linear, wide, compute_dtype), keep=entries, device=there)
 
 
-StorageDtype = torch.dtype | Literal["int8", "fp8", "nf4"]
 _HALF = (torch.bfloat16, torch.float16)
 
 
