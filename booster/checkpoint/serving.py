@@ -26,7 +26,7 @@ from booster.frozen import FORMS, Form, FrozenLinear, origins_of
 from booster.interface.model import ModelWrapper
 from booster.mixed_precision.policy import dtypes_read
 from booster.model.modules import bare, tensor_places
-from booster.number_formats.formats import E4M3, INT8, NumberFormat
+from booster.number_formats.number_format import E4M3, INT8, NumberFormat
 from booster.number_formats.scaling import ScaledTensor, Scaling, scale_to
 from booster.ranks.agreement import gather
 

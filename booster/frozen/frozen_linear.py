@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from booster.number_formats.formats import E4M3, INT8, decode_nf4, encode_nf4
+from booster.number_formats.number_format import E4M3, INT8, decode_nf4, encode_nf4
 from booster.number_formats.scaling import Scaling, largest_under, scale_to
 
 _AT_ONCE = 2**18  # numbers that are wide at one time while a matrix is packed or unpacked

@@ -14,7 +14,7 @@ from torch import nn
 
 from booster.common.torch_internals.tensor_internals import is_fake_kind
 from booster.kernels import switches
-from booster.number_formats.formats import E2M1, E4M3, E5M2, INT8, NumberFormat, noise_of
+from booster.number_formats.number_format import E2M1, E4M3, E5M2, INT8, NumberFormat, noise_of
 from booster.number_formats.scaling import SIGNS, ScaledTensor, Scaling, rotated, scale_to
 
 _logger = logging.getLogger(__name__)

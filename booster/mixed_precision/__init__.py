@@ -43,7 +43,7 @@ from booster.mixed_precision.fp32 import FP32
 from booster.mixed_precision.keep_fp32 import Blocks, Ends, KeptModules, is_batch_norm, set_fp32_attr_to_module
 from booster.mixed_precision.low_precision.autopilot import Autopilot
 from booster.mixed_precision.low_precision.delayed import DelayedScaling
-from booster.mixed_precision.low_precision.strategy import (
+from booster.mixed_precision.low_precision.low_precisions import (
     FP8MixedPrecision,
     Int8MixedPrecision,
     LowPrecision,

@@ -29,10 +29,10 @@ from booster.common import arguments
 from booster.common.torch_internals.autograd_internals import default_device_mode, function_modes, num_function_modes
 from booster.interface.optimizer import OptimizerWrapper, gradients_of
 from booster.interface.transparent import refuse_torchscript
-from booster.mixed_precision.apex.gradients import ApexGradients
+from booster.mixed_precision.apex.apex_gradients import ApexGradients
+from booster.mixed_precision.apex.apex_precision import FP16ApexMixedPrecision
 from booster.mixed_precision.apex.master_gradients import ApexMasterGradients
 from booster.mixed_precision.apex.o1 import Registered, float_function, half_function, promote_function
-from booster.mixed_precision.apex.strategy import FP16ApexMixedPrecision
 from booster.model.params import describe_optimizer_wrapper
 from booster.tensors.cast_regions import both
 from booster.update.backward import BackwardPass

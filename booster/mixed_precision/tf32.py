@@ -14,7 +14,7 @@ from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import TorchDispatchMode
 from booster.mixed_precision.fp32 import FP32
 from booster.mixed_precision.hardware import CUDA, missing, switched
-from booster.number_formats.formats import TF32, round_to
+from booster.number_formats.number_format import TF32, round_to
 from booster.tensors.cast_regions import surrounding
 
 _logger = logging.getLogger(__name__)

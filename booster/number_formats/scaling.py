@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from booster.common import arguments
-from booster.number_formats.formats import CARRIERS, E4M3, NumberFormat, round_to, rounded_within
+from booster.number_formats.number_format import CARRIERS, E4M3, NumberFormat, round_to, rounded_within
 
 ScaleKind = Literal["float32", "power_of_two", "e4m3"]
 

@@ -18,7 +18,7 @@ from booster.common.torch_internals.fsdp_internals import (
 )
 from booster.common.torch_internals.tensor_internals import storage_key, version
 from booster.model.dtensors import local_shard
-from booster.number_formats.formats import E4M3
+from booster.number_formats.number_format import E4M3
 from booster.number_formats.scaling import (
     ScaledTensor,
     Scaling,

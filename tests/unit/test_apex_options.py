@@ -11,7 +11,7 @@ from torch import nn
 from booster import Booster
 from booster.mixed_precision import FP16ApexMixedPrecision, make
 from booster.mixed_precision import apex_amp as amp
-from booster.mixed_precision.apex.options import resolve
+from booster.mixed_precision.apex.apex_options import resolve
 
 LEVELS = {
     "O0": (torch.float32, False, None, False, 1.0),

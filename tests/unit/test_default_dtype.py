@@ -22,7 +22,7 @@ from booster.mixed_precision import (
     NVFP4MixedPrecision,
     TF32MixedPrecision,
 )
-from booster.number_formats.formats import decode_nf4, encode_nf4
+from booster.number_formats.number_format import decode_nf4, encode_nf4
 
 ROOT = Path(booster.__file__).parent
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from booster.frozen import FORMS, FrozenLinear
-from booster.number_formats.formats import NF4_LEVELS, decode_nf4, encode_nf4
+from booster.number_formats.number_format import NF4_LEVELS, decode_nf4, encode_nf4
 
 # Half the distance between neighbours, over the largest of a block.
 LARGEST_ERROR = {"int8": 0.5 / 127, "fp8": 2.0**-4, "nf4": (1.0 - 0.6961928009986877) / 2}

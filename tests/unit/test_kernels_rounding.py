@@ -21,7 +21,7 @@ from booster.mixed_precision.low_precision.operands import QuantizedWeights
 from booster.mixed_precision.low_precision.recipes import (
     FP8_RECIPES,
 )
-from booster.number_formats.formats import E2M1, E4M3, E5M2, INT8, noise_of
+from booster.number_formats.number_format import E2M1, E4M3, E5M2, INT8, noise_of
 from booster.number_formats.scaling import Scaling, rotated, scale_to
 
 pytestmark = interpreted

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from booster.kernels import matrices
 from booster.kernels import matrix_kernels as rounding
-from booster.number_formats.formats import E4M3, E5M2, INT8
+from booster.number_formats.number_format import E4M3, E5M2, INT8
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
 found = {}

@@ -13,7 +13,7 @@ from booster.kernels import eligibility as choice
 from booster.kernels import matrices, switches
 from booster.kernels.switches import KernelSwitch
 from booster.mixed_precision import BF16NaiveMixedPrecision
-from booster.number_formats.formats import E4M3
+from booster.number_formats.number_format import E4M3
 from booster.number_formats.scaling import Scaling
 
 WRONG = KernelSwitch(False, "a card", "2026-12-01", "weights differ")

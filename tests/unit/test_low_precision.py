@@ -45,7 +45,7 @@ from booster.mixed_precision.low_precision.recipes import (
     fp8_blocks_recipe,
     nvfp4_recipe,
 )
-from booster.number_formats.formats import E2M1, decode, round_to
+from booster.number_formats.number_format import E2M1, decode, round_to
 from booster.number_formats.scaling import Scaling, rotated, scale_to
 
 STRATEGIES = {
@@ -736,7 +736,7 @@ def test_accumulation_sums_gradients_of_parts():
 def test_keep_says_what_stays_wide(keep, expected, caplog):
     model = net()
     model.embed, model.head = nn.Linear(16, 32), nn.Linear(32, 16)
-    with caplog.at_level(logging.INFO, "booster.mixed_precision.low_precision.strategy"):
+    with caplog.at_level(logging.INFO, "booster.mixed_precision.low_precision.low_precisions"):
         _, model, _ = boosted(FP8MixedPrecision(keep=keep, emulate=True), model)
     assert sorted(converted(model)) == sorted(expected)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]

@@ -17,7 +17,7 @@ from booster.interface.model import extras_of
 from booster.mixed_precision import Autopilot, FP8MixedPrecision, Int8MixedPrecision, MXFP8MixedPrecision
 from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.low_precision import conversion as conversion_file
-from booster.mixed_precision.low_precision import strategy
+from booster.mixed_precision.low_precision import low_precisions as strategy
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 
 SIZES = [(16, 32), (32, 32), (32, 64), (64, 64), (64, 16)]

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster.number_formats import scaling as scaling_file
-from booster.number_formats.formats import (
+from booster.number_formats.number_format import (
     E2M1,
     E2M3,
     E4M3,

@@ -23,7 +23,7 @@ A new part goes into one of them and into `PARTS`. Its keys in the tree are its 
 
 from __future__ import annotations
 
-from booster.checkpoint.parts.modules import LayerChoices, Modules, PinnedModules, ScaleHistory
+from booster.checkpoint.parts.module_weights import LayerChoices, Modules, PinnedModules, ScaleHistory
 from booster.checkpoint.parts.optimizers import Optimizers
 from booster.checkpoint.parts.part import Part
 from booster.checkpoint.parts.run_objects import ErrorFeedback, Random, StatefulObjects

@@ -29,6 +29,6 @@ Files, in reading order:
 `mixed_precision/apex_amp.py` is apex's own interface on top of this room. Nothing else imports it but the table of precisions.
 """
 
-from booster.mixed_precision.apex.strategy import FP16ApexMixedPrecision
+from booster.mixed_precision.apex.apex_precision import FP16ApexMixedPrecision
 
 __all__ = ["FP16ApexMixedPrecision"]

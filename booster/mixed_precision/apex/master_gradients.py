@@ -10,7 +10,7 @@ from torch import nn
 
 from booster.common.torch_internals.tensor_internals import sparse_values, version
 from booster.masters.masters import Masters
-from booster.mixed_precision.apex.gradients import NO_CLOSURE, ApexGradients
+from booster.mixed_precision.apex.apex_gradients import NO_CLOSURE, ApexGradients
 from booster.model.dtensors import dtensor_around, local_shard
 from booster.tensors.grads import gradient_values, own_memory, scale_values, unscale_values
 from booster.update.context import UpdateContext

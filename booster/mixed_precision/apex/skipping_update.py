@@ -11,7 +11,7 @@ import torch
 from booster.masters.master_state import MasterState
 from booster.masters.masters import Masters
 from booster.masters.update import MasterApplication
-from booster.mixed_precision.apex.gradients import ApexGradients
+from booster.mixed_precision.apex.apex_gradients import ApexGradients
 from booster.mixed_precision.apex.master_gradients import ApexMasterGradients
 from booster.tensors.cast_regions import casts_as_here, disable_casts
 from booster.update.application import Application

@@ -17,8 +17,8 @@ from booster.common.arguments import as_fraction
 from booster.common.torch_internals.autograd_internals import is_compiled
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, product
+from booster.mixed_precision.low_precision.low_precisions import LowPrecision
 from booster.mixed_precision.low_precision.recipes import GEMMS, GemmConfig, GemmDtype, HighPrecision, Recipe
-from booster.mixed_precision.low_precision.strategy import LowPrecision
 from booster.ranks.agreement import all_names
 from booster.ranks.messages import reduced
 from booster.update.context import StepListener

@@ -27,7 +27,7 @@ from booster.model.modules import bare, tensor_places
 from booster.ranks.agreement import gather
 
 # Under the name that docs/low_precision.md gives users.
-_logger = logging.getLogger("booster.mixed_precision.low_precision.strategy")
+_logger = logging.getLogger("booster.mixed_precision.low_precision.low_precisions")
 
 Emulate = bool | Literal["auto"]
 Convert = Literal["auto", "all", "measured"]

@@ -14,7 +14,7 @@ from booster.common.torch_internals.autograd_internals import compiler_is_loaded
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import DelayedScale
 from booster.mixed_precision.policy import StepHistories
-from booster.number_formats.formats import E4M3, E5M2
+from booster.number_formats.number_format import E4M3, E5M2
 from booster.number_formats.scaling import scale_of
 from booster.ranks.agreement import all_names
 from booster.ranks.messages import reduced

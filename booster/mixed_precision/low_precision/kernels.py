@@ -17,7 +17,7 @@ from booster.common.torch_internals.tensor_internals import int_mm
 from booster.mixed_precision.hardware import alone, missing, sums_int8_exactly
 from booster.mixed_precision.low_precision.operands import quantized
 from booster.mixed_precision.low_precision.recipes import GemmConfig, HighPrecision, Recipe
-from booster.number_formats.formats import E2M1, encode
+from booster.number_formats.number_format import E2M1, encode
 from booster.number_formats.scaling import ScaledTensor
 
 _ROUNDING = 0.01  # of sums to bfloat16, and some more

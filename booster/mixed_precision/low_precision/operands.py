@@ -13,7 +13,7 @@ from torch import nn
 from booster.common.torch_internals.tensor_internals import is_fake_kind, storage_key, version
 from booster.kernels import matrices
 from booster.mixed_precision.low_precision.recipes import CastConfig, GemmConfig, Recipe
-from booster.number_formats.formats import E2M1, noise_of
+from booster.number_formats.number_format import E2M1, noise_of
 from booster.number_formats.scaling import ScaledTensor, rotated, scale_to
 
 

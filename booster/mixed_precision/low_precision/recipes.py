@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from booster.number_formats.formats import E2M1, E4M3, E5M2, INT8, NumberFormat
+from booster.number_formats.number_format import E2M1, E4M3, E5M2, INT8, NumberFormat
 from booster.number_formats.scaling import ScaleKind, Scaling, largest_under, scale_of, share_of
 
 

@@ -20,8 +20,7 @@ from booster.loss_scaler import LossScaler
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
 from booster.mixed_precision.apex import real
-from booster.mixed_precision.apex.o1 import O1Casts, Registered
-from booster.mixed_precision.apex.options import (
+from booster.mixed_precision.apex.apex_options import (
     check_dtypes,
     check_fused,
     check_rest,
@@ -31,6 +30,7 @@ from booster.mixed_precision.apex.options import (
     resolve,
     warn_of_static_scale,
 )
+from booster.mixed_precision.apex.o1 import O1Casts, Registered
 from booster.mixed_precision.apex.real import choose_backend
 from booster.mixed_precision.apex.scale import ApexScale, ApexScales
 from booster.mixed_precision.apex.skipping_update import make_apex_update

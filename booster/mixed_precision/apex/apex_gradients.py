@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import SGD
 
-from booster.mixed_precision.apex.options import check_dtypes
+from booster.mixed_precision.apex.apex_options import check_dtypes
 from booster.mixed_precision.apex.scale import ApexScales
 from booster.ranks import agreement
 from booster.tensors.grads import gradient_values, unscale_values
