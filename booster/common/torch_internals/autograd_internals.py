@@ -24,9 +24,8 @@ def compiled_like(module: nn.Module, function: Callable[..., Any]) -> Callable[.
     return None if options is None else options(function)
 
 
-def graph_task() -> int:
-    """Return the number of the backward pass that runs in this thread, or -1."""
-    return torch._C._current_graph_task_id()
+# The number of the backward pass that runs in this thread, or -1. The function itself, as every pass asks it.
+graph_task = torch._C._current_graph_task_id
 
 
 def has_saved_tensors_hooks() -> bool:
@@ -81,9 +80,8 @@ def function_modes() -> list[Any]:
 num_function_modes = torch._C._len_torch_function_stack  # of this thread; itself, because every pass asks it
 
 
-def without_function_modes() -> AbstractContextManager[Any]:
-    """Return a context in which torch functions go to no torch function mode and no subclass's `__torch_function__`."""
-    return torch._C.DisableTorchFunction()
+# A context in which torch functions go to no torch function mode and no subclass's `__torch_function__`; itself, as above.
+without_function_modes = torch._C.DisableTorchFunction
 
 
 def with_function_modes() -> AbstractContextManager[Any]:

@@ -66,19 +66,21 @@ class _Group:
             self._owner.compare_gathers(self)
 
     def before_backward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Before torch's own hook, which has the outputs gather in backward."""
-        if self.own is not None and torch.is_grad_enabled() and graph_task() == -1:
-            left = [None]  # torch gathers for the first of the outputs
+        """Before torch's own hook, which has the outputs gather in backward, and the pass end in a reduction."""
+        if torch.is_grad_enabled() and graph_task() == -1:
+            owner, hook = self._owner, self._owner.begin
+            if owner.passes_left and self.own is not None:
+                compared = [self]  # torch gathers for the first of the outputs
 
-            def compare(grad: torch.Tensor) -> None:
-                if left:
-                    left.clear()
-                    self._owner.compare_gathers(self)
+                def hook(grad: torch.Tensor) -> None:
+                    owner.begin(grad)
+                    if compared:
+                        owner.compare_gathers(compared.pop())
 
             with without_function_modes():
-                for tensor in tensors(output):
+                for tensor in (output,) if isinstance(output, torch.Tensor) else tensors(output):
                     if tensor.grad_fn is not None:
-                        tensor.register_hook(compare)
+                        tensor.register_hook(hook)
 
 
 class UnusedParameters:
@@ -100,7 +102,7 @@ class UnusedParameters:
         self._groups: list[weakref.ref[_Group]] = []  # hooks of their modules hold them, and they hold this
         self._num_params = 0
         self._under_way = False
-        self._passes_left = _COMPARED if self._ranks else 0
+        self.passes_left = _COMPARED if self._ranks else 0
         self._compare_hooks: list[Any] = []  # of those first passes
 
     def before_sharding(self, modules: Sequence[nn.Module]) -> _Group:
@@ -111,9 +113,7 @@ class UnusedParameters:
         names = [repr(self._names[module]) if self._names[module] else "the model" for module in modules]
         group = _Group(self, len(self._groups), listed(names, 3))
         for module in modules:
-            if self._passes_left:
-                hook = torch.compiler.disable(group.before_backward)
-                self._compare_hooks.append(module.register_forward_hook(hook))
+            module.register_forward_hook(torch.compiler.disable(group.before_backward))
             if module is self._model():
                 module.register_forward_hook(torch.compiler.disable(self._after_forward))
         return group
@@ -128,7 +128,7 @@ class UnusedParameters:
             if own:
                 hook = torch.compiler.disable(group.before_forward)
                 module.register_forward_pre_hook(hook, with_kwargs=True)
-                if self._passes_left:
+                if self.passes_left:
                     hook = torch.compiler.disable(group.before_gather)
                     self._compare_hooks.append(module.register_forward_pre_hook(hook, prepend=True))
 
@@ -137,19 +137,15 @@ class UnusedParameters:
         self._passes += 1
         if self._passes & (self._passes - 1) == 0:  # a power of two
             self._written.before_end(self._passes)
-        if self._passes_left:
+        if self.passes_left:
             self.compare_gathers(None)
-            self._passes_left -= 1
-            if not self._passes_left:
+            self.passes_left -= 1
+            if not self.passes_left:
                 for hook in self._compare_hooks:
                     hook.remove()
-        if torch.is_grad_enabled():
-            with without_function_modes():
-                for tensor in (output,) if isinstance(output, torch.Tensor) else tensors(output):
-                    if tensor.grad_fn is not None:
-                        tensor.register_hook(self._begin)
 
-    def _begin(self, grad: torch.Tensor) -> None:
+    def begin(self, grad: torch.Tensor) -> None:
+        """A backward pass has come to outputs of a module that was sharded."""
         if not self._under_way:
             self._under_way = True
             when_backward_ends(self._before_end)  # before torch's own callback, which is queued later
@@ -216,7 +212,7 @@ class UnusedParameters:
             flags = torch.frombuffer(here, dtype=torch.uint8).to(self._device)
             for ranks in self._ranks:
                 dist.all_reduce(flags, dist.ReduceOp.MAX, group=ranks)
-            if lacking or self._passes_left or self._device.type == "cpu":
+            if lacking or self.passes_left or self._device.type == "cpu":
                 anywhere = flags.tolist()
                 if sum(anywhere[: 2 * count]) > count:
                     self._refuse(anywhere)
