@@ -139,47 +139,6 @@ def test_a_checkpoint_of_fp16_into_fp32_is_refused_with_the_way_out():
     assert fresh.optimizer.state == {}
 
 
-BAD: list[Any] = [
-    {"loss_scaler": {"scale": -1.0}},
-    {"loss_scaler": {"scale": float("nan"), "growth_tracker": 1}},
-    {"loss_scaler": {"growth_tracker": 1}},
-    {"loss_scaler": {"scale": 8.0, "growth_tracker": "x"}},
-    {"loss_scaler": {"scale": 8.0}, "num_steps": None},
-    {"loss_scaler": {"scale": 8.0}, "num_applied": -1},
-    {"loss_scaler": 3},
-    {},
-    None,
-]
-
-
-@pytest.mark.parametrize("own", BAD)
-def test_a_state_that_does_not_fit_raises_and_leaves_everything_as_it_was(own):
-    run = Run("fp16")
-    run.train(range(6))
-    before = copy.deepcopy(run.optimizer.state_dict())
-    other = Run("fp16")
-    other.train(range(9))
-    state = other.save()["optimizer"]
-    counters = {"num_steps": 9, "num_applied": 7, "num_consecutive_skips": 0}
-    state["booster"] = own if not own else counters | own
-    with pytest.raises(ValueError, match="state"):
-        run.optimizer.load_state_dict(state)
-    assert same(run.optimizer.state_dict(), before)
-
-
-def test_groups_that_do_not_fit_raise_and_leave_the_scale_as_it_was():
-    run = Run("fp16")
-    run.train(range(6))
-    state = run.save()["optimizer"]
-    assert run.optimizer.loss_scale != SCALER["init_scale"]
-    fresh = Run("fp16")
-    state["param_groups"][0]["params"].append(99)
-    with pytest.raises(ValueError, match="size of optimizer's group"):
-        fresh.optimizer.load_state_dict(state)
-    assert fresh.optimizer.loss_scale == SCALER["init_scale"]
-    assert fresh.optimizer.num_skipped == 0
-
-
 def test_loading_another_scale_keeps_the_meaning_of_gradients_that_are_there():
     run, trained = Run("fp16"), Run("fp16")
     trained.train(range(6))
@@ -191,24 +150,3 @@ def test_loading_another_scale_keeps_the_meaning_of_gradients_that_are_there():
     run.optimizer.unscale_grads()
     assert all(torch.equal(param.grad, torch.full_like(param, 1.5)) for param in params)
     assert run.optimizer.step()
-
-
-def test_a_copy_of_model_and_optimizer_trains_on_its_own():
-    model = torch.nn.Linear(2, 1)
-    booster = Booster("cpu", "fp16")
-    pair = booster.boost(model, torch.optim.AdamW(model.parameters(), 0.1))[:2]
-
-    def train(model, optimizer):
-        booster.backward(model(torch.ones(1, 2)).sum() / 4, optimizer)
-        optimizer.clip_grad_by_norm(1.0)
-        assert optimizer.step().applied
-        optimizer.zero_grad()
-        return [param.detach().clone() for param in model.parameters()]
-
-    train(*pair)
-    twin = copy.deepcopy(pair)
-    before = [param.detach().clone() for param in pair[0].parameters()]
-    alone = train(*twin)
-    assert all(torch.equal(a, b) for a, b in zip(before, pair[0].parameters(), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(alone, train(*pair), strict=True))
-    assert twin[1].num_applied == 2
