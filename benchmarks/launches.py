@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
-from benchmarks.gpu import TinySection
+from benchmarks.gpu.ways import Tiny
 from benchmarks.waits import as_on_a_gpu
 from booster.common.devices import HostCopy
 from booster.common.torch_internals.tensor_internals import TorchDispatchMode
@@ -125,12 +125,12 @@ CELLS = [(precision, clip) for precision in PRECISIONS for clip in (False, True)
 
 def by_hand(precision: str, clip: bool) -> Launches:
     """What a tiny step launches in a loop by hand, with a fused optimizer."""
-    return of_step(lambda: TinySection("cpu", small=True).by_hand(precision, clip=clip))
+    return of_step(lambda: Tiny("cpu").by_hand(precision, clip=clip))
 
 
 def ours(precision: Any, clip: bool, **options: Any) -> Launches:
     """What it launches under a Booster with these options."""
-    return of_step(lambda: TinySection("cpu", small=True).ours(precision, clip=clip, **options))
+    return of_step(lambda: Tiny("cpu").ours(precision, clip=clip, **options))
 
 
 def main() -> None:

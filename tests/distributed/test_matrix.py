@@ -15,6 +15,7 @@ from matrix import (
     PARALLELISMS,
     PRECISIONS,
     STEPS,
+    TOLERANCE,
     cell,
     train,
 )
@@ -22,23 +23,6 @@ from reference import train_by_hand
 
 from booster.kernels import eligibility as choice
 
-# Loss and norm against the reference, relative to their size of about 1. Half weights round every gradient, and shards
-# and stages add them in another order.
-TOLERANCE = {
-    "fp32": 2e-6,
-    "fp16": 1e-3,
-    "fp16_apex O1": 1e-3,
-    "fp16_apex O2": 1e-2,
-    "bf16": 1e-2,
-    "fp16_naive": 1e-2,
-    "bf16_naive": 1e-2,
-    "tf32": 1e-3,
-    # A few numbers that round the other way; nvfp4 also draws its own.
-    "fp8": 1e-2,
-    "mxfp8": 6e-3,
-    "nvfp4": 3e-2,
-    "int8": 3e-3,
-}
 # Parts of the batch that are scaled by themselves: a share of a rank, a micro-batch of it.
 SPLITS = {"single": 1, "TP": 1, "PP x DP": 4, "PP x DP x TP": 4}
 HALF_WEIGHTS = {"fp16_naive", "bf16_naive"}

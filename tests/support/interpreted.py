@@ -21,13 +21,13 @@ interpreted = [
 ]
 
 
-def pair(make_model, make_optimizer, precision, **options):
+def pair(make_model, make_optimizer, precision, *, device="cpu", **options):
     """(booster, model, optimizer) stepped as torch steps, and the same stepped by kernels."""
     made = []
     for fused in (False, "triton"):
         torch.manual_seed(0)
         net = make_model()
-        booster = Booster("cpu", precision() if callable(precision) else precision, fused_optimizer=fused, **options)
+        booster = Booster(device, precision() if callable(precision) else precision, fused_optimizer=fused, **options)
         model, optimizer, *_ = booster.boost(net, make_optimizer(net.parameters()))
         made.append((booster, model, optimizer))
     return made
@@ -51,7 +51,7 @@ def stepping(net, make_optimizer, precision, **options):
 def gradients(params, step, bad=None, scale=1e-2):
     """Random gradients of `params`, the same for the same `step`, with `bad` in one of them."""
     generator = torch.Generator().manual_seed(step)
-    grads = [torch.randn(p.shape, generator=generator).to(p.dtype) * scale for p in params]
+    grads = [torch.randn(p.shape, generator=generator).to(p.device, p.dtype) * scale for p in params]
     if bad is not None:
         next(grad for grad in grads if grad.numel() > 1).view(-1)[1] = bad
     return grads

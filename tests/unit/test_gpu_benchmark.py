@@ -1,50 +1,196 @@
-"""`python -m benchmarks.gpu` says in one line that there is no GPU, and in one whether kernels may be the default."""
+"""`python -m benchmarks.gpu` gives a verdict, whatever becomes of its rows: they raise, die, never end, or find no space."""
 
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+
+import planted_rows
 import pytest
 import torch
 
-from benchmarks import gpu, graphs
-from benchmarks.launches import interprets
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import row, verdict, worker
+from benchmarks.gpu.row import PARTS, Place, Row, RowFile, begun, ended
+from benchmarks.gpu.supervisor import NO_SPACE, Job, left, supervise
+from booster.kernels import switches
 
-FAST = {
-    "update": {"torch fused, clip": 2e-3, "fp32 by Triton": 1.5e-3},
-    "tiny": {"torch fused, fp32": 2e-3, "fp32 by Triton": 1.9e-3},
-}
+PLANTED = planted_rows.PART
+CARD = "a card; torch 9"
+
+
+@pytest.fixture
+def planted(monkeypatch, tmp_path):
+    """(a file of rows, a job of the planted ones)."""
+    monkeypatch.setitem(PARTS, PLANTED, ("planted_rows", "planted"))
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(planted_rows.__file__))
+    return RowFile(tmp_path), Job((PLANTED,), 60.0, rehearse=True, worker="planted_rows")
+
+
+def found_in(file):
+    return {name: line for (_, name), line in ended(file.lines()).items()}
+
+
+def test_rows_that_fail_are_told_and_the_part_goes_on_behind_them(planted):
+    file, job = planted
+    said = []
+    assert supervise(job, file, said.append) == 0
+    rows = found_in(file)
+    assert rows["right"]["right"]
+    assert rows["raises"]["error"].startswith("ValueError: it is so at planted_rows.py:")
+    assert rows["kills its process"]["error"].startswith("its process ended with SIGKILL")
+    assert rows["never ends"]["error"].startswith("it took more than 1 s and was killed")
+    assert "illegal memory access" in rows["faults"]["error"]
+    assert not rows["wrong"]["right"]
+    assert left(file.lines(), PLANTED) == ["long"], "which does not fit into the time"
+    assert len(said) == len(rows) == 8
+    # The verdict.
+    lines, own = file.lines(), list(rows.values())
+    last = verdict.last_line(PLANTED, own, left(lines, PLANTED))
+    assert last == (
+        "part 9, planted: 1 of 2 right; 1 timed; wrong: wrong; slower than the goal: slow: ours; switch off: rule AdamW, rule "
+        "SGD, states 8bit and 1 more; failed: raises, kills its process, never ends and 1 more; not here: large; left for want "
+        "of time: long"
+    )
+    decided = "\n".join(
+        ["from booster.kernels.switches import KernelSwitch", "DECIDED = {", *verdict.switch_lines(own), "}"]
+    )
+    (file.folder / "decided.py").write_text(decided)
+    table = runpy.run_path(str(file.folder / "decided.py"))["DECIDED"]
+    assert set(table) == {"rule AdamW", "rule SGD", "states 8bit", "release"} <= set(switches.NAMES)
+    assert not any(switch.on for switch in table.values())
+    assert table["release"].why == "slow: 3.00 of torch's time"
+    assert table["states 8bit"].card == "a card"
+    assert "| kills its process | its process ended with SIGKILL" in verdict.report(lines, [PLANTED], {})
+    # Once more: what is right stays, what failed is made anew, at most thrice.
+    for tries in (2, 3, 3):
+        supervise(job, file, said.append)
+        counts = [line["row"] for line in file.lines() if "row" in line and "ended" not in line]
+        assert (counts.count("raises"), counts.count("wrong"), counts.count("right")) == (tries, tries, 1)
+
+
+def test_a_part_that_is_killed_keeps_its_rows_and_goes_on(planted, tmp_path):
+    file, job = planted
+    program = (
+        "import planted_rows; from benchmarks.gpu.supervisor import *; from benchmarks.gpu.row import RowFile\n"
+        "planted_rows.title()\n"
+        f"supervise(Job((9,), 60.0, rehearse=True, worker='planted_rows'), RowFile(Path({str(tmp_path)!r})))"
+    )
+    started = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while "right" not in found_in(file) and time.monotonic() < until:
+        time.sleep(0.05)
+    started.send_signal(signal.SIGKILL)
+    started.wait()
+    with file.path.open("a") as cut:
+        cut.write('{"part": 9, "row": "wr')  # as a process leaves it that is killed while it writes
+    before = found_in(file)
+    assert before["right"]["right"]
+    assert supervise(job, file, lambda text: None) == 0
+    assert found_in(file)["right"] == before["right"]
+    assert set(found_in(file)) > {"wrong", "slow", "faults"}
+
+
+def test_a_part_ends_when_its_time_is_over(planted):
+    file, job = planted
+    job.seconds, job.only = 4.0, "never ends|slow"
+    begin = time.monotonic()
+    assert supervise(job, file, lambda text: None) == 0
+    assert time.monotonic() - begin < 60
+    assert "error" in found_in(file)["never ends"]
+
+
+def test_without_space_it_says_so_and_leaves_no_process(planted, capfd, tmp_path):
+    file, job = planted
+    file.path.symlink_to("/dev/full")
+    said = []
+    assert supervise(job, file, said.append) == NO_SPACE
+    assert said == [f"cannot write to {file.path}: No space left on device"]
+    (tmp_path / "file").write_text("")
+    assert command.main(["--part", "1", "--rehearse", "--out", str(tmp_path / "file")]) == NO_SPACE
+    assert "cannot write to" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("part", ["0", "9", "right", ""])
+def test_a_wrong_part_is_refused_with_those_that_there_are(part, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--part", part, "--out", "."])
+    assert "choose from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--seconds", "0"], ["--seconds", "nan"], ["--only", "("]])
+def test_a_wrong_option_is_refused(options, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--part", "1", "--out", ".", *options])
+    assert options[0] in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_without_a_gpu_it_says_so_in_one_line_and_fails(capsys):
-    assert gpu.main([]) == 2
+def test_without_a_gpu_it_says_so_in_one_line_and_fails(capsys, tmp_path):
+    assert command.main(["--part", "1", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().out.count("\n") == 1
 
 
-def test_kernels_may_be_the_default_where_they_are_right_and_no_slower():
-    assert 'stays ("cuda",)' in gpu.verdict(FAST, {"fp32": 0.5})
-    slow = {**FAST, "update": {"torch fused, clip": 1e-3, "fp32 by Triton": 1.5e-3}}
-    assert gpu.verdict(slow, {"fp32": 0.5}).endswith("is to be (): update 1.50 of torch's fused")
-    assert "is to be (): split 3 of what is tolerated" in gpu.verdict(FAST, {"split": 3.0})
-    assert "is to be (): split nan of" in gpu.verdict(FAST, {"split": float("nan")})
-    assert "update inf of" in gpu.verdict({}, {})  # what was not measured decides nothing
+def test_rows_of_another_machine_count_for_nothing_and_again_makes_all():
+    rows = [Row(name, dict) for name in "abcd"]
+    old = {"part": 1, "machine": CARD, "begun": 1.0}
+    lines = [
+        {**old, "row": "a"},
+        {**old, "row": "a", "ended": "then", "right": True},
+        {**old, "row": "b"},
+        {**old, "row": "c", "machine": "another"},
+        {**old, "row": "c", "machine": "another", "ended": "then"},
+    ]
+    names = lambda since, lines: [each.name for each in row.order(rows, 1, lines, {"machine": CARD}, since)]  # noqa: E731
+    assert names(2.0, lines) == ["c", "d", "b"], "b was cut off, so it comes last"
+    assert names(0.5, lines) == ["c", "d"], "b began in this run"
+    assert names(2.0, []) == list("abcd")
+    assert set(begun(lines)) == {(1, "b")}
 
 
-@pytest.mark.skipif(interprets(), reason="there they run")
-def test_where_kernels_are_refused_it_says_why(capsys):
-    assert gpu.main(["--device", "cpu", "--small", "--section", "kernels"]) == 0
-    assert "verdict: none, fused_optimizer='triton' cannot step" in capsys.readouterr().out
+def test_a_row_that_needs_more_memory_than_there_is_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**31))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    made = worker._made(Row("large", lambda place: pytest.fail("made"), gib=2.5), Place("cuda"))
+    assert made == {"skipped": "it needs 2.5 GiB, and 1.0 are free"}
+    assert worker._made(Row("small", lambda place: {"right": True}, gib=0.5), Place("cuda")) == {"right": True}
 
 
-@pytest.mark.skipif(not interprets(), reason="needs Triton, and TRITON_INTERPRET=1; `make kernels` runs it")
-def test_kernels_train_as_torch_does():
-    found = gpu.differences("cpu")
-    assert len(found) == 9
-    assert max(found.values()) <= 1.0
+def test_times_of_a_rehearsal_decide_nothing():
+    line = {"part": 2, "row": "fp32", "ended": "2026", "machine": "rehearsal on x", **planted_rows._timed(None)}
+    line["judges"] = {"rule AdamW": ["ours", "torch"]}
+    assert verdict.switch_lines([line]) == []
+    assert verdict.over_goal(line) == []
+    assert len(verdict.switch_lines([{**line, "machine": CARD}])) == 1
+
+
+# Of every part a row or two that cost little; `--part all --rehearse` makes all.
+FEW = r"^(AdamW, float32|kernels|planted slow_body|e4m3fn, row, float32|fp32|one product|matrices rounded)$"
+FEW += r"|^4 x Linear\(64\), bf16$|rowwise, eager|ViT-S/16, bf16$|^test_cuda_apex$|^ZeRO-2, fp16$"
+
+
+def test_every_part_is_rehearsed(tmp_path, capsys):
+    assert command.main(["--part", "all", "--rehearse", "--out", str(tmp_path), "--only", FEW]) == 0
+    check(tmp_path, capsys.readouterr().out)
 
 
 @pytest.mark.slow
-def test_graphs_of_whole_models_are_timed_beside_the_same_by_hand(capsys):
-    if not torch.cuda.is_available():
-        assert graphs.main([]) == 2
-    assert graphs.main(["--small", "--device", "cpu"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("| captured, bf16 |") == said.count("| torch in a graph, fp16 |") == 4
-    assert "Error" not in said
+@pytest.mark.timeout(3600)
+def test_all_of_every_part_is_rehearsed(tmp_path, capsys):
+    assert command.main(["--part", "all", "--rehearse", "--out", str(tmp_path), "--seconds", "2000"]) == 0
+    rows = check(tmp_path, capsys.readouterr().out)
+    assert len(rows) > 100
+    assert {name for line in rows.values() for name in line.get("judges", {})} <= set(switches.NAMES)
+
+
+def check(folder, said):
+    lines = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    rows = ended(lines)
+    assert {part for part, _ in rows} == set(PARTS)
+    assert not [line for line in rows.values() if "error" in line or line.get("right") is False]
+    assert all(f"part {part}, {title}: " in said for part, (_, title) in PARTS.items())
+    assert all(f"## Part {part}: " in (folder / "report.md").read_text() for part in PARTS)
+    return rows
