@@ -171,6 +171,16 @@ CASES: dict[str, Case] = {
         positive(8),
         positive(8),
     ),
+    # Means far from zero, which backward subtracts once more, and gradients of weights that nearly cancel.
+    **{
+        f"{norm.__name__} mean": lambda n, norm=norm, given=given: (
+            lambda x, w, b: norm(x, *given, weight=w, bias=b, **({"training": True} if norm is F.batch_norm else {})),
+            normal(16, 8, n // 16) + 4,
+            positive(8),
+            positive(8),
+        )
+        for norm, given in ((F.batch_norm, (None, None)), (F.instance_norm, ()), (F.group_norm, (4,)))
+    },
     "prelu": lambda n: (F.prelu, -positive(n, 8), positive(1)),
     "prelu channels": lambda n: (F.prelu, -positive(n, 8), positive(8)),
     "glu": lambda n: (F.glu, positive(4, n)),

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import copy
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from booster import Booster
+from booster.mixed_precision import BF16NaiveMixedPrecision
 from booster.mixed_precision.half_products.product_choice import HalfProducts
 
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -198,6 +200,59 @@ def test_a_layer_norm_sums_over_rows_in_float32(name, weights, dtype):
     torch.testing.assert_close(out.double(), expected, rtol=EPS[dtype], atol=4 * EPS[dtype])
     assert (param.grad - wide.grad).abs().max() <= 2 * EPS[dtype] * wide.grad.abs().max()
     assert (inputs.grad - wide_inputs.grad).norm() <= EPS[dtype] * wide_inputs.grad.norm()
+
+
+NORMS = {
+    "layer": lambda x, w, b: F.layer_norm(x.movedim(1, -1), (8,), w, b).movedim(-1, 1),
+    "group": lambda x, w, b: F.group_norm(x, 4, w, bias=b),
+    "instance": lambda x, w, b: F.instance_norm(x, weight=w, bias=b),
+    "batch": lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+    "batch with statistics": lambda x, w, b: F.batch_norm(x, *x.new_zeros(2, 8, dtype=torch.float32), w, b, True),
+}
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("weights", ["trained", "frozen", "none"])
+@pytest.mark.parametrize("name", NORMS)
+def test_gradients_of_a_norm_are_not_off_by_the_rounding_of_its_mean(name, weights, layout, dtype):
+    gen = torch.Generator().manual_seed(0)
+    source = (torch.randn(4, 8, 16, 16, generator=gen) + 4).to(dtype).contiguous(memory_format=layout)
+    grad = (torch.rand(4, 8, 16, 16, generator=gen) + 0.5).to(dtype)
+    found = []
+    for wide in (False, True):
+        as_wanted = torch.float64 if wide else dtype
+        affine = [torch.ones(8, dtype=as_wanted), torch.zeros(8, dtype=as_wanted)]
+        affine = [None, None] if weights == "none" else [each.requires_grad_(weights == "trained") for each in affine]
+        inputs = source.detach().to(as_wanted).requires_grad_()
+        if wide and name == "batch with statistics":
+            out = NORMS["batch"](inputs, *affine)
+        else:
+            with contextlib.nullcontext() if wide else context(dtype):
+                out = NORMS[name](inputs, *affine)
+        assert out.dtype == as_wanted
+        out.backward(grad.to(as_wanted))
+        found.append([each.grad.double() for each in (inputs, *affine) if each is not None and each.grad is not None])
+    # One rounding of each gradient; sums in float32 of 1,024 terms of about 1, which nearly cancel in those of the weight.
+    assert (found[0][0] - found[1][0]).norm() <= EPS[dtype] * found[1][0].norm()
+    for one, other in zip(*(each[1:] for each in found), strict=True):
+        assert (one - other).norm() <= EPS[dtype] * other.norm() + 1024 * 2.0**-21
+
+
+def test_a_half_batch_norm_in_a_model_has_gradients_and_statistics_of_float32():
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(8)
+    x, weights = torch.randn(4, 8, 16, 16).add(4).bfloat16().float(), torch.rand(4, 8, 16, 16).bfloat16()
+    plain = copy.deepcopy(norm)
+    (plain(x) * weights.float()).sum().backward()
+    half = BF16NaiveMixedPrecision(keep_fp32=(), output_to_fp32=False)
+    model, *_ = Booster("cpu", half, half_products="float32").boost(norm)
+    out = model(x)
+    assert out.dtype == model.weight.dtype == torch.bfloat16
+    out.backward(weights)
+    torch.testing.assert_close(model.running_var, plain.running_var)
+    off = (model.weight.grad.float() - plain.weight.grad).norm()
+    assert off <= EPS[torch.bfloat16] * plain.weight.grad.norm()
 
 
 def test_gradients_of_gradients_pass_through_what_is_summed_in_float32():

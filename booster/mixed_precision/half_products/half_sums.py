@@ -3,9 +3,10 @@
 A sum of halves stops growing once a term is below half an ulp of it: 4,096 ones add up to 256 in bfloat16. Most of torch's CPU
 kernels add in float32 and round at the end. Those here do not: gradients of layer norm's weight and bias, also where these are
 float32, and of everything that takes rows or elements by index; what adds into elements by index, sparse tensors among them;
-the loss of classes. Where activations are halves and weights float32, only what is a half is widened. Forward passes stay
-torch's own, with what they save, where they are right already; the backward pass then runs in float32. See
-docs/design/half_products.md for the table of what torch adds in half.
+the loss of classes. And norms keep the mean of halves in the dtype of their weights, half where they have none, and subtract
+it once more in backward: gradients are off by its rounding, however small they are. Where activations are halves and weights
+float32, only what is a half is widened. Forward passes stay torch's own, with what they save, where they are right already; the
+backward pass then runs in float32. See docs/design/half_products.md for the table of what torch adds in half.
 
 `SUMS` says for each function how: a function of (function, args, kwargs) that returns the result.
 """
@@ -22,6 +23,7 @@ from booster.common.torch_internals.autograd_internals import dual_level, interp
 from booster.model.dtensors import is_dtensor
 from booster.tensors.trees import HALF_DTYPES
 
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _How = Callable[[Any, Any, Mapping[str, Any]], Any]
 
 
@@ -216,16 +218,49 @@ def _layer_norm(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         eps: float = 1e-5,
         cudnn_enable: bool = True,
     ) -> Any:
-        if not _is_recorded(weight, bias):
+        if not _is_recorded(weight, bias) and not (is_half(input) and _is_recorded(input)):
             return func(*args, **kwargs)
         if not is_half(input):
             return _of_dtensor(func, args, kwargs) if is_dtensor(input) else func(*args, **kwargs)
+        if not _is_recorded(weight, bias):
+            size = input.shape[-1:] if isinstance(normalized_shape, int) else normalized_shape
+            return func(input, normalized_shape, *_wide_affine(input, size, weight, bias), eps)
         if not _is_eager():
             return rounded(func, args, kwargs)
         shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
         return _LayerNorm.apply(input, shape, _wide(weight), _wide(bias), eps)
 
     return plain(*args, **kwargs)
+
+
+def _wide_affine(source: torch.Tensor, shape: Any, weight: Any, bias: Any) -> tuple[torch.Tensor, Any]:
+    """Return `weight`, ones for None, and `bias` in float32: torch then keeps mean and deviation in float32 for backward."""
+    ones = torch.ones(tuple(shape), dtype=torch.float32, device=source.device) if weight is None else weight.float()
+    return ones, _wide(bias)
+
+
+def _norm(place: int) -> _How:
+    """How a norm over space keeps statistics in float32. place: of its weight, before the bias, among arguments."""
+
+    def how(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        source, rest = _first(args, kwargs), dict(kwargs)
+        given = [*args[place : place + 2], None, None][:2]
+        given = [rest.pop(name, each) for name, each in zip(("weight", "bias"), given, strict=True)]
+        running = [*args[1:place], *rest.values()]
+        if not is_half(source) or not _is_recorded(source, *given) or any(map(is_half, running)):
+            return func(*args, **kwargs)
+        weight, bias = _wide_affine(source, source.shape[1:2], *given)
+        if len(args) > place:
+            out = func(*args[:place], weight, bias, *args[place + 2 :], **rest)
+        else:
+            out = func(*args, weight=weight, bias=bias, **rest)
+        if _is_eager():  # where a gradient has another memory order, torch's kernel rounds its mean
+            format = _LAST.get(source.dim(), torch.contiguous_format)
+            format = format if source.is_contiguous(memory_format=format) else torch.contiguous_format
+            out.register_hook(lambda grad: grad.contiguous(memory_format=format))
+        return out
+
+    return how
 
 
 def _of_dtensor(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -303,6 +338,8 @@ def _named(how: _How, names: str, *holders: Any) -> dict[Any, _How]:
 
 SUMS: Mapping[Any, _How] = {
     **_named(_layer_norm, "layer_norm", F, torch),
+    **_named(_norm(3), "batch_norm instance_norm", F),
+    **_named(_norm(2), "group_norm", F),
     **_named(_log_softmax, "log_softmax", F, torch, torch.Tensor),
     F.embedding: _embedding,
     torch.Tensor.__getitem__: _by_index,
