@@ -37,9 +37,9 @@ import torch.distributed as dist
 
 from booster.kernels import eligibility as choice
 
-PROCESS_GROUP_TIMEOUT = 60.0  # seconds a collective waits for its peers
+PROCESS_GROUP_TIMEOUT = 120.0  # seconds a collective waits for its peers
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CASE_TIMEOUT = 600.0 if INTERPRETED else 120.0  # seconds one case may take
+CASE_TIMEOUT = 600.0 if INTERPRETED else 240.0  # seconds one case may take
 CASES = 40  # of one group whose ranks have many threads: each process group that a case makes keeps a few
 THREADS = 48  # which take a hundredth of a core while they wait; what a fresh rank imports and makes takes a second
 STOPS = sys.platform == "linux"

@@ -363,7 +363,7 @@ def test_what_is_no_file_is_refused_at_once(kind, name, folder, target, capsys):
 
     thread = threading.Thread(target=all_readers, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(240)
     assert done.is_set(), "a reader waits, or did not refuse"
 
 

@@ -112,7 +112,7 @@ def _hold(folder, ready, finish):
         real(path, data)
         if path.name == "manifest.json":
             ready.set()
-            finish.wait(30)
+            finish.wait(240)
 
     saving.write_synced = slowly
     Job().save(folder, 7)
@@ -124,7 +124,7 @@ def writer(tmp_path):
     ready, finish = FORK.Event(), FORK.Event()
     process = FORK.Process(target=_hold, args=(tmp_path, ready, finish))
     process.start()
-    assert ready.wait(30)
+    assert ready.wait(240)
     yield process, finish
     process.kill()
     process.join()
@@ -145,7 +145,7 @@ def test_a_living_writer_is_left_alone_and_named_to_who_wants_the_same_number(tm
         job.booster.wait_for_save()
     assert job.save(tmp_path, None).name == step(9)
     finish.set()
-    process.join(30)
+    process.join(240)
     assert process.exitcode == 0
     assert names(tmp_path) == [step(number) for number in (6, 7, 8, 9)]
     assert not damage(tmp_path / step(7))
@@ -181,7 +181,7 @@ def elsewhere(folder, number=7, pid=None):
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(lock, "BEAT", 0.05)
-    monkeypatch.setattr(lock, "DEAD", 0.6)
+    monkeypatch.setattr(lock, "DEAD", 2.0)  # a loaded machine may let a beat come late
 
 
 def test_a_writer_elsewhere_lives_by_its_heartbeat_and_not_by_a_pid(tmp_path, quick):
@@ -196,7 +196,7 @@ def test_a_writer_elsewhere_lives_by_its_heartbeat_and_not_by_a_pid(tmp_path, qu
     try:
         with pytest.raises(CheckpointError, match=f"written by process {2**22} on node-17"):
             Job().save(tmp_path, 7)
-        time.sleep(0.7)
+        time.sleep(2.2)
         Job().save(tmp_path, 8)
         assert f".{step(7)}.writing-0123456789ab" in names(tmp_path)
     finally:
@@ -208,7 +208,7 @@ def test_a_writer_elsewhere_lives_by_its_heartbeat_and_not_by_a_pid(tmp_path, qu
 def test_a_writer_elsewhere_without_a_heartbeat_is_dead_whoever_has_its_pid_here(tmp_path, quick, number):
     held = elsewhere(tmp_path)
     if number == 8:  # nobody waits for what is not in the way
-        os.utime(held, (time.time() - 1, time.time() - 1))
+        os.utime(held, (time.time() - 9, time.time() - 9))
     began = time.monotonic()
     Job().save(tmp_path, number)
     assert names(tmp_path) == [step(number)]
