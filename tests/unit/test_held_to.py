@@ -1,6 +1,5 @@
 """What tests of other libraries hold this one to: each has a test here, and those that stand nowhere else are in this file."""
 
-import ast
 import pickle
 import re
 from functools import partial
@@ -29,8 +28,8 @@ EVERY = ["fp32", "fp16", "bf16", "fp16_naive", "bf16_naive"]
 
 def test_each_property_of_the_page_names_a_test_that_exists():
     named = re.findall(r"\| `(\w+)` \|$", (ROOT / "benchmarks/results/held_to.md").read_text(), re.MULTILINE)
-    nodes = [node for path in (ROOT / "tests").rglob("test_*.py") for node in ast.walk(ast.parse(path.read_text()))]
-    tests = {node.name.removeprefix("test_") for node in nodes if isinstance(node, ast.FunctionDef)}
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    tests = {name for text in texts for name in re.findall(r"^def test_(\w+)\(", text, re.MULTILINE)}
     assert len(named) > 100
     assert sorted(set(named) - tests) == []
 

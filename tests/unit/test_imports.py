@@ -302,6 +302,8 @@ def test_nothing_iterates_over_a_weak_set():
 def test_tests_that_run_beside_a_gpu_say_on_which_device():
     unsaid = []
     for file in sorted(Path(__file__).parent.glob("*.py")):
+        if not re.search(r"Booster\(\s*(\)|\*|\w+=)", file.read_text()):  # none without a first argument
+            continue
         calls = [node for node in nodes_of(file) if isinstance(node, ast.Call)]
         unsaid += [
             f"{file.name}: {ast.unparse(call)}"
