@@ -58,7 +58,7 @@ class Own(nn.Module):
         return self.norm(self.net(x)) * self.own * self.frozen + self.number
 
 
-def trained(rank, plugin, precision="fp32", how="", model=None, num_steps=12, **options):
+def trained(rank, plugin, precision="fp32", how="", model=None, num_steps=11, **options):
     """Train, and return the number of the step that raised, and what it said; None if none did."""
     model = Net() if model is None else model
     b = Booster("cpu", precision, PLUGINS[plugin](), **options)
