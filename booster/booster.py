@@ -87,8 +87,8 @@ class Booster(BoosterState):
         says so. Until a step is over, what models and criteria were given in it is kept, by reference, and the gradients of
         what they returned.
     states: how the states of elementwise optimizers are kept between steps, in every precision but fp16_apex: "fp32" as they
-        are, "bf16" in 2 bytes an element, "8bit" in 1.0625, rounded by chance; None is what the precision says, "fp32" unless
-        it was told otherwise.
+        are, "bf16" in 2 bytes an element, "8bit" in 1.0625, rounded stochastically; None is what the precision says,
+        else "fp32".
     offload_states: keep states of elementwise optimizers, and masters, in pinned memory of the host, and have them on a GPU a
         bucket at a time, while it is stepped; on a CPU they lie in the host's memory already, and nothing changes.
 
@@ -334,7 +334,7 @@ class Booster(BoosterState):
         mixed_precision: as for `Booster`, whose `states`, `offload_states` and `half_products` hold for it too. Weights,
         masters, states of optimizers, loss scales and random numbers go on as if they had been saved, everything built anew
         under that precision, and loaded, to the bit, and at no time are states there twice. A loss scale begins anew where the
-        precision so far had none of its kind. Rounding by chance draws other numbers than after a load. A collective.
+        precision so far had none of its kind. Stochastic rounding draws other numbers than after a load. A collective.
 
         Raises on all ranks, with nothing changed, between backward and step, inside `accumulate` and `no_sync`, for a compiled
         model, for the levels of apex, and where the plugin cannot: in a pipeline, or where weights that ranks divide by

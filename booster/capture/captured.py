@@ -324,7 +324,7 @@ class CapturedStep:
 
 
 def _placed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like `tensor`, with its numbers, in memory of its own."""
+    """Return a tensor like `tensor`, with its numbers, in its own memory."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 

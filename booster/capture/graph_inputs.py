@@ -2,7 +2,7 @@
 
 A graph is recorded with the addresses of its tensors, and replayed as long as they hold: `TensorAddresses` and `options_of`
 tell. Gradients may wait from one call to the next, as within `accumulate`: which, and with which scale, is a
-`GradientLayout`, by which graphs are told apart. What optimizers replace in every step, a graph has in `StaticScalars`."""
+`GradientLayout`, which distinguishes graphs. What optimizers replace in every step, a graph has in `StaticScalars`."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def _write(config: Any, kept: dict[str, torch.Tensor], folder: Path) -> None:
 def merged(model: nn.Module, names: Iterable[str]) -> tuple[nn.Module, dict[str, ExportSpec]]:
     """Return the model inside of adapters, and how its weights are made of those tensors of `model` that `names` are.
 
-    model: one that `check_merges` lets pass. Copies of modules that train beside adapters take the place of the originals.
+    model: one that `check_merges` lets pass. Copies of modules that train next to adapters take the place of the originals.
     """
     sources = sources_of(model, names, unpack=True)
     copies, originals = set(), set()

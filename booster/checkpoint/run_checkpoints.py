@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
-    """One thread that writes, with a process group of its own, so that its collectives never meet those of training."""
+    """One thread that writes, with its own process group, so that its collectives never meet those of training."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None

@@ -6,7 +6,7 @@
 
 Three things have to come back. What Python holds: attributes and the content of containers, found by walking from the roots.
 What tensors hold: the bytes of their memory. And where random generators are. A walk is cheap, since it copies references; the
-bytes are not, so they are copied at once for what the walk finds, or (`numbers=False`) only where `memory` is told of a write
+bytes are not, so they are copied at once for what the walk finds, or (`numbers=False`) only where `memory` learns of a write
 before it happens. `MemorySnapshot` alone serves who knows which tensors are written.
 """
 

@@ -174,7 +174,7 @@ def check_form(what: str, value: Any, form: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return what stands for a value in a message: itself where it is short."""
+    """Return what takes the place of a value in a message: itself where it is short."""
     if isinstance(value, (list, dict)):
         return f"a {type(value).__name__} of {len(value)}"
     text = repr(value) if not isinstance(value, int) or abs(value) < 2**64 else "a number of more than 64 bits"

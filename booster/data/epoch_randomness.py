@@ -2,7 +2,7 @@
 
 A loader that cannot skip resumes by making its pass again, from the random states of the pass's beginning, and dropping the
 batches that were seen. `EpochRandomness` keeps these states, and finds passes that cannot be made again: those in which
-others drew from a generator between two draws of the loader. `SamplerCounters` finds samplers whose plain attributes a new
+others drew from a generator between two draws of the loader. `SamplerCounters` finds samplers with plain attributes that a new
 process lacks.
 """
 

@@ -33,7 +33,7 @@ def record(
 ) -> Record:
     """Write down every optimizer step from now on, in `folder`: losses, scales, norms, clips, and skips with culprits.
 
-    folder: is made; each rank appends to a file of its own there, so ranks exchange nothing, and a kill loses no line that
+    folder: is made; each rank appends to its own file there, so ranks exchange nothing, and a kill loses no line that
         was written.
     every: in the first step and in every so many, gradients and weights are looked at too, parameter by parameter: how
         their magnitudes are spread, what underflows, which weights stand still; None never looks.

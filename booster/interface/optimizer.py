@@ -111,7 +111,7 @@ class OptimizerWrapper(Optimizer):
         """Update the parameters, unless the gradients of any rank hold an inf or NaN; then the loss scale.
 
         closure: computes the loss, with its backward pass, as LBFGS wants; None steps on the gradients there are. Where ranks
-            share gradients the optimizer is told the mean of their losses, a small collective each time.
+            share gradients the optimizer learns the mean of their losses, a small collective each time.
 
         The check is made under a loss scaler, after a clip, or with `Booster(skip_nonfinite=True)`; otherwise, and with a
         closure, the step is torch's. Side effects: one scalar all-reduce when checking on several ranks, which is that of the
@@ -192,7 +192,7 @@ class OptimizerWrapper(Optimizer):
 
         Until then, and until `step()`, gradients under a loss scaler are scaled. What is in `.grad` is what the step uses: it
         may be written to, replaced, or set to None; without this call it is taken to be scaled. Under apex's O2 gradients of
-        half parameters add up in float32, beside `.grad`; this rounds the sums into `.grad`, and the step uses the sums where
+        half parameters add up in float32, besides `.grad`; this rounds the sums into `.grad`, and the step uses the sums where
         `.grad` was not changed. Raises RuntimeError there if several passes were added up and ranks share whole gradients.
         """
         self._ready("unscale_grads()").unscale()
@@ -289,7 +289,7 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def always_looks(self) -> bool:
-        """Whether every step looks at its gradients: under a loss scaler, with skip_nonfinite, or with a clip of its own."""
+        """Whether every step looks at its gradients: under a loss scaler, with skip_nonfinite, or with its own clip."""
         return bool(self._update.gradients.check or self._clip_grad_norm)
 
     def sync(self) -> None:

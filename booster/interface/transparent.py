@@ -62,7 +62,7 @@ class TransparentModule(nn.Module):
         return state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch, through a plugin's wrapper, which may keep gradients of its own; also between forward and backward."""
+        """As torch, through a plugin's wrapper, which may keep its own gradients; also between forward and backward."""
         arguments.flag("set_to_none", set_to_none)
         self.module.zero_grad(*(() if set_to_none else (False,)))  # a class may have a zero_grad() without arguments
         module, fsdp = bare(self.module), sys.modules.get("torch.distributed.fsdp")

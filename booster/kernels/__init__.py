@@ -19,7 +19,7 @@ the next step, and makes those that kernels do not know. `Unsupported` says whic
 In reading order:
 
     eligibility.py      `by_kernels`: whether an optimizer is stepped so, or why not
-    probe.py            before that, a trial beside torch on a few small tensors
+    probe.py            before that, a trial next to torch on a few small tensors
     kernel_decision.py  `KernelDecision`: the decision and step, in the place of `update/device.py`'s
     readings.py         what was read of gradients, by kernels or by torch
     kernel_pass.py      the optimizer in backward

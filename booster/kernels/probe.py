@@ -72,7 +72,7 @@ def _tried(
 
 
 def _typical(kind: type[Optimizer], group: Mapping[str, Any]) -> Options:
-    """Return the options of `group` with typical numbers in the place of its own: what is compiled depends on which are 0."""
+    """Return the options of `group` with typical numbers in place of its own: what is compiled depends on which are 0."""
     found: list[tuple[str, Any]] = []
     for name, parameter in inspect.signature(kind).parameters.items():
         value, typical = group.get(name), parameter.default
@@ -145,7 +145,7 @@ class _Trial:
             own.copy_(theirs)
 
     def difference(self, other: _Trial) -> str | None:
-        """Return what is not as in `other`, from whose numbers this stepped as well."""
+        """Return what is not as in `other`, which began with the same numbers."""
         if self._applied != other._applied:
             return f"the step is {'applied' if self._applied else 'skipped'}, and torch's is not"
         if float(self._update.gradients.scaler.scale) != float(other._update.gradients.scaler.scale):

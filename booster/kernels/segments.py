@@ -38,7 +38,7 @@ class Segment:
 
     Attributes:
         weights: address of the elements.
-        residual: address of what is kept for them beside the half-precision weight; 0 for nothing.
+        residual: address of what is kept for them besides the half-precision weight; 0 for nothing.
         codes, scales: addresses of their states, and of the scales of quantized ones.
         names, encodings: of these states.
         step_count: index of the number that counts their steps.

@@ -72,7 +72,7 @@ class Table:
         offloaded = {id(each.bucket): place for place, each in enumerate(segments) if each.is_offloaded}
 
         def kernel_of(place: int) -> tuple[Any, ...]:
-            """What tells which kernel a segment is stepped by; each offloaded bucket has launches of its own."""
+            """What tells which kernel a segment is stepped by; each offloaded bucket has its own launches."""
             each = segments[place]
             forms = id(each.form), tuple(map(id, each.encodings))
             bucket = offloaded.get(id(each.bucket), -1)
@@ -120,7 +120,7 @@ class Table:
         self.rows = self._there(self._rows)
 
     def move(self, bucket: Any, residual: torch.Tensor | None, states: Sequence[Any] | None = None) -> None:
-        """In this step `residual` is kept beside the weights of `bucket`, and its states are `states`; None: as they were."""
+        """In this step `residual` is kept besides the weights of `bucket`, and its states are `states`; None: as they were."""
         tensors = [] if residual is None else [residual]
         for value in states or ():
             tensors += value.tensors if isinstance(value, QuantizedState) else [value]

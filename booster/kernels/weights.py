@@ -49,7 +49,7 @@ from booster.masters.formats import (
 @dataclass(frozen=True)
 class WeightForm:
     """load, store: see the module. bytes_kept: of the residual, for an element. stochastic: whether it draws random numbers.
-    noise: whether `residual` points to random numbers of its own for each element, made for this step by the format's `noise`.
+    noise: whether `residual` points to a random number for each element, made for this step by the format's `noise`.
     """
 
     load: Any

@@ -25,7 +25,7 @@ Ties
 ----
 A lower half of 0x8000 is a tie: as far from the weight below as from the one above. Rounded up, the remainder is -32768;
 rounded down it would be +32768, which int16 does not hold. So the formats add 0x8000 to the bits and drop the lower half.
-As the sign is a bit of its own, that is away from zero on both sides. Torch rounds ties to even, which differs for one number
+As the sign is a separate bit, that is away from zero on both sides. Torch rounds ties to even, which differs for one number
 in about 65536. Every format that says "nearest" rounds bfloat16 as the split one does, so all train alike.
 
 Float16
@@ -43,8 +43,8 @@ format               residual bits              bytes a weight lost
 `Separate`           the master                 4              nothing
 `SplitBFloat16`      its lower half             2              nothing
 `SplitFloat16`       the distance, counted      2              below 2**-14 less than 2**-38; past 65504 it is infinite
-`Split24BFloat16`    its third byte             1              what lies below 2**-16 of it, on average nothing
-`Split24Float16`     the distance, counted      1              what lies below 2**-19 of it, on average nothing
+`Split24BFloat16`    its third byte             1              what is below 2**-16 of it, on average nothing
+`Split24Float16`     the distance, counted      1              what is below 2**-19 of it, on average nothing
 `Kahan`              the rounding error         2              what a half number of that error loses
 `Nearest`            nothing                    0              updates of less than half an ulp
 `Stochastic`         nothing                    0              nothing on average

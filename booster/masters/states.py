@@ -280,7 +280,7 @@ def _has_shape_of(value: Any, param: torch.Tensor) -> bool:
 
 def as_of_master(own: State, param: torch.Tensor) -> State:
     """Return the state of a parameter that gets a master: what is of another precision, as that of a float64 parameter that was
-    cast, becomes float32. What the optimizer keeps in half beside a master, a load and a step leave so."""
+    cast, becomes float32. What the optimizer keeps in half besides a master, a load and a step leave so."""
     return {
         key: value.float()
         if isinstance(value, torch.Tensor)

@@ -43,7 +43,7 @@ class Job:
 def named_job(what: str, batch_size: int | None = None) -> Job:
     """Return the job that `what` names, its model without memory where a package makes it.
 
-    what: "timm:NAME" is a classifier of images of its own size, with AdamW, batches of 32. "transformers:NAME" is a model type,
+    what: "timm:NAME" is a classifier of images of its size, with AdamW, batches of 32. "transformers:NAME" is a model type,
         as "gpt2", of its default size, or what `AutoConfig.from_pretrained` takes; it predicts tokens, or classes of images,
         with AdamW, batches of 8, at most 512 tokens. Else what `named_parts` takes, in any memory.
     batch_size: of one rank, in place of those; None leaves them.

@@ -154,7 +154,7 @@ class Float32Forward(ForwardProxy):
     `output_dtype` where it meets such, and stays what it is where the model returns it; of the model that this tells of, and
     plain float32 where the module is called alone. See `tensors/weak.py`.
 
-    A BatchNorm amid half-precision modules gets its half inputs as they are: torch's own reads them beside float32
+    A BatchNorm amid half-precision modules gets its half inputs as they are: torch's own reads them next to float32
     parameters, computes in float32 and rounds its output once, without two copies of all activations.
 
     It takes the place of the module's `forward`, and not of hooks around it: an exception or interrupt then cannot leave

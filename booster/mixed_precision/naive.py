@@ -40,9 +40,9 @@ class NaiveMixedPrecision(HalfPrecision):
     sync_buffer: average floating buffers over the ranks that share the batch at every forward in training.
     keep_fp32: modules that keep float32 parameters and compute in it, by type, name pattern or predicate (see `KeptModules`);
         BatchNorm by default.
-    master_weights: what is kept beside half weights. "fp32": a float32 copy, 4 bytes a parameter. "split": the 16 bits that the
-        half weight lacks, 2 bytes, to the same result. "split24": 8 of these, 1 byte, rounded stochastically. "none": nothing.
-        "auto": "split" for bfloat16 and elementwise optimizers, else "fp32".
+    master_weights: what is kept besides half weights. "fp32": a float32 copy, 4 bytes a parameter. "split": the 16 bits that
+        the half weight lacks, 2 bytes, to the same result. "split24": 8 of these, 1 byte, rounded stochastically. "none":
+        nothing. "auto": "split" for bfloat16 and elementwise optimizers, else "fp32".
     rounding: of updates, with master_weights="none": "nearest", "stochastic", or "kahan", which keeps the error in 2 bytes.
     sdpa_fp32: run scaled_dot_product_attention in float32 while training; "auto" does so on a CPU, where its half-precision
         backward is several times slower, unless `half_products` of the `Booster` is "native".

@@ -14,8 +14,10 @@ loads a state goes on with the options of that state, and an option that is set 
 write `curve`, which gives the rate after the warmup, and `__init__` with its options; its name goes into `__all__`. Six are
 torch's own schedules with an end.
 
-Attributes of a schedule without a leading underscore are its state dict, and checkpoints compare their names: do not rename
-them. `booster/interface/scheduler.py`, which checks states that are loaded, recognises closed forms by their base class.
+What may be touched: a curve is held to numbers of its paper or of torch by `tests/unit/test_lr_scheduler.py`, also where a
+run is resumed in the middle. Attributes of a schedule without a leading underscore are its state dict, and checkpoints compare
+their names: do not rename them. `booster/interface/scheduler.py`, which checks states that are loaded, recognises closed forms
+by their base class.
 """
 
 from booster.nn import lr_scheduler

@@ -59,7 +59,7 @@ def all_names(names: tuple[str, ...], group: dist.ProcessGroup | None) -> tuple[
 def all_or_none(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
     """If the body raises on one rank of `group`, raise on all: there its own error, elsewhere ValueError with its text.
 
-    what: what the body does, for that message. Collectives as of `gather`. The body makes no collective of its own: a rank
+    what: what the body does, for that message. Collectives as of `gather`. The body makes no collective: a rank
     that raises before it would leave the others waiting.
     """
     problem: Exception | None = None

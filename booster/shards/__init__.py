@@ -39,7 +39,7 @@ Files, in reading order:
     replicated.py           DDP: whole parameters; which gradients `DistributedDataParallel` has averaged, and which it has not
     zero_buckets.py         ZeRO: `FlatParameters`, and the buckets of a module: who owns what
     zero.py                 ZeRO: slices of flat buckets as shards
-    zero_states.py          ZeRO: states of whole parameters, gathered from the slices of all ranks
+    zero_states.py          ZeRO: what a rank has of a parameter and of a group; states of whole parameters, gathered
     pending_all_gathers.py  ZeRO: weights still on their way after a step, and who waits for them
     flat_shard.py           a slice of elements as `torch.distributed.checkpoint` takes it: boxes of the whole tensor
     dtensor.py              tensor parallelism and FSDP: local tensors of DTensors; sums of gradients that ranks hold as terms

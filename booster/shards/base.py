@@ -292,6 +292,10 @@ ALONE = (
     "through a graph that retain_graph=True kept. Compute losses in forward, add them up, or use LowLevelZeroPlugin(stage=2), "
     "which averages every pass"
 )
+SPARSE = (
+    "{name} has a sparse gradient, which cannot be divided among ranks; build its module with "
+    "sparse=False, or use TorchDDPPlugin"
+)
 FROZEN = (
     "{name} has a gradient, but was frozen when the model was boosted, so ranks do not share it and would drift apart; call "
     "requires_grad_() before boost(), or use TorchFSDPPlugin, which also trains what is unfrozen later"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import is_
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +14,7 @@ from torch.optim import Optimizer
 
 from booster.common.torch_internals.tensor_internals import version
 from booster.model.optimizer_kinds import Kind, check_attributes, kind_of, unknown
-from booster.ranks.agreement import gather
-from booster.shards.base import FROZEN, UNSYNCHRONISED, ShardedStateView, Shards, State
+from booster.shards.base import FROZEN, SPARSE, UNSYNCHRONISED, ShardedStateView, Shards, State
 from booster.shards.flat_shard import FlatShard
 from booster.shards.replica_check import ReplicaCheck
 from booster.shards.replicated import (
@@ -29,35 +26,8 @@ from booster.shards.replicated import (
     replicated_params,
 )
 from booster.shards.zero_buckets import FlatParameters, ModuleBuckets, flat_slice
-from booster.shards.zero_states import BucketSlot, gather_states
+from booster.shards.zero_states import BucketSlot, GroupShards, gather_states, state_names
 from booster.tensors.flat import flat_like, shaped_like
-
-SPARSE = (
-    "{name} has a sparse gradient, which cannot be divided among ranks; build its module with "
-    "sparse=False, or use TorchDDPPlugin"
-)
-
-
-class _Stepped(NamedTuple):
-    """A parameter of a group with a shard here that is not empty. shaped: the shard has the parameter's shape."""
-
-    param: torch.Tensor
-    shard: torch.Tensor
-    slot: BucketSlot
-    shaped: bool
-
-
-class _Group:
-    """What is known of the parameters of a group, as long as they are the same."""
-
-    def __init__(self, shards: ZeroShards, params: Sequence[torch.Tensor]) -> None:
-        self.params = list(params)
-        self.shards = [shards.shard_of(param) for param in params]
-        pairs = list(zip(self.params, self.shards, strict=True))
-        self.frozen = [param for param, shard in pairs if shard is param]
-        self.divided = [(param, shard) for param, shard in pairs if shard is not param]
-        known = [(param, shard, shards.slot_of(param)) for param, shard in self.divided if shard.numel()]
-        self.stepped = [_Stepped(p, shard, held, shard.dim() != 1) for p, shard, held in known if held is not None]
 
 
 class ZeroShards(Shards):
@@ -101,7 +71,7 @@ class ZeroShards(Shards):
             layout.shard_params(set(self._held_params()), whole=kind == "per tensor")
         self._reduced, self._overlaps = reduced, overlaps
         self._slots: dict[torch.Tensor, BucketSlot] = {}
-        self._groups: list[_Group] = []  # when `local` was last entered
+        self._groups: list[GroupShards] = []  # when `local` was last entered
         self._versions: dict[FlatParameters, list[int]] = {}  # of parameters, when `local` was last entered
         # What this rank's elements of unsharded gradients were divided by, and the others were not.
         self._divisor: Any = 1.0
@@ -124,9 +94,8 @@ class ZeroShards(Shards):
         self._held = [list(params) for params in lists]
         given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]] = []
         try:
-            known = [group.params for group in self._groups]
-            if len(known) != len(self._held) or not all(map(_same_tensors, known, self._held)):
-                self._groups = [_Group(self, params) for params in self._held]
+            if len(self._groups) != len(self._held) or not all(map(GroupShards.holds, self._groups, self._held)):
+                self._groups = [GroupShards(params, self.shard_of, self.slot_of) for params in self._held]
             groups = self._groups
             buckets = self._buckets()
             self._versions = {bucket: list(map(version, bucket.params)) for bucket in buckets}
@@ -155,7 +124,8 @@ class ZeroShards(Shards):
                     self._replace_gradient(param, grad, shard.grad)
                 shard.grad = None
                 if shard.data_ptr() != address:  # by `shard.data = ...`
-                    self._copy_replaced_data(param, shard)
+                    with torch.no_grad():
+                        shard.data = self.local_slice(param, param).detach().copy_(shard)
 
     @contextmanager
     def local_shards(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
@@ -309,12 +279,8 @@ class ZeroShards(Shards):
         owned = self._held_params()
         if set_to_none:
             ids = set(map(id, owned))
-            for bucket in (bucket for layout in self._layouts for bucket in layout.buckets if bucket.reduced):
-                if ids.issuperset(map(id, bucket.params)):
-                    bucket.clear_gradients()
-                else:  # others belong to an optimizer of their own
-                    for index in [index for index in bucket.reduced if id(bucket.params[index]) in ids]:
-                        bucket.clear_gradient(index)
+            for bucket in self._buckets():
+                bucket.clear_gradients_of(ids)
             return
         for param in owned:
             shard = self._grad_shard(param)
@@ -350,12 +316,7 @@ class ZeroShards(Shards):
 
     def state_of_ranks(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
         params = self._held_params()
-        group = self._layouts[0].group if self._layouts else None
-        names: defaultdict[Any, State] = defaultdict(dict)
-        for names_of_rank in gather([list(state.get(param, ())) for param in params], group):
-            for param, found in zip(params, names_of_rank, strict=True):
-                if found:
-                    names[param] |= dict.fromkeys(found)
+        names = state_names(state, params, self._layouts[0].group if self._layouts else None)
         if not names and self._reduced and any(map(self.has_gradient, params)):
             raise RuntimeError(
                 "torch.distributed.checkpoint.state_dict makes states by a step of zeros, and would drop the gradients that "
@@ -377,9 +338,10 @@ class ZeroShards(Shards):
         return {key: found[key] for key in dict.fromkeys((*params, *found)) if key in found}
 
     def _sharded(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
+        slots = {key: None if (param := params.get(key)) is None else self.slot_of(param) for key in entries}
         return {
-            key: {name: self._as_flat_shard(value, params.get(key)) for name, value in own.items()}
-            for key, own in entries.items()
+            key: {name: slot.flat_shard(value, self._rank) for name, value in own.items()} if slot else dict(own)
+            for (key, own), slot in zip(entries.items(), slots.values(), strict=True)
         }
 
     def _local(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
@@ -398,18 +360,7 @@ class ZeroShards(Shards):
         slot = self.slot_of(param)
         if slot is None or not param.dim():
             return None
-        start, stop = slot.bucket.overlap(slot.position, self._rank)
-        values = torch.empty(stop - start, dtype=dtype, device=param.device)
-        return FlatShard(values, start, param.shape, param.stride())
-
-    def _as_flat_shard(self, value: Any, param: torch.Tensor | None) -> Any:
-        slot = None if param is None else self.slot_of(param)
-        if slot is None or not isinstance(value, torch.Tensor) or not value.dim() or not slot.param.dim():
-            return value
-        if not slot.has_shape_of_shard(value, self._rank):
-            return value
-        start, _ = slot.bucket.overlap(slot.position, self._rank)
-        return FlatShard(value, start, slot.param.shape, slot.param.stride())
+        return slot.empty_shard(dtype, self._rank)
 
     def full_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         wide = {param: value for shard, value in masters.items() if (param := self._params.get(shard, shard)) is shard}
@@ -432,17 +383,12 @@ class ZeroShards(Shards):
             own, shard = state.pop(before.shard_of(param), None), self.shard_of(param)
             if not old.has_same_layout(new, self._layouts[0].world_size):
                 # One after another, so that no more than one is there twice.
-                found = self._gather({0: own} if own else {}, {0: old}).get(0)
-                own = (
-                    None
-                    if found is None
-                    else {
-                        key: value.to(param.device)
-                        if isinstance(value := self._shard_entry(entry, param), torch.Tensor) and value.dim()
-                        else value
-                        for key, entry in found.items()
-                    }
-                )
+                found = self._gather({0: own} if own else {}, {0: old}).get(0, {})
+                cut = {key: self._shard_entry(entry, param) for key, entry in found.items()}
+                own = {
+                    key: value.to(param.device) if isinstance(value, torch.Tensor) and value.dim() else value
+                    for key, value in cut.items()
+                }
             if own and shard.numel():
                 state[shard] = own
 
@@ -466,15 +412,14 @@ class ZeroShards(Shards):
 
     def slot_of(self, param: torch.Tensor) -> BucketSlot | None:
         """Return the slot of `param`; None if it is not sharded."""
-        slot = self._slots.get(param)
-        if slot is None:
-            places = (layout.locate(param) for layout in self._layouts)
-            place = next((place for place in places if place is not None), None)
-            if place is not None:
-                slot = self._slots[param] = BucketSlot(*place)
-        return slot
+        if param in self._slots:
+            return self._slots[param]
+        found = next((place for layout in self._layouts if (place := layout.locate(param)) is not None), None)
+        if found is not None:
+            self._slots[param] = BucketSlot(*found)
+        return self._slots.get(param)
 
-    def _shard_states(self, group: _Group, brought: set[int]) -> None:
+    def _shard_states(self, group: GroupShards, brought: set[int]) -> None:
         """Cut the state that the optimizer has of whole parameters of `group`. brought: the ids of what it has any of.
 
         Raises RuntimeError for a gradient that cannot be stepped.
@@ -532,12 +477,6 @@ class ZeroShards(Shards):
             old = self._gradient(param, self.shard_of(param))
         old.copy_(new)  # type: ignore[union-attr]
 
-    @torch.no_grad()
-    def _copy_replaced_data(self, param: torch.Tensor, shard: torch.Tensor) -> None:
-        own = self.local_slice(param, param).detach()
-        own.copy_(shard)
-        shard.data = own
-
     def _drop_grad_shard(self, param: torch.Tensor) -> None:
         slot = self.slot_of(param) if self._reduced else None
         if not self._reduced:
@@ -550,15 +489,11 @@ def check_shards(optimizer: Optimizer) -> Kind:
     """Return the kind of `optimizer`; raise ValueError if it cannot be stepped on shards, or on some tensors of a group."""
     kind = kind_of(optimizer)
     if kind == "whole":
-        otherwise = "use TorchDDPPlugin, which keeps optimizer states whole"
-        raise ValueError(unknown(optimizer, "would be stepped on each rank's part of the parameters", otherwise))
+        would = "would be stepped on each rank's part of the parameters"
+        raise ValueError(unknown(optimizer, would, "use TorchDDPPlugin, which keeps optimizer states whole"))
     params = (param for group in optimizer.param_groups for param in group["params"])
     check_attributes(optimizer, params, "would be stepped on tensors of this rank's parts")
     return kind
-
-
-def _same_tensors(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _alike(value: Any, tensor: torch.Tensor) -> bool:

@@ -208,6 +208,14 @@ class FlatParameters:
         self.reduced.clear()
         self._stale.clear()
 
+    def clear_gradients_of(self, ids: set[int]) -> None:
+        """Drop the gradients of the parameters of these `ids`; the others belong to other optimizers."""
+        if self.reduced and ids.issuperset(map(id, self.params)):
+            self.clear_gradients()
+            return
+        for index in [index for index in self.reduced if id(self.params[index]) in ids]:
+            self.clear_gradient(index)
+
     def _clear(self, indices: set[int], rank: int) -> None:
         for index in indices:
             self._grad_shard(index, rank).zero_()

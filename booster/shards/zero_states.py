@@ -1,8 +1,10 @@
-"""State of whole parameters from what each rank holds of them."""
+"""What each rank holds of parameters in flat buckets, and the state of whole parameters gathered from that."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from booster.ranks.agreement import gather
 from booster.ranks.messages import communication_device
 from booster.shards.base import State
+from booster.shards.flat_shard import FlatShard
 from booster.shards.zero_buckets import FlatParameters
 from booster.tensors.flat import flat, shaped_like
 
@@ -38,6 +41,63 @@ class BucketSlot(NamedTuple):
     def has_shape_of_shard(self, value: torch.Tensor, rank: int) -> bool:
         start, stop = self.bucket.overlap(self.position, rank)
         return self.bucket.by_elements and value.dim() == 1 and value.numel() == stop - start
+
+    def empty_shard(self, dtype: torch.dtype, rank: int) -> FlatShard:
+        """Return memory without values for what `rank` holds of a tensor like the parameter."""
+        start, stop = self.bucket.overlap(self.position, rank)
+        values = torch.empty(stop - start, dtype=dtype, device=self.param.device)
+        return FlatShard(values, start, self.param.shape, self.param.stride())
+
+    def flat_shard(self, value: Any, rank: int) -> Any:
+        """Return `value`, an entry of the state that `rank` has, as a `FlatShard` where it is a shard, else as it is."""
+        if not isinstance(value, torch.Tensor) or not value.dim() or not self.param.dim():
+            return value
+        if not self.has_shape_of_shard(value, rank):
+            return value
+        return FlatShard(value, self.bucket.overlap(self.position, rank)[0], self.param.shape, self.param.stride())
+
+
+class SteppedShard(NamedTuple):
+    """A parameter of a group with a shard here that is not empty. shaped: the shard has the parameter's shape."""
+
+    param: torch.Tensor
+    shard: torch.Tensor
+    slot: BucketSlot
+    shaped: bool
+
+
+class GroupShards:
+    """What is known of the parameters of a group, as long as they are the same."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        shard_of: Callable[[torch.Tensor], torch.Tensor],
+        slot_of: Callable[[torch.Tensor], BucketSlot | None],
+    ) -> None:
+        self.params = list(params)
+        self.shards = list(map(shard_of, params))
+        pairs = list(zip(self.params, self.shards, strict=True))
+        self.frozen = [param for param, shard in pairs if shard is param]
+        self.divided = [(param, shard) for param, shard in pairs if shard is not param]
+        known = [(param, shard, slot_of(param)) for param, shard in self.divided if shard.numel()]
+        self.stepped = [SteppedShard(p, shard, held, shard.dim() != 1) for p, shard, held in known if held is not None]
+
+    def holds(self, params: Sequence[torch.Tensor]) -> bool:
+        """Return whether the parameters are these still, in this order."""
+        return len(self.params) == len(params) and all(map(is_, self.params, params))
+
+
+def state_names(
+    state: Mapping[Any, State], params: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+) -> dict[Any, State]:
+    """Return for each of `params` the names of states that any rank has of it, with None for values; a collective."""
+    names: defaultdict[Any, State] = defaultdict(dict)
+    for names_of_rank in gather([list(state.get(param, ())) for param in params], group):
+        for param, found in zip(params, names_of_rank, strict=True):
+            if found:
+                names[param] |= dict.fromkeys(found)
+    return names
 
 
 def gather_states(

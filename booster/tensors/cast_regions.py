@@ -334,7 +334,7 @@ def cast_floats(
 ) -> Any:
     """Cast every float16, bfloat16 and float32 tensor in `tree` to `dtype`; all else stays.
 
-    tree: see `booster.tensors.trees`; a container none of whose tensors changes is returned as the same object. dtype: None
+    tree: see `booster.tensors.trees`; a container in which no tensor changes is returned as the same object. dtype: None
     returns `tree` itself. float64: cast those tensors too. instead: see `map_tensors`.
     """
     if dtype is None:

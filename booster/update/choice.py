@@ -8,7 +8,7 @@
 
 How it steps is for the precision to say, by a `Stepping`: on parameters as they are (`PARAMETERS`), or on masters
 (`masters.update.stepping_masters`). Kernels take the place of norms, decision and application (`kernels.eligibility`), and
-apex has gradients of its own (`mixed_precision/apex/apex_gradients.py`).
+apex has its own gradients (`mixed_precision/apex/apex_gradients.py`).
 """
 
 from __future__ import annotations

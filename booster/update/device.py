@@ -223,7 +223,7 @@ class DeviceDecision(Decision):
 
 
 class _Blame(NamedTuple):
-    """Names the parameters in whose gradients norms were not finite; waits for the device."""
+    """Names the parameters with gradients of norms that were not finite; waits for the device."""
 
     read: list[Any]
     name_of: Callable[[torch.Tensor], str]

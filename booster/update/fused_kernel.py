@@ -105,7 +105,7 @@ def _lets_step(kind: Any, device: str) -> bool:
 
 
 def _move_step_counts(optimizer: Optimizer) -> None:
-    # The fused kernels count steps in float32 beside the parameter.
+    # The fused kernels count steps in float32 next to the parameter.
     for param, state in optimizer.state.items():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].to(device=param.device, dtype=torch.float32)

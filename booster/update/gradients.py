@@ -43,7 +43,7 @@ class Gradients:
         bound: of a clip that waits unread for the decision.
         read: norms taken since the last backward pass; they tell found_inf.
         norm: the first of them, as it would be unscaled.
-        check: whether the next step reads its gradients of its own accord.
+        check: whether the next step reads its gradients without being asked.
         loss_scale: of this step's backward passes.
         losses: of these passes, where a skip has to say why.
         num_backwards: how many passes there were since the last step.

@@ -124,7 +124,7 @@ class HostDecision(Decision):
         joint, group, factor = gradients.joint, gradients.group, gradients.factor
         alone = joint.found is None and len(joint.members) == 1
         if alone and group is None and gradients.read and not any(map(_NONFINITE, gradients.read)):
-            skip = False  # nobody else has a say
+            skip = False  # no other rank takes part
         else:
             skip = (gradients.check or not alone and gradients.checks) and self._agreed()
         norm = gradients.norm

@@ -53,7 +53,7 @@ class OptimizerState:
         return lambda: None
 
     def rounding_state(self) -> dict[str, Any]:
-        """Return the random state of rounding, where weights are rounded by chance, to be given to `load_rounding`."""
+        """Return the random state of rounding, where weights are rounded stochastically, to be given to `load_rounding`."""
         return {}
 
     def load_rounding(self, state: Mapping[str, Any]) -> None:
@@ -74,7 +74,7 @@ class OptimizerState:
         return []
 
     def master_tensors(self) -> list[torch.Tensor]:
-        """Return what is kept beside half weights."""
+        """Return what is kept besides half weights."""
         return []
 
     def scratch_tensors(self) -> list[torch.Tensor]:

@@ -222,7 +222,7 @@ def _plain(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any
 
 
 def has_torch_format(optimizer: Optimizer) -> bool:
-    """Return whether the state dict of `optimizer` is torch's: it may have one of its own, which it alone can read."""
+    """Return whether the state dict of `optimizer` is torch's: it may have its own, which it alone can read."""
     return type(optimizer).load_state_dict is Optimizer.load_state_dict
 
 

@@ -14,7 +14,8 @@ An example: the loss scale grew since a checkpoint was saved, and the user's sch
 The files:
 
     part.py         `Part`, `SaveContext` (what one rank puts in), `LoadContext` (a checkpoint, and who loads it).
-    modules.py      weights and buffers; what a precision keeps of a model: pins, choices of layers, histories of scales.
+    module_weights.py
+                    weights and buffers; what a precision keeps of a model: pins, choices of layers, histories of scales.
     optimizers.py   states, master weights and loss scale, by names of parameters.
     run_objects.py  loaders, schedulers and `extra`; errors that rounded gradients carry; random states.
 

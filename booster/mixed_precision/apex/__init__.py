@@ -16,10 +16,10 @@ An example: O2 (float16 weights, float32 masters), loss scale 65536, two passes 
 
 Files, in reading order:
 
-    options.py            the four levels as data, what a user overrides, what contradicts a level, in apex's words
+    apex_options.py       the four levels as data, what a user overrides, what contradicts a level, in apex's words
     scale.py              one loss scale for each loss, shared by all optimizers
-    strategy.py           `FP16ApexMixedPrecision`: the hooks of a precision, and its boosted model
-    gradients.py          `ApexGradients`: a pass set apart, unscaled, checked, added
+    apex_precision.py     `FP16ApexMixedPrecision`: the hooks of a precision, and its boosted model
+    apex_gradients.py     `ApexGradients`: a pass set apart, unscaled, checked, added
     master_gradients.py   `ApexMasterGradients`: sums in float32 besides `.grad`, under O2
     skipping_update.py    the update of both, which skips a step after an overflow
     o1.py                 O1's casts of one strategy: functions that the user registers, contexts

@@ -21,11 +21,12 @@ Files, in reading order:
     kernels.py       the products on hardware that has the format, by torch's scaled products
     conversion.py    which layers of a model are converted, how, and back
     layer_trials.py  a layer checked against a plain one, and timed
-    strategy.py      the precisions: options, and what is around the layers
+    low_precisions.py
+                     the precisions: options, and what is around the layers
     delayed.py       scales that follow from earlier steps
     autopilot.py     products that go over to a high precision, and back, while a run goes on
 
-What may be touched: a new recipe is data in recipes.py, and a kernel of its own in kernels.py; the emulation defines its
+What may be touched: a new recipe is data in recipes.py, and its own kernel in kernels.py; the emulation defines its
 numbers, and tests hold the kernel to it. `Recipe` is hashed by torch.compile, so it stays frozen. `numerics/record` watches
 products through `LowPrecisionLinear.watchers`; plugins that gather weights in fp8 set `LowPrecisionLinear.arrived`.
 """

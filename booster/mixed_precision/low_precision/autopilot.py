@@ -270,7 +270,7 @@ class PrecisionController(StepListener):
         return not (self.noise or self._suspected)
 
     def _due(self, number: int) -> frozenset[tuple[str, str]]:
-        """Return the products to look at in the step `number`: of the layers whose turn it is, and the suspected."""
+        """Return the products to look at in the step `number`: of the layers that are due, and the suspected."""
         if self._plan is None:
             return frozenset()
         every = self._plan.every
@@ -282,7 +282,7 @@ class PrecisionController(StepListener):
         return frozenset(self._suspected)
 
     def _is_whole(self, number: int, every: int) -> bool:
-        """Whether step `number` is one that looks at the layers whose turn it is."""
+        """Whether step `number` is one that looks at the layers that are due."""
         return number == self._first or number % every == 0
 
     def _watch(self, products: frozenset[tuple[str, str]]) -> None:

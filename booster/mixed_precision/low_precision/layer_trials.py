@@ -1,6 +1,6 @@
 """One low-precision layer tried on a device: whether it computes what a plain layer does, and how long it takes.
 
-The check finds what a silent defect of a kernel would spoil: every kind of layer is checked at `boost`, on data of its own.
+The check finds what a silent defect of a kernel would spoil: every kind of layer is checked at `boost`, on its own data.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def complaint(
     compiled: compiles a forward; where it returns one, that is compared, too.
     Cost: forward and backward of 64 rows, and two weights more for as long. No generator of torch moves.
     """
-    # A generator of its own: a run must not depend on whether it was checked.
+    # Its own generator: a run must not depend on whether it was checked.
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:

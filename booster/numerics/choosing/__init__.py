@@ -16,5 +16,7 @@ In reading order:
     pin_search        `auto_pins`: each block alone, the largest together, then those that are not needed taken away
     timed_layers      `time_layers`
 
+What may be touched: what is measured and how rows are ranked; each candidate must begin from the same weights and seed.
+
 A tool: it boosts models with a precision's `configure`, as `Booster` does, and the command `booster advise` shows what it says.
 """

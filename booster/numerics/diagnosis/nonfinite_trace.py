@@ -310,7 +310,7 @@ class NonFiniteTrace(TorchDispatchMode):
         return found
 
     def _is_brought(self, place: torch.Tensor, values: Any) -> bool:
-        """Return whether a copy brings what a collective received in memory of its own."""
+        """Return whether a copy brings what a collective received in its own memory."""
         if not isinstance(values, torch.Tensor) or not _is_plain(values) or not _is_plain(place):
             return False
         awaited = self._bad.get(storage_key(place))
