@@ -24,7 +24,7 @@ BUDGETS = {
     "interface": 1800,
     "kernels": 3800,
     "masters": 4400,
-    "memory": 1900,
+    "memory": 1800,
     "mixed_precision": 8700,
     "model": 1100,
     "nn": 500,

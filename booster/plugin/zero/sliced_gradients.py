@@ -14,7 +14,7 @@ from booster.common.torch_internals.autograd_internals import graph_task, when_b
 from booster.plugin.ddp.averaged_gradients import BucketedModule
 from booster.plugin.ddp.fp8_communication import ExchangedSum, FP8Sum
 from booster.plugin.ddp.gradient_reducer import GradientReducer
-from booster.shards.zero import SPARSE
+from booster.shards.base import SPARSE
 from booster.shards.zero_buckets import FlatParameters, ModuleBuckets
 
 # torch 2.13 renamed the collective and warns about the old name.
