@@ -120,7 +120,7 @@ class OptimizerWrapper(Optimizer):
         Raises RuntimeError for gradients of a bare `loss.backward()` or a closure under a loss scaler, and
         `LossScaleError` when the last `max_consecutive_skips` steps were all skipped.
         """
-        update, history, gradients, looked = self._update, self._history, self._update.gradients, None
+        update, history, gradients = self._update, self._history, self._update.gradients
         if self._forbidden is not None:
             raise RuntimeError(self._forbidden)
         if "found_inf" in self.__dict__:
@@ -142,19 +142,11 @@ class OptimizerWrapper(Optimizer):
                     gradients.clip_norm(float(self._clip_grad_norm), asked=False)
                 if update.shards.is_distributed:
                     update.shards.check_gradients()
-                    replica_check = update.shards.replica_check
-                    if replica_check is not None and gradients.num_backwards:  # without a call, as in nearly every step
-                        replica_check.num_steps += 1
-                        if replica_check.num_steps == replica_check.due:
-                            looked = replica_check
-                            replica_check.check(update.shards)
                 for listener in gradients.listeners:
                     listener.before_step(update, history.num_steps + 1)
                 if self._forget_weights is not None:  # before the step allocates
                     self._forget_weights()
                 result = update.step()
-                if looked is not None:  # after the decision, which says who is waited for
-                    looked.send()
             else:
                 result = step_with_closure(update, closure, clip=float(self._clip_grad_norm))
                 self.forget_weights()

@@ -5,7 +5,7 @@ Every operation of the room is declared here; `__init__` of the room has the rol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ class Shards:
         names: of each parameter and shard, for messages.
         is_distributed: whether other ranks have any share in these parameters; if not, nothing here does anything.
         sync_trackers: by placed module, what knows which gradients `DistributedDataParallel` has averaged.
+        unsynchronised: modules that are inside `no_sync`.
         replica_check: a `replica_check.ReplicaCheck`, where ranks hold parameters alike.
         selection: which parameters of the whole optimizer this stage of a pipeline has; None: all.
     """
@@ -42,6 +43,7 @@ class Shards:
     sharded = False
     names: Mapping[Any, str] = {}
     sync_trackers: Mapping[nn.Module, Any] = MappingProxyType({})
+    unsynchronised: Collection[nn.Module] = ()
     replica_check: Any = None
     selection: Selection | None = None
 

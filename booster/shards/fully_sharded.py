@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, MutableSet
+from collections.abc import Collection, Iterable, Iterator, MutableSet
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, itemgetter
@@ -52,6 +52,7 @@ class FullyShardedShards(DTensorShards):
         modules: Iterable[nn.Module],
         *,
         unreduced: MutableSet[nn.Module],
+        unsynchronised: Collection[nn.Module],
         unsharded: UnshardedParams,
         **options: Any,
     ) -> None:
@@ -60,7 +61,7 @@ class FullyShardedShards(DTensorShards):
         # Found once, as a walk over all modules costs more than what is done to these.
         self._fsdp_modules = [weakref.ref(child) for module in self._alive() for child in _sharded_in(module)]
         self._scaled = any(isinstance(gather_of(group), FP8Gather) for group in fsdp_groups(self._fsdp_modules_alive()))
-        self._unreduced = unreduced
+        self._unreduced, self.unsynchronised = unreduced, unsynchronised
         self._unsharded = unsharded
 
     def check_gradients(self) -> None:

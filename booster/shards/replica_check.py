@@ -21,7 +21,8 @@ from booster.tensors.trees import HALF_DTYPES
 if TYPE_CHECKING:
     from booster.shards.base import Shards
 
-EARLY, EVERY = 10, 100  # ranks are compared in the first step, in this one, and in one of so many
+# Ranks are compared after the first backward pass that all of them make, after this one, and after one of so many.
+EARLY, EVERY = 10, 100
 # Relative, of weights to their norm: kernels of unlike devices round in unlike ways, and a bit of a half weight is 2**-8 of it.
 _RATE, _WEIGHT = 1e-6, {False: 1e-3, True: 1e-2}
 _DTYPES = frozenset((*HALF_DTYPES, torch.float32, torch.float64, torch.complex64, torch.complex128))
@@ -44,30 +45,31 @@ class _Measured(NamedTuple):
 
 
 class ReplicaCheck:
-    """Compares, in a few steps, the numbers of param_groups and `Shards.replicated_params` among the ranks that hold them.
+    """Compares, now and then, the numbers of param_groups and `Shards.replicated_params` among the ranks that hold them.
 
     Two norms of each weight are read, and three numbers of all of them are sent, which a device does without a wait: they are
-    read in the next step. Only where they differ is more sent, to name what does.
+    read after the next pass. Only where they differ is more sent, to name what does. Backward passes that reduce gradients are
+    counted, and no steps: a rank may skip a step by its own decision, but makes such passes with the others.
     """
 
     def __init__(self) -> None:
-        self.num_steps = 0
-        self.due = 1  # the step in which `look` is to be called
-        self._measured_parts: list[_Measured] | None = None
+        self.num_passes = 0
+        self.due = 1  # the pass after which `check` is to be called
         self._sent: tuple[list[_Measured], HostCopy] | None = None
 
     @torch.no_grad()
     def check(self, shards: Shards) -> None:
-        """Read what is to be sent, or, in the step after it was, raise RuntimeError, on all ranks, if ranks differed."""
+        """Send what is to be compared, or, after the pass behind that, raise RuntimeError, on all ranks, if ranks differed. A
+        collective."""
         sent, self._sent = self._sent, None
         if sent is None:
             shards.wait_for_weights()
-            self._measured_parts = [
-                _measured(shards, *each, rates=not place) for place, each in enumerate(shards.replicated_params())
-            ]
+            replicated = shards.replicated_params()
+            parts = [_measured(shards, *each, rates=not place) for place, each in enumerate(replicated)]
+            self._sent = parts, HostCopy(_compare(parts))
             self.due += 1
             return
-        # The first step, the tenth, then one in a hundred: a comparison reads all weights.
+        # The first, the tenth, then one in a hundred: a comparison reads all weights.
         self.due = EARLY if self.due <= EARLY else (self.due // EVERY + 1) * EVERY
         parts, copy = sent
         most, least, apart = copy.tensor().tolist()
@@ -75,13 +77,6 @@ class ReplicaCheck:
             found = all_names(tuple(text for part in parts if (text := _describe_difference(part))), parts[0].ranks)
             if found:
                 raise RuntimeError(DRIFTED.format(found=listed(found, 3)))
-
-    @torch.no_grad()
-    def send(self) -> None:
-        """Send what `look` read, if it did. A collective."""
-        if self._measured_parts is not None:
-            parts, self._measured_parts = self._measured_parts, None
-            self._sent = parts, HostCopy(_compare(parts))
 
 
 def trained(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -103,7 +103,7 @@ class GradSyncTracker:
         self._orders = {
             param: (name, param.stride()) for name, param in bare(module).named_parameters() if param.dim() >= 4
         }
-        self._unsynchronised = False  # passes inside no_sync have left gradients that no other pass has averaged since
+        self.unsynchronised = False  # passes inside no_sync have left gradients that no other pass has averaged since
         self._watches = False
         self._averaging: int | None = None  # the backward pass that averages
         self._averages_once = hasattr(module, "require_backward_grad_sync")  # in one pass after forward ones alone
@@ -117,13 +117,13 @@ class GradSyncTracker:
         """Raise RuntimeError if the optimizer of `shards` holds a gradient that is of this rank alone."""
         if self._orders:
             self.check_order()
-        if not (self._frozen or self._alone or self._unsynchronised):
+        if not (self._frozen or self._alone or self.unsynchronised):
             return
         held = {param for group in shards.optimizer.param_groups for param in group["params"]}
         for param in held.intersection(self._frozen):
             if param.requires_grad and param.grad is not None:
                 raise RuntimeError(FROZEN.format(name=shards.name_of(param)))
-        left = self._params if self._unsynchronised else ()
+        left = self._params if self.unsynchronised else ()
         for found, text in ((left, UNSYNCHRONISED), (self._alone, ALONE)):
             for param in found:
                 if param in held and param.grad is not None:
@@ -144,8 +144,8 @@ class GradSyncTracker:
 
     def on_zero_grad(self) -> None:
         """Take note that some gradients were zeroed."""
-        if self._unsynchronised and all(param.grad is None or not param.grad.any() for param in self._params):
-            self._unsynchronised = False
+        if self.unsynchronised and all(param.grad is None or not param.grad.any() for param in self._params):
+            self.unsynchronised = False
         if self._alone:
             self._alone = [param for param in self._alone if param.grad is not None and param.grad.any()]
 
@@ -166,10 +166,10 @@ class GradSyncTracker:
             return
         if self._prepared:
             self.averaged = True
-            self._unsynchronised = False
+            self.unsynchronised = False
             self._alone = []
         elif self._follows_forward:
-            self._unsynchronised = True
+            self.unsynchronised = True
         else:
             self._alone = [*self._alone, *touched]
         self._prepared = self._follows_forward = False
@@ -181,11 +181,11 @@ class GradSyncTracker:
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Return a context after which passes inside have left no trace here."""
-        before = self._unsynchronised, self._alone
+        before = self.unsynchronised, self._alone
         try:
             yield
         finally:
-            self._unsynchronised, self._alone = before
+            self.unsynchronised, self._alone = before
 
     def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         averages = getattr(module, "require_backward_grad_sync", True)
@@ -204,11 +204,11 @@ class GradSyncTracker:
     # DistributedDataParallel averages all gradients of a backward pass if one of its forward passes was outside of no_sync.
     def _on_averaged(self, grad: torch.Tensor) -> None:
         self._averaging = graph_task()
-        self._unsynchronised = False
+        self.unsynchronised = False
 
     def _on_left(self, grad: torch.Tensor) -> None:
         if graph_task() != self._averaging:
-            self._unsynchronised = True
+            self.unsynchronised = True
 
 
 class ReplicatedShards(Shards):

@@ -175,9 +175,15 @@ class Gradients:
         """loss: None where another pipeline stage computes it."""
         self._in_pass = False
         self.num_backwards += 1
-        if self.shards.sync_trackers:
-            for tracker in self.shards.sync_trackers.values():
-                tracker.after_backward()
+        joint = not self.shards.unsynchronised
+        for tracker in self.shards.sync_trackers.values():
+            tracker.after_backward()
+            joint = joint and not tracker.unsynchronised
+        replica_check = self.shards.replica_check
+        if joint and replica_check is not None:  # without a call, as after nearly every pass
+            replica_check.num_passes += 1
+            if replica_check.num_passes == replica_check.due:
+                replica_check.check(self.shards)
         is_due = self.scaler.enabled and (self._num_steps < FIRST or self._num_steps % EVERY == 0)
         if is_due and self.scale is not None and not _same(self.scale, 1.0):
             self.mutation_check = GradMutationCheck(self.parameters.held())

@@ -90,14 +90,14 @@ class ApexGradients(Gradients):
             self._stash_grads()
 
     def after_backward(self, loss: torch.Tensor | None) -> None:
+        super().after_backward(loss)  # outside of `local`, as it compares whole parameters of ranks
         with self.shards.local():
-            self._after_backward(loss)
+            self._finish_backward(loss)
 
-    def _after_backward(self, loss: torch.Tensor | None) -> None:
+    def _finish_backward(self, loss: torch.Tensor | None) -> None:
         this = self._pass or BackwardPass([self])
         self._pass = None
         self._before = {}
-        super().after_backward(loss)
         self.scale = 1.0
         if self._nothing_to_do(this):
             return

@@ -71,6 +71,7 @@ class ShardingPlugin(Plugin):
             optimizer,
             roots,
             unreduced=self._unreduced,
+            unsynchronised=self._unsynchronised,
             unsharded=self._unsharded,
             group=self.group,
             replica_group=self._replica_group,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from operator import and_
 from typing import Any
 
 import torch
@@ -148,6 +149,8 @@ class UnusedParameters:
         """A backward pass has come to outputs of a module that was sharded."""
         if not self._under_way:
             self._under_way = True
+            for group in self._alive():
+                group.agreed = False  # of a pass that raised
             when_backward_ends(self._before_end)  # before torch's own callback, which is queued later
 
     def _before_end(self) -> None:
@@ -165,7 +168,7 @@ class UnusedParameters:
         groups = self._alive()
         self.agree(groups, last=True)
         for group in groups:
-            group.called = group.agreed = False
+            group.called = False
 
     def _alive(self) -> list[_Group]:
         return [group for reference in self._groups if (group := reference()) is not None]
@@ -201,7 +204,8 @@ class UnusedParameters:
                 if last and not group.called and True not in found:
                     continue
                 group.agreed = True
-                here[group.index], here[count + group.index] = 1, 0
+                # Neither, of a group that only joins others: of its call a pass that raised may be all that is left.
+                here[group.index], here[count + group.index] = not last or True in found, 0
                 for place, has in enumerate(found, 2 * count + group.first):
                     if has:
                         here[place] = 1
@@ -214,7 +218,7 @@ class UnusedParameters:
                 dist.all_reduce(flags, dist.ReduceOp.MAX, group=ranks)
             if lacking or self.passes_left or self._device.type == "cpu":
                 anywhere = flags.tolist()
-                if sum(anywhere[: 2 * count]) > count:
+                if any(map(and_, anywhere[:count], anywhere[count : 2 * count])):
                     self._refuse(anywhere)
                 for place, param, apart in lacking:
                     if anywhere[place]:
