@@ -129,13 +129,18 @@ class Table:
             return
         self._placed[bucket] = there
         self._rows = self._rows.clone()
-        for row, each in zip(self._rows, self._segments, strict=True):
-            if each.bucket is bucket:
-                row[RESIDUAL] = residual_address(residual, each.offset)
-                if states is not None:
-                    moved = addresses_of(states, each.states_offset)
-                    for column, addresses in zip((STATES, STATES + MOST_STATES), moved, strict=True):
-                        row[column : column + len(addresses)] = torch.tensor(addresses, dtype=torch.int64)
+        own = {place: each for place, each in enumerate(self._segments) if each.bucket is bucket}
+        moved = [addresses_of(states or (), each.states_offset) for each in own.values()]
+        new = [
+            [residual_address(residual, each.offset), *codes, *scales]
+            for each, (codes, scales) in zip(own.values(), moved, strict=True)
+        ]
+        columns = (
+            RESIDUAL,
+            *(STATES + MOST_STATES * part + place for part in (0, 1) for place in range(len(states or ()))),
+        )
+        there_in_rows = (torch.tensor(each, dtype=torch.int64) for each in ([[place] for place in own], columns))
+        self._rows[tuple(there_in_rows)] = torch.tensor(new, dtype=torch.int64)
         self.rows = self._there(self._rows)
 
     def measure(self, *, counts_zeros: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -175,7 +175,8 @@ def _store_stochastic(weights, noise, offsets, mask, values, random_bits, HALF: 
         below = tl.floor(share)
         up = tl.ceil((share - below) - tl.load(noise.to(tl.pointer_type(tl.float32)) + offsets, mask, 0.0))
         size = (below + tl.where(up == up, up, 0.0)) * ulp
-        bits = half_bits(tl.where(bits_of(values) < 0, -size, size), HALF)
+        # Triton before 3.7 negates by a difference from 0, which loses the sign of zero.
+        bits = half_bits(number_of(bits_of(size) | (bits_of(values) & -2147483648)), HALF)
     store_half(weights, offsets, mask, bits)
 
 

@@ -41,7 +41,7 @@ def clips_by_the_norm_before_both_ways(rank, world_size, plugin, precision):
     return (
         far,
         [float(run.optimizer._update.gradients.in_backward.previous) for run in runs],
-        runs[0].optimizer._update.decision._num_looks,
+        runs[0].optimizer._update.decision._num_readings,
     )
 
 
@@ -49,10 +49,10 @@ def clips_by_the_norm_before_both_ways(rank, world_size, plugin, precision):
 def test_ranks_clip_by_the_norm_before_as_where_torch_steps(ranks2, plugin):
     found = ranks2(clips_by_the_norm_before_both_ways, plugin, "fp32")
     assert len({tuple(norms) for _, norms, _ in found}) == 1
-    for far, (mine, theirs), looks in found:
+    for far, (mine, theirs), readings in found:
         assert far <= 1e-5
         assert mine == pytest.approx(theirs, rel=1e-5)
-        assert looks > 0
+        assert readings > 0
 
 
 @pytest.mark.parametrize(("precision", "plugin"), CASES)

@@ -57,11 +57,11 @@ def gradients(params, step, bad=None, scale=1e-2):
     return grads
 
 
-def step_on(booster, model, optimizer, grads):
+def step_on(booster, model, optimizer, grads, *, set_to_none=True):
     """Give the model's parameters `grads`, None for none, and step."""
     booster.backward(loss_with(list(model.parameters()), grads), optimizer)
     result = optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=set_to_none)
     return result
 
 

@@ -33,3 +33,9 @@ def stores_no_rest(weights, residual, offsets, mask, values, random_bits, HALF: 
 def closes_twice(codes, scales, first, offsets, mask, values, random_bits, TILE: tl.constexpr):
     """Twice the number."""
     store_half(codes, offsets, mask, plain_bits(values * 2.0) >> 16)
+
+
+@triton.jit
+def stores_beyond(weights, residual, offsets, mask, values, random_bits, HALF: tl.constexpr):
+    """At addresses that nobody has."""
+    tl.store((weights + (1 << 60)).to(tl.pointer_type(tl.float32)) + offsets, values, mask)

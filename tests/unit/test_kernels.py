@@ -1,8 +1,12 @@
 """Steps by kernels are those of torch: every rule in every form of weights and states, from the same numbers, to an ulp."""
 
 import pytest
+import torch
 from interpreted import interpreted, pair
-from kernel_cases import FORMS, HALVES, RULES, make_model, on_half_weights, one_after_another, refuses
+from kernel_cases import FORMS, HALVES, RULES, STEPS, make_model, on_half_weights, one_after_another, refuses
+from kernel_places import SIZES, Anywhere, anywhere
+
+from booster.mixed_precision import BF16NaiveMixedPrecision
 
 pytestmark = interpreted
 
@@ -27,3 +31,18 @@ def test_a_step_on_half_weights_is_that_of_torch(rule, half, form, states):
         pytest.skip("such states cannot be packed")
 
     on_half_weights(pair, make_model, rule, half, form, states)
+
+
+@pytest.mark.parametrize("form", ["fp32", *FORMS])
+def test_parameters_and_gradients_lie_anywhere_and_are_of_any_size(form):
+    options, dtype = (
+        {"clip_grad_norm": 0.5, "skip_nonfinite": True},
+        torch.float32 if form == "fp32" else torch.bfloat16,
+    )
+
+    def precision():
+        return BF16NaiveMixedPrecision(**FORMS[form], states="8bit" if "split" in form else "fp32", keep_fp32=())
+
+    made = "fp32" if form == "fp32" else precision
+    both = pair(lambda: Anywhere(SIZES, dtype, "cpu"), RULES["AdamW"], made, **options)
+    anywhere(both, SIZES, STEPS.get(("bf16", form), 3e-7) if "split" not in form else 2.0**-7)

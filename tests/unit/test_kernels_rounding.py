@@ -307,10 +307,10 @@ COST = {
     "row": (["largest_of", "write"], 2 + 2 + 1, "row", {}),
     "blocks": (["write"], 2 + 1, (1, 128), {}),
     "squares": (["write"], 2 + 1, (128, 128), {}),
-    "delayed, the first step": (["largest_of", "write", "note"], 2 + 2 + 1, "tensor", {"given": 0.0}),
-    "delayed": (["largest_of", "write", "note"], 2 + 1, "tensor", {"given": 0.5}),
+    "delayed, the first step": (["largest_of", "write", "track_largest"], 2 + 2 + 1, "tensor", {"given": 0.0}),
+    "delayed": (["largest_of", "write", "track_largest"], 2 + 1, "tensor", {"given": 0.5}),
     "delayed, turned as well": (
-        ["largest_of", "write", "note"],
+        ["largest_of", "write", "track_largest"],
         2 + 1 + 1,
         "tensor",
         {"given": 0.5, "transposed": True},
@@ -332,7 +332,7 @@ def test_a_matrix_is_read_and_written_as_often_as_the_table_says(way):
 
 # A layer of the tensorwise recipe in bfloat16, forward and backward: launches for its input, its weight, and the gradient
 # of its output.
-ROUNDING = {False: 3 * ["largest_of", "write"], True: 3 * ["largest_of", "write", "note"]}
+ROUNDING = {False: 3 * ["largest_of", "write"], True: 3 * ["largest_of", "write", "track_largest"]}
 
 
 @pytest.mark.parametrize("delayed", ROUNDING)
@@ -343,7 +343,10 @@ def test_a_layer_makes_as_many_launches_as_told(delayed, taken):
     x, g = (torch.randn(16, n, dtype=torch.bfloat16) for n in (32, 64))
     x.requires_grad_()
     with Counted() as counted, Launches() as launches:
-        layer(x).backward(g)
+        try:
+            layer(x).backward(g)
+        except NotImplementedError:
+            pytest.skip(f"torch {torch.__version__} has no kernel of scaled_mm for CPUs")
     assert counted.launches == ROUNDING[delayed]
     # Besides: three products, the weight's bytes laid anew for backward, and its gradient in its dtype.
     rounding = {f"Triton: {name}": counted.launches.count(name) for name in counted.launches}
