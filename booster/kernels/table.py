@@ -129,18 +129,12 @@ class Table:
             return
         self._placed[bucket] = there
         self._rows = self._rows.clone()
-        own = {place: each for place, each in enumerate(self._segments) if each.bucket is bucket}
-        moved = [addresses_of(states or (), each.states_offset) for each in own.values()]
-        new = [
-            [residual_address(residual, each.offset), *codes, *scales]
-            for each, (codes, scales) in zip(own.values(), moved, strict=True)
-        ]
-        columns = (
-            RESIDUAL,
-            *(STATES + MOST_STATES * part + place for part in (0, 1) for place in range(len(states or ()))),
-        )
-        there_in_rows = (torch.tensor(each, dtype=torch.int64) for each in ([[place] for place in own], columns))
-        self._rows[tuple(there_in_rows)] = torch.tensor(new, dtype=torch.int64)
+        own = [(place, each) for place, each in enumerate(self._segments) if each.bucket is bucket]
+        moved = [(each, *addresses_of(states or (), each.states_offset)) for _, each in own]
+        new = [[residual_address(residual, each.offset), *codes, *scales] for each, codes, scales in moved]
+        columns = [RESIDUAL, *(STATES + part + i for part in (0, MOST_STATES) for i in range(len(states or ())))]
+        at = (torch.tensor(each, dtype=torch.int64) for each in ([[place] for place, _ in own], columns))
+        self._rows[tuple(at)] = torch.tensor(new, dtype=torch.int64)
         self.rows = self._there(self._rows)
 
     def measure(self, *, counts_zeros: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
