@@ -561,32 +561,6 @@ def test_accumulate_checks_its_numbers(ready, wrong):
 # ---- several models ----
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_a_gan_trains_two_models_with_two_optimizers(precision):
-    torch.manual_seed(0)
-    booster = fp16() if precision == "fp16" else Booster("cpu", precision)
-    generator, critic = nn.Linear(2, 4), nn.Linear(4, 1)
-    criterion = nn.BCEWithLogitsLoss()
-    generator, g_opt, g_loss, *_ = booster.boost(generator, sgd(generator), criterion)
-    critic, c_opt, c_loss, *_ = booster.boost(critic, sgd(critic), criterion)
-    real, fooled = torch.randn(16, 4) + 3.0, []
-    for _ in range(40):
-        fake = generator(torch.randn(16, 2))
-        loss = c_loss(critic(real), torch.ones(16, 1)) + c_loss(critic(fake.detach()), torch.zeros(16, 1))
-        booster.backward(loss, c_opt)
-        assert c_opt.step().applied
-        c_opt.zero_grad()
-        loss = g_loss(critic(fake), torch.ones(16, 1))
-        booster.backward(loss, g_opt)
-        g_opt.clip_grad_by_norm(1.0)
-        assert g_opt.step().applied
-        g_opt.zero_grad()
-        c_opt.zero_grad()
-        fooled.append(loss.item())
-    assert fooled[-1] < max(fooled)
-    assert generator(torch.zeros(1, 2)).mean() > 0.3, "the generator moved towards the data"
-
-
 def test_a_strategy_object_may_serve_several_models():
     precision = BF16MixedPrecision()
     booster = Booster("cpu", precision)
