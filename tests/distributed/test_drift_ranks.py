@@ -93,7 +93,7 @@ def trained(rank, plugin, precision="fp32", how="", model=None, num_steps=11, **
     return None
 
 
-def told(rank, world_size, cases):
+def drifts(rank, world_size, cases):
     found = {}
     for plugin, how in cases:
         found[plugin, how] = trained(rank, plugin, how=how)
@@ -101,7 +101,7 @@ def told(rank, world_size, cases):
 
 
 LR = "lr of param_groups[0] is 0.01 on rank 0 and 0.02 on rank 1"
-TOLD = {
+DRIFTS = {
     ("ddp", "lr"): (11, LR),
     ("ddp", "betas"): (11, "betas of param_groups[0] is 0.9 on rank 0 and 0.91 on rank 1"),
     ("ddp", "weight"): (11, "the weight '3.bias' is not the same on rank 0 and rank 1"),
@@ -133,12 +133,12 @@ OF_FOUR = {
 
 
 def test_what_has_drifted_apart_is_named_on_every_rank(ranks2):
-    for found in ranks2(told, list(TOLD)):
-        assert found == TOLD
+    for found in ranks2(drifts, list(DRIFTS)):
+        assert found == DRIFTS
 
 
 def test_what_copies_of_shards_and_of_stages_hold_is_compared_among_them(ranks4):
-    for found in ranks4(told, list(OF_FOUR)):
+    for found in ranks4(drifts, list(OF_FOUR)):
         assert found == OF_FOUR
 
 

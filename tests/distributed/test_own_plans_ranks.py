@@ -58,7 +58,7 @@ def batch(number):
     return torch.randn(2, 5, DIM, generator=torch.Generator().manual_seed(number))
 
 
-def told(rank, world_size, precision, options):
+def errors_by_plan(rank, world_size, precision, options):
     found = {}
     for left in ("", "norm", "kv", "temperature"):
         plan = {name: style for name, style in PLAN.items() if name != left}
@@ -75,12 +75,12 @@ def told(rank, world_size, precision, options):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_naive"])
 def test_parameters_with_the_terms_of_this_rank_s_heads_are_named_before_the_first_step(ranks2, precision):
-    assert ranks2(told, precision, {}) == [LEFT_OUT] * 2
+    assert ranks2(errors_by_plan, precision, {}) == [LEFT_OUT] * 2
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_they_are_named_where_data_parallel_ranks_divide_them_once_more(ranks4, zero_stage):
-    assert ranks4(told, "fp32", {"zero_stage": zero_stage}) == [LEFT_OUT] * 4
+    assert ranks4(errors_by_plan, "fp32", {"zero_stage": zero_stage}) == [LEFT_OUT] * 4
 
 
 def change(rank, world_size, precision):

@@ -44,7 +44,7 @@ class Run:
         self.optimizer.zero_grad()
         return applied
 
-    def told(self):
+    def pinned_state(self):
         pins = self.model._extras.pins.state_dict()
         return pins, [param.detach().clone() for param in self.model.parameters()], len(self.booster.diagnoses)
 
@@ -60,7 +60,7 @@ def _one_rank_overflows(rank, world_size, folder):
     again = Run(rank)
     again.booster.load(folder, again.model, again.optimizer)
     resumed = [again.step(large), again.step(large), again.step(run.x)]
-    return applied, run.told(), resumed, again.told()
+    return applied, run.pinned_state(), resumed, again.pinned_state()
 
 
 def test_ranks_pin_alike_and_a_checkpoint_goes_on_to_the_bit(ranks2, tmp_path):
@@ -80,7 +80,7 @@ def _ranks_disagree(rank, world_size):
     run.booster._watcher._diagnose = lambda passes, scale: _diagnosis(f"blocks.{rank}")
     for _ in range(3):
         run.step(run.x * 1e3)
-    return run.told()[0]
+    return run.pinned_state()[0]
 
 
 def _diagnosis(name):

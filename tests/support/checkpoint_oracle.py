@@ -79,7 +79,7 @@ def different(now, said, where=""):
         yield f"{where} is {now!r:.60}, and {said!r:.60} is said"
 
 
-class Told:
+class SavedContent:
     """What the checkpoint in `folder` says of the one model "0", optimizer, loader and scheduler that it has."""
 
     def __init__(self, folder):

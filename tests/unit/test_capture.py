@@ -174,7 +174,7 @@ def batch(step, size=4):
     return x, y, factor
 
 
-def told(result):
+def fields(result):
     return result.applied, result.loss_scale, result.grad_norm, result.skipped_reason, result.culprit
 
 
@@ -182,7 +182,7 @@ def trained(captured, *arguments, train=lambda run, step: run.step(*batch(step))
     """Everything after some steps, each loss, and each result, read only in the end."""
     run = Run(captured, *arguments, **options)
     returned = [train(run, step) for step in range(steps)]
-    results = [told(each["result"]) for each in returned if isinstance(each, dict)]
+    results = [fields(each["result"]) for each in returned if isinstance(each, dict)]
     losses = [each["loss"].detach() if isinstance(each, dict) else each for each in returned]
     return run, {"losses": losses, "results": results, **run.everything()}
 
@@ -330,7 +330,7 @@ def test_results_are_of_their_own_step_whenever_they_are_read():
 
     found = results(True)
     assert all(isinstance(result, StepResult) for result in found)
-    assert same([told(result) for result in reversed(found)][::-1], [told(result) for result in results(False)])
+    assert same([fields(result) for result in reversed(found)][::-1], [fields(result) for result in results(False)])
 
 
 def test_results_of_eager_steps_between_replays_stay_what_they_were():
@@ -358,7 +358,7 @@ def test_what_the_optimizer_tells_between_steps_is_of_now():
             run.step(*batch(step))
             assert isinstance(run.optimizer.param_groups[0]["lr"], float)
             found.append([getattr(run.optimizer, name) for name in names])
-            found[-1] += [run.schedule.get_last_lr(), told(run.optimizer.last_step)]
+            found[-1] += [run.schedule.get_last_lr(), fields(run.optimizer.last_step)]
         return found
 
     assert same(heard(True), heard(False))
@@ -426,7 +426,7 @@ def test_a_replay_reads_nothing_on_the_host_whatever_becomes_of_steps_before(pre
     returned = [train(run, step) for step in range(STEPS)]
     assert (behind.waits, dict(reads.found)) == (0, {})
     assert run.graphs.num_replays == STEPS - 1
-    results = [told(each["result"]) for each in returned]
+    results = [fields(each["result"]) for each in returned]
     losses = [each["loss"] for each in returned]
     assert_same({"losses": losses, "results": results, **run.everything()}, expected)
 
@@ -730,7 +730,7 @@ def test_two_models_and_their_optimizers_step_in_one_graph():
             returned.append(run(noise, torch.randn(5, 6, generator=data)))
         return {
             "losses": [[loss.detach() for loss in each[:2]] for each in returned],
-            "results": [[told(result) for result in each[2:]] for each in returned],
+            "results": [[fields(result) for result in each[2:]] for each in returned],
             "weights": [*make[0].parameters(), *judge[0].parameters()],
             "states": [make[1].state_dict(), judge[1].state_dict()],
         }
@@ -760,7 +760,7 @@ def test_optimizers_that_share_a_backward_decide_together():
         returned = [run(*batch(number)) for number in range(STEPS)]
         return {
             "losses": [loss.detach() for loss, _ in returned],
-            "results": [[told(result) for result in results] for _, results in returned],
+            "results": [[fields(result) for result in results] for _, results in returned],
             "weights": list(model.parameters()),
             "states": [optimizer.state_dict() for optimizer in both],
         }

@@ -268,7 +268,7 @@ def test_the_users_model_can_be_exported_at_any_time_and_scripted_when_it_was_as
 # ---------------------------------------------------------------------- gradients between backward and step
 
 
-def told(caplog):
+def scale_warnings(caplog):
     return [record.message for record in caplog.records if "multiplied by the loss scale" in record.message]
 
 
@@ -296,7 +296,7 @@ def test_scaled_gradients_that_somebody_else_changes_are_told_once(caplog, preci
             getattr(optimizer, then)(*[100.0] * then.startswith("clip"))
         optimizer.step()
         optimizer.zero_grad()
-    (message,) = told(caplog)
+    (message,) = scale_warnings(caplog)
     assert all(text in message for text in ("0.weight", "clip_grad_by_norm", "unscale_grads()"))
 
 
@@ -324,19 +324,19 @@ def test_gradients_that_only_the_booster_changes_are_not_told(caplog, precision)
         net[0].weight.grad.mul_(0.5)  # true numbers, which everybody may change
         optimizer.step()
         optimizer.zero_grad()
-    assert not told(caplog)
+    assert not scale_warnings(caplog)
 
 
 def test_scaled_gradients_are_compared_in_the_first_two_steps_and_in_every_hundredth(caplog):
     b, model, optimizer, _, _, x = run("fp16")
     train(b, model, optimizer, x, 2)
     for number in range(3, 102):
-        assert not told(caplog), number
+        assert not scale_warnings(caplog), number
         b.backward(model(x).square().mean(), optimizer)
         model[0].weight.grad.mul_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    assert told(caplog)
+    assert scale_warnings(caplog)
 
 
 # ---------------------------------------------------------------------- clips that come too early, weights made half

@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from checkpoint_oracle import Told, different, snapshot, wrong_after
+from checkpoint_oracle import SavedContent, different, snapshot, wrong_after
 from poisoned import memory_that_holds
 from resealed import change, content_of, header_and_data, read_weights, seal, write_safetensors
 from test_checkpoint import job
@@ -236,7 +236,7 @@ class Readers:
             yield f"raised {error!r}"
             return
         self.loaded += 1
-        told = Told(folder)
+        told = SavedContent(folder)
         yield from wrong_after(name.replace("resume", "load"), told, before, snapshot(target))
         if loaded is not None:
             given = {"step": loaded.step, "path": loaded.path, "extra": loaded.extra}
@@ -250,7 +250,7 @@ class Readers:
     def command(self, name, precision, folder):
         if name == "convert":
             for masters, written in converts(folder, self.around):
-                yield from different(written, converted(Told(folder), masters))
+                yield from different(written, converted(SavedContent(folder), masters))
         elif (ended := status(*name.split(), folder)) not in (0, 1):
             yield f"ended with {ended}"
 

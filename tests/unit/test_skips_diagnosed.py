@@ -46,7 +46,7 @@ class Run:
             self.x.abs_().add_(1)
 
 
-def told(run):
+def diagnoses_of(run):
     return [(found.kind, found.module, found.direction, found.certain) for found in run.booster.diagnoses]
 
 
@@ -70,11 +70,11 @@ def test_a_diagnosis_for_which_nothing_looks_at_gradients_is_warned_of(precision
 def test_a_skipped_step_is_diagnosed_and_told_in_one_warning(caplog):
     run = Run()
     assert run.step()[1]
-    assert told(run) == []
+    assert diagnoses_of(run) == []
     run.break_up()
     with caplog.at_level(logging.WARNING, "booster.numerics"):
         assert not run.step()[1]
-    assert told(run) == [("overflow", "up", "forward", True)]
+    assert diagnoses_of(run) == [("overflow", "up", "forward", True)]
     (record,) = caplog.records
     assert "Overflow of float16" in record.getMessage()
     assert "\n" not in record.getMessage()
@@ -133,14 +133,14 @@ def test_a_loss_made_outside_is_said_to_be_out_of_sight_but_the_model_is_seen():
     assert "What computes the loss is not in the replay" in str(found)
     run.break_up()
     run.step(lambda: F.cross_entropy(run.model(run.x), run.y) * 1.0)
-    assert told(run)[1] == ("overflow", "up", "forward", True)
+    assert diagnoses_of(run)[1] == ("overflow", "up", "forward", True)
 
 
 def test_what_stands_between_model_and_criterion_is_said_to_be_out_of_sight_but_the_model_is_seen():
     run = Run()
     run.break_up()
     run.step(lambda: run.criterion(run.model(run.x) * 1.0, run.y))
-    assert told(run) == [("overflow", "up", "forward", True)]
+    assert diagnoses_of(run) == [("overflow", "up", "forward", True)]
     assert "What computes the loss is not in the replay" in str(run.booster.diagnoses[0])
 
 
