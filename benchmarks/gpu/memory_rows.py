@@ -65,6 +65,11 @@ def _beside(model: Any, precision: str, options: dict[str, Any], place: Place) -
 
     del net, optimizer
     gc.collect()
+    for dtype in (
+        (torch.float32, torch.bfloat16) if place.device == "cuda" else ()
+    ):  # what libraries keep for themselves
+        ones = torch.ones(64, 64, device=place.device, dtype=dtype, requires_grad=True)
+        (ones @ ones).sum().backward()
     _, held = high_water(begin, place.device)
     batch = sum(each.nbytes for each in (x, y))  # which was there before
     _, freed = high_water(kept[2].zero_grad, place.device)

@@ -25,7 +25,7 @@ def kernel_rows() -> Iterator[Row]:
     for column in ("ZeRO-1", "ZeRO-2", "FSDP"):
         for name in ("fp16", "bf16_naive"):
             judges = {"shards": None}
-            yield Row(f"kernels on {column}, {name}", partial(_kernels, name, column), 20, judges=judges)
+            yield Row(f"kernels on {column}, {name}", partial(_kernels, name, column), 30, judges=judges)
 
 
 @cache

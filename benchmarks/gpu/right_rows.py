@@ -24,8 +24,6 @@ from booster import Booster
 from booster.number_formats.number_format import E2M1, E4M3, E5M2, INT8
 from booster.number_formats.scaling import Scaling, scale_to
 
-SIZES = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 2047, 2048, 2049, 4095, 4097)
-OFFSETS = range(16)  # elements by which a parameter begins behind an address that is a multiple of 64 bytes
 LARGE = 2**27
 _CLASSES = {"split": "Split{}", "split24": "Split24{}", "fp32": "Separate"}
 _HALVES = {"bf16": "BFloat16", "fp16": "Float16"}
@@ -40,7 +38,7 @@ def rows(part: int, place: Place) -> list[Row]:
     crossed = list(_crossed(cases))
     return [
         *_ours(cases),
-        *_odd(),
+        *_odd(cases),
         *_matrices(),
         *_faults(),
         *kernel_rows(),
@@ -84,8 +82,7 @@ def _ours(cases: Any) -> Iterator[Row]:
         cases.one_after_another(steps, 3e-7, states)
 
     def half(half: str, form: str, place: Place, states: str = "fp32", **options: Any) -> None:
-        own = {"device": place.device, **options}
-        cases.on_half_weights(_interpreted_pair, cases.make_model, "AdamW", half, form, states, **own)
+        _on_half_weights(cases, "AdamW", half, form, states, place, **options)
 
     for rule in cases.RULES:
         yield _case(f"{rule}, float32", partial(plain, rule, "fp32"), f"rule {rule.split()[0]}")
@@ -105,10 +102,10 @@ def _ours(cases: Any) -> Iterator[Row]:
     yield _case("inf and NaN anywhere", partial(_nonfinite, adamw), "weights float32", seconds=20)
 
 
-def _interpreted_pair(*given: Any, **options: Any) -> Any:
+def _on_half_weights(cases: Any, rule: str, half: str, form: str, states: str, place: Place, **options: Any) -> None:
     from interpreted import pair
 
-    return pair(*given, **options)
+    cases.on_half_weights(pair, cases.make_model, rule, half, form, states, device=place.device, **options)
 
 
 def _released(place: Place) -> None:
@@ -195,51 +192,28 @@ def _flat(kept: Any) -> list[torch.Tensor]:
 # ---------------------------------------------------------------------- sizes and alignments
 
 
-def _odd() -> Iterator[Row]:
-    """Tensors of all sizes and alignments, as parameters that are views of one memory, and large ones."""
-    for precision in ("fp32", "bf16_naive"):
-        yield _case(
-            f"all sizes and alignments, {precision}", partial(_aligned, precision), "weights float32", seconds=20
-        )
+def _odd(cases: Any) -> Iterator[Row]:
+    for form in ("float32", *cases.FORMS):
+        switch = "weights float32" if form == "float32" else switch_of("bf16", form)
+        yield _case(f"all sizes and alignments, {form}", partial(_anywhere, cases, form), switch, seconds=20)
     for precision, gib in (("fp32", 6.5), ("bf16_naive", 6.0), ("8bit", 5.0)):
         yield _case(f"2^27 elements, {precision}", partial(_large, precision), "", seconds=15, gib=gib)
 
 
-class _Views(nn.Module):
-    """Parameters of each size, each at an offset of its own in one memory; of half the sizes not contiguous."""
+def _anywhere(cases: Any, form: str, place: Place) -> None:
+    """Tensors of all sizes and alignments, with memory of others around them; one step of four is not finite."""
+    import kernel_places as places
 
-    def __init__(self, sizes: Any, dtype: torch.dtype, device: str) -> None:
-        super().__init__()
-        generator, self.all, at = torch.Generator().manual_seed(0), nn.ParameterList(), 0
-        memory = torch.randn(sum(sizes) + 96 * len(sizes), generator=generator).to(device, dtype)
-        for number, size in enumerate(sizes):
-            at = -(-at // 32) * 32 + OFFSETS[number % len(OFFSETS)]
-            self.all.append(nn.Parameter(memory[at : at + size]))
-            at += size
+    dtype = torch.float32 if form == "float32" else torch.bfloat16
+    options = {"clip_grad_norm": 0.5, "skip_nonfinite": True}
 
+    def precision() -> Any:
+        return "fp32" if form == "float32" else cases.HALVES["bf16"](**cases.FORMS[form], states="8bit", keep_fp32=())
 
-def _aligned(precision: str, place: Place) -> None:
-    from interpreted import gradients, step_on
-
-    sizes = [size for size in SIZES[:: 3 if place.small else 1] for _ in range(1 if place.small else len(OFFSETS))]
-    found = []
-    for fused in (False, "triton"):
-        net = _Views(sizes, torch.float32, place.device)
-        given = [param.data_ptr() for param in net.parameters()]
-        booster = Booster(place.device, precision, fused_optimizer=fused, clip_grad_norm=0.1)
-        model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
-        if precision == "fp32":
-            assert given == [param.data_ptr() for param in model.parameters()], "it does not step where they lie"
-        for number in range(2):
-            params = list(model.parameters())
-            grads = [torch.cat([grad.new_zeros(number + 1), grad])[number + 1 :] for grad in gradients(params, number)]
-            assert step_on(booster, model, optimizer, grads).applied
-        if fused:
-            assert optimizer._update.decision.steps.reason is None, optimizer._update.decision.steps.reason
-        found.append([param.detach().float().clone() for param in model.parameters()])
-    step = 2.0**-7 if precision != "fp32" else 1e-6
-    for own, other in zip(*found, strict=True):
-        torch.testing.assert_close(own, other, rtol=step, atol=step)
+    both = _pair(
+        lambda: places.Anywhere(places.SIZES, dtype, place.device), cases.RULES["AdamW"], precision, place, **options
+    )
+    places.anywhere(both, places.SIZES, 3e-7 if form == "float32" else 2.0**-7)
 
 
 def _large(precision: str, place: Place) -> None:
@@ -357,6 +331,6 @@ def _crossed(cases: Any) -> Iterator[Row]:
         if not cases.refuses(rule, states) and (rule != "AdamW" or states != "fp32"):
 
             def run(place: Place, own: Any = (rule, half, form, states)) -> None:
-                cases.on_half_weights(_interpreted_pair, cases.make_model, *own, device=place.device)
+                _on_half_weights(cases, *own, place)
 
             yield _case(f"{rule}, {half} {form}, {states} states", run, seconds=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -62,7 +63,9 @@ class RowFile:
         cut = self.path.is_file() and self.path.stat().st_size and not self.path.read_bytes().endswith(b"\n")
         there = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            os.write(there, f"{chr(10) * bool(cut)}{text}\n".encode())  # behind a line that was cut off
+            whole = f"{chr(10) * bool(cut)}{text}\n".encode()  # behind a line that was cut off
+            if os.write(there, whole) < len(whole):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(there)
 

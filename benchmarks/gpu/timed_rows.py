@@ -16,6 +16,7 @@ from benchmarks.gpu.card import Step
 from benchmarks.gpu.models import GPT, ViT, gpt2_shapes, tiny
 from benchmarks.gpu.row import Found, Place, Row
 from benchmarks.gpu.ways import NAIVE, Tiny, Update, captured, torch_graph, trained
+from benchmarks.gpu.worker import words
 
 Make = Callable[[], Step]
 OURS, TRITON = "by torch", "by Triton"
@@ -60,13 +61,11 @@ def measured(ways: Mapping[str, Make], place: Place, *, apart: bool = False, goa
                 time_those()
                 if place.device == "cuda":
                     found["peak"][name] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        except (
-            ImportError,
-            ValueError,
-            NotImplementedError,
-            AttributeError,
-        ) as error:  # a peer, or what is refused by name
+        except (ImportError, ValueError, NotImplementedError, AttributeError) as error:  # refused by name, or a peer
             found["left"][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            made.pop(name, None)
+        except Exception as error:  # which costs this way, and no other
+            found["left"][name], found["error"] = words(error), f"{name}: {words(error)}"
             made.pop(name, None)
         if apart:
             made.clear()
@@ -101,12 +100,12 @@ def _updates(place: Place) -> Iterator[Row]:
         decided = {judges: (TRITON, OURS)} if judges else {}
         return Row(name, partial(_with_floor, ways, goals), 25, gib=9, judges=decided)
 
-    yield ours("fp32", "fp32", "rule AdamW")
+    yield ours("fp32", "fp32", "weights float32")
     for name in FORMS:
         yield ours(name, NAIVE[name], FORMS[name])
     for name in ("bf16", "fp16"):
         yield ours(name, name)
-    yield ours("fp32, 8-bit states", "fp32", states="8bit")
+    yield ours("fp32, 8-bit states", "fp32", "weights Same", states="8bit")
     yield ours("fp16_naive", NAIVE["fp16_naive"], "weights SplitFloat16")
     yield _row("torch's own", {
         **base,

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.gpu.row import PARTS, Found, Place, Row, RowFile, order, stamp
 from benchmarks.gpu.supervisor import LOST, NO_SPACE, REFUSED
 
-SLACK = 30.0  # seconds, and three times what a row takes as a rule, until it is killed
+SLACK = 60.0  # seconds, and three times what a row takes as a rule, until it is killed
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,8 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--only", default="")
     given = parser.parse_args(arguments)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # it ends with who started it
+    die_with_parent()
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
     warnings.simplefilter("ignore")
     logging.getLogger("booster").setLevel(logging.ERROR)
@@ -59,6 +58,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 def prepared(place: Place) -> Found | str:
     """Import torch, and return what describes this machine, or why nothing can be made on it."""
     import torch
@@ -67,7 +72,11 @@ def prepared(place: Place) -> Found | str:
 
     if place.device == "cuda" and not torch.cuda.is_available():
         return f"benchmarks.gpu needs a GPU, and torch {torch.__version__} sees none; --rehearse runs it small on a CPU"
-    torch.set_num_threads(1 if place.small else torch.get_num_threads())
+    if place.small:
+        from quick_interpreter import quicken
+
+        quicken()
+        torch.set_num_threads(1)
     return card.described(place)
 
 

@@ -169,7 +169,7 @@ def test_times_of_a_rehearsal_decide_nothing():
 
 # Of every part a row or two that cost little; `--part all --rehearse` makes all.
 FEW = r"^(AdamW, float32|kernels|planted slow_body|e4m3fn, row, float32|fp32|one product|matrices rounded)$"
-FEW += r"|^4 x Linear\(64\), bf16$|rowwise, eager|ViT-S/16, bf16$|^test_cuda_apex$|^ZeRO-2, fp16$"
+FEW += r"|^4 x Linear\(64\), bf16$|tokens, eager, fp8 rowwise|ViT-S/16, bf16$|^test_cuda_apex$|^ZeRO-2, fp16$"
 
 
 def test_every_part_is_rehearsed(tmp_path, capsys):
