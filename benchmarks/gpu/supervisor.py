@@ -48,6 +48,7 @@ class _Worker:
             f"{since:.6f}",
             f"{index}/{job.together}",
         ]
+        given.append(str(os.getpid()))
         given += ["--rehearse"] * job.rehearse + ["--again"] * job.again + ["--only", job.only] * bool(job.only)
         command = [sys.executable, "-m", job.worker, *given]
         self.process = subprocess.Popen(

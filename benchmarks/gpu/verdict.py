@@ -95,7 +95,7 @@ def last_line(part: int, rows: list[Found], left: list[str]) -> str:
         ("switch off", off),
         ("failed", failed),
         ("not here", skipped),
-        ("left for want of time", left),
+        ("not made", left),
     ):
         if names:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

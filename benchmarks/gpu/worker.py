@@ -27,13 +27,13 @@ SLACK = 60.0  # seconds, and three times what a row takes as a rule, until it is
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
-    for name in ("parts", "folder", "seconds", "since", "share"):
+    for name in ("parts", "folder", "seconds", "since", "share", "parent"):
         parser.add_argument(name)
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--only", default="")
     given = parser.parse_args(arguments)
-    die_with_parent()
+    die_with_parent(int(given.parent))
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
     warnings.simplefilter("ignore")
     logging.getLogger("booster").setLevel(logging.ERROR)
@@ -58,10 +58,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends."""
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent`, which started it, ends; end now if it has."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def prepared(place: Place) -> Found | str:

@@ -52,8 +52,8 @@ def test_rows_that_fail_are_told_and_the_part_goes_on_behind_them(planted):
     last = verdict.last_line(PLANTED, own, left(lines, PLANTED))
     assert last == (
         "part 9, planted: 1 of 2 right; 1 timed; wrong: wrong; slower than the goal: slow: ours; switch off: rule AdamW, rule "
-        "SGD, states 8bit and 1 more; failed: raises, kills its process, never ends and 1 more; not here: large; left for want "
-        "of time: long"
+        "SGD, states 8bit and 1 more; failed: raises, kills its process, never ends and 1 more; not here: large; not made: "
+        "long"
     )
     decided = "\n".join(
         ["from booster.kernels.switches import KernelSwitch", "DECIDED = {", *verdict.switch_lines(own), "}"]

@@ -78,6 +78,20 @@ def plant(fault, monkeypatch):
 
         monkeypatch.setattr(KernelSteps, "_constants", without_skips(KernelSteps._constants))
 
+    elif fault == "launch":
+        from booster.kernels.launch_cache import CompiledKernels
+
+        monkeypatch.setattr(CompiledKernels, "launch", faulting(CompiledKernels.launch))
+
+
+def faulting(launch):
+    def launched(kernels, kernel, *given):
+        if kernel.fn.__name__ == "update":
+            raise RuntimeError("out of resource: shared memory")
+        launch(kernels, kernel, *given)
+
+    return launched
+
 
 def without_skips(constants):
     return lambda steps, kind, **options: {**constants(steps, kind, **options), "CHECKED": False}
@@ -87,6 +101,7 @@ FAULTS = {
     "rule": ({}, "a weight of shape"),
     "corrections": ({}, "a weight of shape"),
     "raises": ({}, "a trial raised"),
+    "launch": ({}, "a trial raised RuntimeError: out of resource: shared memory"),
     "weights": (SPLIT, "a weight of shape"),
     "states": (BF16, "the state 'exp_avg'"),
     "skip": ({}, "in step 3 of a trial"),
