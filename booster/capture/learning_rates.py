@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -84,12 +85,12 @@ class LRLookahead:
     """
 
     def __init__(self, optimizer: OptimizerWrapper, dtype: torch.dtype, device: torch.device) -> None:
-        self._optimizer, self._dtype, self._device = optimizer, dtype, device
-        self._history = optimizer._history
+        self._dtype, self._device = dtype, device
+        self._optimizer_ref = weakref.ref(optimizer)  # in its history `step_synced` waits
         self._ahead: list[Numbers] = []  # from the place on that the device has come to as far as the host knows
         self._known = 0
         self._copies: _ScheduleCopies | None = None  # of the schedules, as they will be at the last that is foreseen
-        self._num_syncs = self._history.num_syncs
+        self._num_syncs = optimizer._history.num_syncs
         self._may_look_ahead = True
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
         self._make(len(self.groups))
@@ -98,6 +99,10 @@ class LRLookahead:
         self.row = torch.zeros(num_groups, dtype=self._dtype, device=self._device)
         self._table = torch.zeros(AHEAD, num_groups, dtype=self._dtype, device=self._device)
         self._written = version(self.row)
+
+    @property
+    def _optimizer(self) -> Any:
+        return self._optimizer_ref()
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -137,7 +142,7 @@ class LRLookahead:
         cannot be foreseen.
 
         deferred: what is to wait for the outcome. counts: whether the graph counts the step, as for `deferred`."""
-        history = self._history
+        history = self._optimizer._history
         if history.waiting:
             self._apply_writes()
         history.sync(ready_only=True)
@@ -151,13 +156,13 @@ class LRLookahead:
 
     def step_synced(self) -> None:
         """The host learned of a step that the device counted."""
-        if self._history.num_consecutive_skips == 0:
+        if self._optimizer._history.num_consecutive_skips == 0:
             self._known += 1
             self._ahead = self._ahead[1:]
 
     def _knows_next(self, deferred: Sequence[Any], counts: bool) -> bool:
         """Return whether the rates of the next step are in the table, whatever becomes of those that wait."""
-        history = self._history
+        history = self._optimizer._history
         before = history.waiting[-1][1]
         if len(history.waiting) > AHEAD - 2 or len(before) != len(deferred) + counts:
             return False
@@ -206,7 +211,7 @@ class LRLookahead:
 
     def _apply_writes(self) -> None:
         """If somebody wrote a rate while steps wait: count them as if each had been counted before the next was made."""
-        history, now = self._history, self._numbers()
+        history, now = self._optimizer._history, self._numbers()
         before = self._ahead[0] if self._ahead else now
         if now == before or len(now) != len(before):
             return

@@ -23,7 +23,7 @@ from booster.interface.transparent import refuse_torchscript
 from booster.launch import environment_world_size
 from booster.mixed_precision import MixedPrecision
 from booster.model.modules import bare
-from booster.model.optimizer_kinds import kind_of, unknown
+from booster.model.optimizer_kinds import inner_optimizers, kind_of, unknown
 from booster.model.params import as_one_module, describe_optimizer_wrapper
 from booster.plugin import Plugin
 from booster.update.context import UpdateOptions
@@ -263,6 +263,14 @@ def check_optimizer(
         if wrapper:
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {wrapper}")
         arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+    if not hasattr(optimizer, "param_groups"):
+        inner = " or ".join(type(each).__name__ for each in inner_optimizers(optimizer).values())
+        cure = (
+            f"give boost() the {inner} that it is put around, over model.parameters()"
+            if inner
+            else "call super().__init__"
+        )
+        raise TypeError(f"{type(optimizer).__name__} has no param_groups, which every torch optimizer has; {cure}")
     modules = [model, *models, *([criterion] if isinstance(criterion, nn.Module) else [])]
     known = {id(param) for module in modules for param in module.parameters()}
     own = {id(param) for param in model.parameters()}

@@ -96,12 +96,16 @@ class LoggedPass:
         run: does the whole pass again, for a pipeline; then there are no calls.
     """
 
-    optimizers: tuple[Any, ...]
+    optimizer_refs: list[weakref.ref[Any]]  # a step that waits for its outcome holds this, and its optimizer that step
     calls: list[LoggedCall]
     link: OutputRef | None
     loss: torch.Tensor | None
     divisor: float
     run: Callable[[], Any] | None = None
+
+    @property
+    def optimizers(self) -> tuple[Any, ...]:
+        return tuple(ref() for ref in self.optimizer_refs)
 
 
 class CallLog:
@@ -156,7 +160,9 @@ class CallLog:
         calls = [call for call in self._calls if call.reached]
         for call in calls:
             call.reached = False
-        self._passes.append(LoggedPass(tuple(optimizers), calls, self._link(loss), loss.detach(), divisor))
+        self._passes.append(
+            LoggedPass(list(map(weakref.ref, optimizers)), calls, self._link(loss), loss.detach(), divisor)
+        )
 
     def end_pipeline(self, run: Callable[[], Any], optimizers: Sequence[Any], state: tuple[Any, ...]) -> None:
         """A pipeline ran its passes; `run` does it again, from the random state `state`."""
@@ -167,7 +173,7 @@ class CallLog:
             _set_random(state)
             return run()
 
-        self._passes.append(LoggedPass(tuple(optimizers), [], None, None, 1.0, again))
+        self._passes.append(LoggedPass(list(map(weakref.ref, optimizers)), [], None, None, 1.0, again))
 
     def random_state(self) -> tuple[Any, ...]:
         """Return the random state of now, for `end_pipeline`."""

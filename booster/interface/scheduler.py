@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -27,11 +29,11 @@ class LRSchedulerWrapper:
     def __init__(self, scheduler: Any, optimizer: OptimizerWrapper) -> None:
         self.scheduler = scheduler
         self._optimizer = optimizer
-        self._progress = optimizer.progress
+        self._seen = _Seen(optimizer.progress)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the scheduler, if an optimizer step was applied since the last call or there are arguments to pass on."""
-        self._optimizer.when_synced(PendingSchedulerStep(self, args, kwargs))
+        self._optimizer.when_synced(PendingSchedulerStep(self.scheduler, self._optimizer, self._seen, args, kwargs))
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own state."""
@@ -60,7 +62,7 @@ class LRSchedulerWrapper:
                 vars(self.scheduler).clear()
                 vars(self.scheduler).update(before)
                 raise ValueError(f"the state of {type(self.scheduler).__name__} does not load: {error}") from error
-        self._progress = self._optimizer.progress
+        self._seen.progress = self._optimizer.progress
 
     def unwrap(self) -> Any:
         """The user's scheduler."""
@@ -73,16 +75,21 @@ class LRSchedulerWrapper:
         return getattr(self.scheduler, name)
 
 
+@dataclass
+class _Seen:
+    """progress: steps of its optimizer that a scheduler has seen."""
+
+    progress: int
+
+
 class PendingSchedulerStep:
-    """A step of a boosted scheduler that waits for the outcome of its optimizer's."""
+    """A step of a boosted scheduler that waits for the outcome of its optimizer's. scheduler: the user's."""
 
-    def __init__(self, wrapper: LRSchedulerWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._wrapper, self._args, self._kwargs = wrapper, args, kwargs
-
-    @property
-    def scheduler(self) -> Any:
-        """The user's scheduler."""
-        return self._wrapper.scheduler
+    def __init__(
+        self, scheduler: Any, optimizer: OptimizerWrapper, seen: _Seen, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.scheduler, self._seen, self._args, self._kwargs = scheduler, seen, args, kwargs
+        self._optimizer: Any = weakref.proxy(optimizer)  # whose history holds this
 
     @property
     def has_arguments(self) -> bool:
@@ -91,14 +98,13 @@ class PendingSchedulerStep:
 
     def follows(self, progress: int) -> bool:
         """Return whether the scheduler has seen all of `progress` steps, so that it goes on with the next that is applied."""
-        return self._wrapper._progress == progress
+        return self._seen.progress == progress
 
     def __call__(self) -> None:
-        wrapper = self._wrapper
-        progress = wrapper._optimizer.progress
-        if self.has_arguments or progress != wrapper._progress:
-            wrapper._progress = progress
-            wrapper.scheduler.step(*self._args, **self._kwargs)
+        progress = self._optimizer.progress
+        if self.has_arguments or progress != self._seen.progress:
+            self._seen.progress = progress
+            self.scheduler.step(*self._args, **self._kwargs)
 
 
 def known_state(scheduler: Any, state: Any) -> tuple[Any, str]:

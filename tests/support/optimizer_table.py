@@ -5,9 +5,9 @@
     python tests/support/optimizer_table.py --rest     # what was not tried yet, as after a run that was ended
     python tests/support/optimizer_table.py --page     # the page alone, of the cells that are known
 
-A row is a line of ROWS. Each cell boosts a small model, trains it, saves it half way, resumes, and deletes it. Ranks are two
-processes that this program starts; a cell that ends or stops them is told so, and the next begins with new ones. What is found
-goes into CELLS as it comes, of which the page is made.
+A row is a line of ROWS. Each cell boosts a small model, trains it, saves it half way, resumes, and deletes it, in a fifth of a
+second. One process makes all cells of one device, two ranks all others; a cell that ends or stops them is told so, and the next
+begins with new ones. What is found goes into CELLS as it comes, of which the page is made.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ import itertools
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,11 +36,13 @@ from torch import nn
 import booster
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
+from booster.model import optimizer_kinds
 from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "optimizers.md"
 CELLS = Path(__file__).parents[1] / "data" / "optimizer_table.json"
 STEPS, HALF = 6, 3
+LIMIT = 600  # seconds that one cell may take, its programs compiled and the machine loaded
 SCALE = 2.0**8
 PRECISIONS = {
     "fp32": lambda: "fp32",
@@ -71,7 +74,7 @@ RATIO_STEP = 32**0.5 / 127
 
 class Row(NamedTuple):
     """An optimizer. package: as pip knows it. path: module and class. options: of the constructor. modes: it has `train()` and
-    `eval()`. closure: `step` wants one."""
+    `eval()`. closure: `step` wants one. used: how, where it has several rows."""
 
     package: str
     path: str
@@ -79,10 +82,11 @@ class Row(NamedTuple):
     modes: bool = False
     closure: bool = False
     kind: str = "optimizer"
+    used: str = ""
 
     @property
     def name(self) -> str:
-        return self.path.rpartition(".")[2]
+        return self.path.rpartition(".")[2] + self.used
 
     def make(self, model: nn.Module) -> torch.optim.Optimizer:
         module, _, name = self.path.rpartition(".")
@@ -103,6 +107,13 @@ def rows_of(package: str, module: str, names: str, **options: Any) -> list[Row]:
 
 
 EMA = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+
+
+def own_ema(average: torch.Tensor, weight: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    return average + 0.1 * (weight - average)
+
+
+AVERAGED = "torch.optim.swa_utils.AveragedModel"
 MATRICES = {"lr": 1e-2, "_matrices": True}
 ROWS = [
     *rows_of("torch", "torch.optim", "Adam AdamW Adamax NAdam RAdam Adagrad RMSprop Rprop ASGD Adafactor"),
@@ -120,19 +131,23 @@ ROWS = [
     *rows_of(
         "pytorch_optimizer",
         "pytorch_optimizer",
-        "ADOPT AdEMAMix AdaBelief AdaBound AdaMod AdaNorm AdaPNM Adai Adalite AdamP AdamS Adan AggMo Amos CAME "
-        "DiffGrad FAdam Fromage Grams Kate LaProp Lamb Lion MADGRAD MARS NovoGrad QHAdam SM3 SOAP ScalableShampoo SignSGD "
-        "StableAdamW Tiger Yogi",
+        "ADOPT AdEMAMix AdaBelief AdaBound AdaFactor AdaMod AdaNorm AdaPNM Adai Adalite AdamP AdamS Adan AggMo Amos CAME "
+        "DiffGrad FAdam Fromage Grams Kate LaProp Lamb Lion MADGRAD MARS Magma NovoGrad QHAdam SM3 SOAP ScalableShampoo "
+        "SignSGD StableAdamW Tiger Yogi",
     ),
+    Row("pytorch_optimizer", "pytorch_optimizer.LoRARite", MATRICES),
     Row("pytorch_optimizer", "pytorch_optimizer.Prodigy", {"lr": 1.0}),
     Row("pytorch_optimizer", "pytorch_optimizer.Muon", {"lr": 1e-2, "_muon": True}),
     Row("pytorch_optimizer", "pytorch_optimizer.ScheduleFreeAdamW", {"lr": 1e-3}, modes=True),
     *rows_of("torch-optimi", "optimi", "Adam AdamW Adan Lion RAdam Ranger SGD"),
     Row("torch-optimi", "optimi.StableAdamW", {"lr": 1e-3, "triton": False}),
-    *rows_of("bitsandbytes", "bitsandbytes.optim", "Adam8bit AdamW8bit AdamW32bit Lion8bit AdEMAMix8bit"),
-    *rows_of("torchao", "torchao.optim", "AdamW8bit AdamW4bit AdamWFp8"),
+    *rows_of("bitsandbytes", "bitsandbytes.optim", "Adam8bit AdamW8bit AdamW32bit Lion8bit AdEMAMix8bit PagedAdamW8bit"),
+    *rows_of("bitsandbytes", "bitsandbytes.optim", "Adagrad8bit LAMB8bit RMSprop8bit"),
+    *rows_of("bitsandbytes", "bitsandbytes.optim", "LARS8bit SGD8bit", momentum=0.9),
+    *rows_of("torchao", "torchao.optim", "AdamW8bit AdamW4bit AdamWFp8 Adam8bit"),
     Row("schedulefree", "schedulefree.AdamWScheduleFree", {"lr": 1e-2}, modes=True),
     Row("schedulefree", "schedulefree.SGDScheduleFree", {"lr": 1e-2}, modes=True),
+    Row("schedulefree", "schedulefree.RAdamScheduleFree", {"lr": 1e-2}, modes=True),
     Row("prodigyopt", "prodigyopt.Prodigy", {"lr": 1.0}),
     *rows_of("lion-pytorch", "lion_pytorch", "Lion"),
     *rows_of("adan-pytorch", "adan_pytorch", "Adan"),
@@ -142,13 +157,22 @@ ROWS = [
     *rows_of("apollo-torch", "apollo_torch", "APOLLOAdamW"),  # not for commercial use, so that no extra installs it
     Row("muon-optimizer", "muon.SingleDeviceMuon", MATRICES),
     *rows_of("kron-torch", "kron_torch", "Kron"),
-    *(Row("dadaptation", f"dadaptation.{name}", {"lr": 1.0}) for name in ("DAdaptAdam", "DAdaptSGD", "DAdaptLion")),
-    Row("torch", "torch.optim.swa_utils.AveragedModel", {"multi_avg_fn": EMA}, kind="average"),
+    *rows_of("dadaptation", "dadaptation", "DAdaptAdam DAdaptSGD DAdaptLion DAdaptAdaGrad DAdaptAdan", lr=1.0),
+    Row("torch", AVERAGED, kind="average"),
+    Row("torch", AVERAGED, {"multi_avg_fn": EMA}, kind="average", used=" with get_ema_multi_avg_fn"),
+    Row("torch", AVERAGED, {"avg_fn": own_ema}, kind="average", used=" with avg_fn"),
     Row("timm", "timm.utils.ModelEmaV2", {"decay": 0.9}, kind="average"),
     Row("timm", "timm.utils.ModelEmaV3", {"decay": 0.9}, kind="average"),
     Row("torch-ema", "torch_ema.ExponentialMovingAverage", {"decay": 0.9, "use_num_updates": False}, kind="average"),
-    Row("ema-pytorch", "ema_pytorch.EMA", {"beta": 0.9, "update_after_step": 0, "update_every": 1}, kind="average"),
+    Row(
+        "ema-pytorch",
+        "ema_pytorch.EMA",
+        {"beta": 0.9, "update_after_step": 0, "update_every": 1, "coerce_dtype": True},
+        kind="average",
+    ),
     Row("torchmetrics", "torchmetrics.MeanMetric", kind="metric"),
+    Row("torchmetrics", "torchmetrics.MeanSquaredError", kind="metric"),
+    Row("torchmetrics", "torchmetrics.PearsonCorrCoef", kind="metric"),
 ]  # fmt: skip
 
 
@@ -185,18 +209,25 @@ def packed_bound(encodings: dict[str, str], visited: list[torch.Tensor]) -> floa
     return step / 2 * math.hypot(*(sum(lengths[after:]) for after in range(1, len(lengths))))
 
 
-def plain(
-    row: Row, dtype: torch.dtype | None = None, *, naive: bool = False, visited: list[torch.Tensor] | None = None
-) -> torch.Tensor:
-    """Weights at the end of a loop of torch's own, in float32, under autocast, or with half weights beside float32 ones.
+REFERENCES: dict[tuple[str, torch.dtype | None, bool], list[torch.Tensor]] = {}
 
-    visited: gets the weights at the start and after each step."""
+
+def plain(row: Row, dtype: torch.dtype | None = None, *, naive: bool = False) -> list[torch.Tensor]:
+    """Weights at the start and after each step of a loop of torch's own, in float32, under autocast, or with half weights
+    beside float32 ones."""
+    key = row.path, dtype, naive
+    if key not in REFERENCES:
+        REFERENCES[key] = _plain(row, dtype, naive=naive)
+    return REFERENCES[key]
+
+
+def _plain(row: Row, dtype: torch.dtype | None, *, naive: bool) -> list[torch.Tensor]:
     model = net()
     optimizer = row.make(model)
     torch.manual_seed(2)
     if row.modes:
         optimizer.train()
-    visited = [] if visited is None else visited
+    visited = []
     for step in range(STEPS):
         visited.append(weights(model))
 
@@ -220,16 +251,15 @@ def plain(
         else:
             closure()
             optimizer.step()
-    visited.append(weights(model))
-    return visited[-1]
+    return [*visited, weights(model)]
 
 
 class Run:
     """A boosted run on this rank."""
 
-    def __init__(self, row: Row, precision: str, placement: str) -> None:
+    def __init__(self, row: Row, precision: str, placement: str, raw: nn.Module | None = None) -> None:
         self.row = row
-        raw = net()
+        raw = raw or net()
         optimizer = row.make(raw)
         self.alive = {"model": weakref.ref(raw), "optimizer": weakref.ref(optimizer)}
         self.booster = Booster("cpu", PRECISIONS[precision](), PLACEMENTS[placement]())
@@ -259,29 +289,86 @@ class Run:
         self.alive |= {name: weakref.ref(param) for name, param in self.model.named_parameters()}
         states = [state for state in self.optimizer.unwrap().state.values() if isinstance(state, dict)]
         for number, state in enumerate(states):
-            tensors = {key: value for key, value in state.items() if type(value) is torch.Tensor}
+            tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
             self.alive |= {f"state {key} {number}": weakref.ref(value) for key, value in tensors.items()}
 
 
 def words(error: BaseException) -> str:
     """The first sentence of an error, without numbers of this run."""
     said = str(error).strip().splitlines() or [""]
-    first = re.sub(r"/\S*/", "", said[0].split(". ")[0])
+    first = re.sub(r"(?<![\w.])/\S*/", "", said[0].split(". ")[0])
     return f"{type(error).__name__}: {first[:220]}".replace("|", "/")
 
 
+# What these look at besides single elements needs other options than their rows have, more steps, or larger parameters.
+FURTHER = (
+    "Lars",
+    "ScalableShampoo",
+    "GaLoreAdamW",
+    "APOLLOAdamW",
+    "Prodigy",
+    "DAdaptLion",
+    "DAdaptAdaGrad",
+    "DAdaptAdan",
+)
+
+
+BY_ELEMENTS: dict[str, bool] = {}
+
+
+def by_elements(row: Row) -> bool:
+    """Whether a trial in plain torch finds that every element is treated by itself: the parameters of a net, and the same
+    numbers in pieces, each with an optimizer of its own, get the same updates from gradients of several sizes."""
+    if row.package in ("bitsandbytes", "torchao") or row.name in FURTHER or row.closure or "_matrices" in row.options:
+        return False
+    model = net()
+    flat = torch.cat([param.detach().flatten() for param in model.parameters()])
+    pieces = [nn.ParameterList([nn.Parameter(piece.clone())]) for piece in flat.split(333)]
+    optimizers = [row.make(each) for each in (model, *pieces)]
+    params = [*model.parameters(), *(piece[0] for piece in pieces)]
+    random = torch.Generator().manual_seed(3)
+    for step in range(2 * STEPS):
+        gradient = torch.randn(flat.numel(), generator=random) * 10.0 ** (step % 4 - 2)
+        parts = gradient.repeat(2).split([param.numel() for param in params])
+        for param, part in zip(params, parts, strict=True):
+            param.grad = part.view_as(param).clone()
+        for optimizer in optimizers:
+            if row.modes:
+                optimizer.train()
+            optimizer.step()
+    whole, apart = torch.cat([param.detach().flatten() for param in params]).chunk(2)
+    return bool((whole - apart).norm() < 1e-4 * (whole - flat).norm())
+
+
 def cell(row: Row, precision: str, placement: str, folder: Path) -> str:
-    """ "yes", or what is not so; a refusal begins with "refused: "."""
-    visited: list[torch.Tensor] = []
+    """ "yes", or what is not so; a refusal begins with "refused: ", and what holds after `register_elementwise`, where that is
+    asked for and right, with "registered: "."""
+    found = _cell(row, precision, placement, folder)
+    if "is not known to treat every element by itself" not in found:
+        return found
+    if row.path not in BY_ELEMENTS:
+        BY_ELEMENTS[row.path] = by_elements(row)
+    if not BY_ELEMENTS[row.path]:
+        return found
+    cls = type(row.make(net()))
+    booster.register_elementwise(cls)
     try:
-        reference = plain(row, visited=visited)
+        return f"registered: {_cell(row, precision, placement, folder)}"
+    finally:
+        optimizer_kinds._registered.pop(cls)  # the other cells of this class do without
+
+
+def _cell(row: Row, precision: str, placement: str, folder: Path) -> str:
+    try:
+        visited = plain(row)
     except Exception as error:
         return f"does not train without this library either: {words(error)}"
-    way = float((reference - weights(net())).norm())
+    reference = visited[-1]
+    way = float((reference - visited[0]).norm())
     bound = FLOAT32
     if precision not in ("fp32", "8-bit states"):
         dtype = torch.float16 if precision.startswith("fp16") else torch.bfloat16
-        by_hand = plain(row, dtype, naive=precision.endswith("_naive"))
+        by_hand = plain(row, dtype, naive=precision.endswith("_naive"))[-1]
         bound = 2.0 * float((by_hand - reference).norm()) / way + BESIDE
     rounded = 0.0
     if precision.endswith(("_naive", "states")):  # weights are read as they are, rounded
@@ -324,10 +411,32 @@ def cell(row: Row, precision: str, placement: str, folder: Path) -> str:
     again.note_alive()
     alive = again.alive
     del run, again
-    if placement == "FSDP":  # torch's fully_shard keeps its modules in cycles
+    return _left(alive, row)
+
+
+def _left(alive: dict[str, weakref.ref[Any]], row: Row | None = None) -> str:
+    def left() -> list[str]:
+        return sorted(name for name, ref in alive.items() if ref() is not None)
+
+    if not (names := left()):
+        return "yes"
+    if row and _keeps_itself(row):
         gc.collect()
-    left = sorted(name for name, ref in alive.items() if ref() is not None)
-    return f"not freed: {left[0]} and {len(left) - 1} more" if left else "yes"
+        if not left():
+            return "freed by Python's collector, as in plain torch: after load_state_dict() it holds itself"
+    return f"not freed: {names[0]} and {len(names) - 1} more"
+
+
+def _keeps_itself(row: Row) -> bool:
+    """Whether the optimizer lives on when it was loaded into and is deleted, without this library."""
+    model = net()
+    optimizer = row.make(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    ref = weakref.ref(optimizer)
+    del model, optimizer
+    return ref() is not None
 
 
 def resumed(row: Row, precision: str, placement: str, folder: Path) -> str:
@@ -371,59 +480,106 @@ def _same_bits(one: Any, other: Any) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
-def _averaged(row: Row, model: nn.Module) -> Any:
-    return list(model.parameters()) if row.package == "torch-ema" else model
-
-
-def _held(row: Row, average: Any) -> torch.Tensor:
+def _held(average: Any) -> torch.Tensor:
     """The averages, in one piece."""
-    if row.package == "torch-ema":
-        params = average.shadow_params
-    else:
-        inner = next(getattr(average, name) for name in ("ema_model", "module") if hasattr(average, name))
-        params = list(inner.parameters())
-    return torch.cat([param.detach().float().flatten() for param in params])
+    if hasattr(average, "shadow_params"):
+        return torch.cat([param.detach().float().flatten() for param in average.shadow_params])
+    return weights(next(getattr(average, name) for name in ("ema_model", "module") if hasattr(average, name)))
 
 
-def beside_cell(row: Row, precision: str) -> str:
-    """The same of an average of the weights, made after boost, or of a metric that is a part of the model."""
-    raw = net()
-    module, _, name = row.path.rpartition(".")
-    made = getattr(importlib.import_module(module), name)
-    try:
-        if row.kind == "metric":
-            raw.metric = made()
-        booster_ = Booster("cpu", PRECISIONS[precision]())
-        model, optimizer, *_ = booster_.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.2))
-        if row.kind == "metric":
-            for _ in range(300):
-                model.metric.update(torch.tensor(1.001))
-            found = float(model.metric.compute())
-            return "yes" if abs(found - 1.001) < 1e-4 else f"{found:.4f} where the mean of 300 times 1.001 is asked for"
-        twin = net()  # has the weights that the model has, in float32
-        averages = [(made(_averaged(row, each), **row.options), each) for each in (raw, twin)]
-        start = weights(twin)
-        for step in range(STEPS):
-            booster_.backward(loss_of(model, step), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            nn.utils.vector_to_parameters(weights(model), twin.parameters())
-            for average, of in averages:
+class AveragedRun(Run):
+    """A run with an average of its weights, made before boost, as docs/guides/averages.md has it; and `right`, the same average
+    of a float32 model that is given the same weights."""
+
+    def __init__(self, row: Row, precision: str, placement: str) -> None:
+        self.raw, self.twin = net(), net()
+        self.average, self.right = self.averaged(row, self.raw), self.averaged(row, self.twin)
+        super().__init__(Row("torch", "torch.optim.SGD", {"lr": 0.2}), precision, placement, self.raw)
+        self.start = weights(self.twin)
+        self.alive["average"] = weakref.ref(self.average)
+
+    def averaged(self, row: Row, model: nn.Module) -> Any:
+        module, _, name = row.path.rpartition(".")
+        of = list(model.parameters()) if row.package == "torch-ema" else model
+        return getattr(importlib.import_module(module), name)(of, **row.options)
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            super().train(range(step, step + 1))
+            nn.utils.vector_to_parameters(weights(self.model), self.twin.parameters())
+            for average, of in ((self.average, self.model), (self.right, self.twin)):
                 if hasattr(average, "update_parameters"):
                     average.update_parameters(of)
-                else:
-                    average.update(*([of] if row.package == "timm" else []))
-        found, right = (_held(row, average) for average, _ in averages)
+                elif hasattr(average, "shadow_params"):
+                    average.update(of.parameters())
+                else:  # one has the model from its constructor
+                    average.update(*([] if hasattr(average, "online_model") else [of]))
+
+
+def averaged(row: Row, precision: str, placement: str, folder: Path) -> str:
+    """What `cell` says, of an average of the weights."""
+    try:
+        run = AveragedRun(row, precision, placement)
+        run.train(range(HALF))
+        run.booster.save(folder, run.model, run.optimizer, extra={"average": run.average.state_dict()})
     except Exception as error:
         return f"refused: {words(error)}"
-    off = float((found - right).norm() / (right - start).norm())
-    return "yes" if off <= FLOAT32 else f"is {off:.0%} of its way off"
+    run.train(range(HALF, STEPS))
+    end, right = _held(run.average), _held(run.right)
+    off = float((end - right).norm() / (right - run.start).norm())
+    if not off <= FLOAT32:
+        return f"is {off:.0%} of its way off"
+    try:
+        again = AveragedRun(row, precision, placement)
+        again.average.load_state_dict(again.booster.load(folder, again.model, again.optimizer).extra["average"])
+        again.train(range(HALF, STEPS))
+    except Exception as error:
+        return f"does not resume: {words(error)}"
+    if not torch.equal(_held(again.average), end):
+        return "does not resume to the bit"
+    again.note_alive()
+    alive = again.alive
+    del run, again
+    return _left(alive)
+
+
+def metered(row: Row, precision: str, placement: str, folder: Path) -> str:
+    """What `cell` says, of a metric that is a part of the model."""
+    module, _, name = row.path.rpartition(".")
+
+    def model() -> nn.Module:
+        made = net()
+        made[0].metric = getattr(importlib.import_module(module), name)(**row.options)
+        made[0].metric.persistent(True)
+        return made
+
+    sgd = Row("torch", "torch.optim.SGD", {"lr": 0.2})
+    run = Run(sgd, precision, placement, model())
+    twin = model()[0].metric
+    for step in range(STEPS):
+        run.train(range(step, step + 1))
+        if step == HALF:
+            run.booster.save(folder, run.model, run.optimizer)
+        for number in range(50):
+            values = torch.rand(8, generator=torch.Generator().manual_seed(50 * step + number)) + 1.0
+            given = (values, values.flip(0)) if name != "MeanMetric" else (values,)
+            for metric in (run.model[0].metric, twin):
+                metric.update(*given)
+    found, right = float(run.model[0].metric.compute()), float(twin.compute())
+    if abs(found - right) > 1e-5 * abs(right):
+        return f"{found:.6g} where {right:.6g} is right"
+    again = Run(sgd, precision, placement, model())
+    again.booster.load(folder, again.model, again.optimizer)
+    again.note_alive()
+    alive = again.alive
+    del run, again
+    return _left(alive)
 
 
 def quiet_cell(row: Row, *args: Any, of: Any = None) -> str:
     """What a cell is, without what packages print and warn of. of: what makes it; of the page where that is None."""
     if of is None:
-        of = cell if row.kind == "optimizer" else lambda row, precision, *_: beside_cell(row, precision)
+        of = {"optimizer": cell, "average": averaged, "metric": metered}[row.kind]
         gc.collect()
         gc.disable()
     try:
@@ -440,8 +596,11 @@ def work(wanted: list[tuple[int, str, str]], of: Any = None) -> None:
     """Make cells, each a line of JSON on rank 0's stdout."""
     ranks = wanted[0][2] != "one device"
     if ranks:
-        booster.launch_from_torch(timeout=60)
+        booster.launch_from_torch(timeout=LIMIT / 4)
     for number, precision, placement in wanted:
+        signal.alarm(LIMIT)
+        gc.collect()
+        gc.freeze()  # what packages made at their import is not looked at by the collector for each cell
         base = [tempfile.mkdtemp()]
         if ranks:
             dist.broadcast_object_list(base)
@@ -480,34 +639,34 @@ def version(package: str) -> str | None:
         return None
 
 
-def placements(row: Row) -> list[str]:
-    return list(PAGED) if row.kind == "optimizer" else ["one device"]
-
-
 def known() -> dict[str, Any]:
     """Return what was found: versions of packages, and by path, precision and placement what each cell is."""
     return json.loads(CELLS.read_text()) if CELLS.exists() else {"versions": {}, "cells": {}}
 
 
 def key_of(row: Row, precision: str, placement: str) -> str:
-    return f"{row.path} | {precision} | {placement}"
+    return f"{row.path}{row.used} | {precision} | {placement}"
 
 
-def make(packages: list[str], *, rest: bool = False) -> None:
-    """Make all cells of `packages`, or of all that are installed. rest: those alone that are not known."""
-    numbers = [n for n, row in enumerate(ROWS) if version(row.package) and (not packages or row.package in packages)]
+def make(words_: list[str], *, rest: bool = False) -> None:
+    """Make all cells of those packages and precisions that are among `words_`, where none is, of all that are installed. rest:
+    those alone that are not known."""
+    packages = {row.package for row in ROWS} & set(words_) or {row.package for row in ROWS if version(row.package)}
+    precisions = [each for each in PRECISIONS if each in words_] or list(PRECISIONS)
+    numbers = [n for n, row in enumerate(ROWS) if row.package in packages]
+    wanted = [(n, each, placement) for n in numbers for each in precisions for placement in PAGED]
     stored = known()
+    keys = {of: key_of(ROWS[of[0]], *of[1:]) for of in wanted}
+    stored["versions"] |= {package: version(package) for package in packages}
+    if not rest:
+        stored["cells"] = {key: found for key, found in stored["cells"].items() if key not in keys.values()}
 
     def tell(of: tuple[int, str, str], result: str) -> None:
-        row = ROWS[of[0]]
-        stored["versions"][row.package] = version(row.package)
-        stored["cells"][key_of(row, *of[1:])] = result
+        stored["cells"][keys[of]] = result
         CELLS.write_text(json.dumps(stored, indent=0, sort_keys=True) + "\n")
 
-    for placement in PAGED:
-        of = [(n, precision) for n in numbers if placement in placements(ROWS[n]) for precision in PRECISIONS]
-        known_ones = stored["cells"] if rest else {}
-        start([(n, each, placement) for n, each in of if key_of(ROWS[n], each, placement) not in known_ones], tell)
+    for ranks in (False, True):
+        start([of for of in wanted if (of[2] != "one device") is ranks and keys[of] not in stored["cells"]], tell)
 
 
 INTRODUCTION = """# Optimizers, one by one
@@ -516,7 +675,7 @@ What this library does with the optimizers, averages and metrics of others. Each
 with torch {torch} and the defaults of `Booster`.
 
 - **yes**: the weights end where those of a float32 loop of plain torch end, within the format; a run that is saved half way and
-  resumed ends in the same bits; and `del` frees model, optimizer and states at once. Under FSDP Python's collector runs first.
+  resumed ends in the same bits; and `del` frees model, optimizer and states at once.
 - A number: a refusal, from `boost` or the first step, or what was found instead, in [words](#words).
 - One entry holds on one device, under ZeRO-1 and under FSDP. Three are in this order, the last two on two ranks. A `-` was not
   tried.
@@ -550,7 +709,7 @@ def page() -> str:
                 continue
             cells = []
             for precision in PRECISIONS:
-                found = [stored["cells"].get(key_of(row, precision, placement), "-") for placement in placements(row)]
+                found = [stored["cells"].get(key_of(row, precision, placement), "-") for placement in PAGED]
                 marks = [
                     mark(re.sub(rf"\b{row.name}\b", "it", each.split(";")[0])) for each in found
                 ]  # without the way out
@@ -568,5 +727,5 @@ if __name__ == "__main__":
         work([tuple(each) for each in json.loads(sys.argv[2])], resumed if sys.argv[1] == "--resume" else None)
     else:
         if sys.argv[1:] != ["--page"]:
-            make([each for each in sys.argv[1:] if each != "--rest"], rest="--rest" in sys.argv)
+            make(sys.argv[1:], rest="--rest" in sys.argv)
         PAGE.write_text(page())

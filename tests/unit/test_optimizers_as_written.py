@@ -729,3 +729,17 @@ def test_an_optimizer_around_another_that_no_checkpoint_could_hold_is_refused_at
     b, made = Booster("cpu", "bf16_naive"), SharpnessAware(model.parameters(), one_state=False)
     with pytest.raises(ValueError, match=r"have both share one dict \(self.state = self.base.state\)"):
         b.boost(model, made)
+
+
+class AroundWithoutGroups(torch.optim.Optimizer):
+    """Keeps masters of its own, and groups in the optimizer that it is put around alone."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def test_an_optimizer_without_groups_is_refused_with_the_one_that_it_is_put_around():
+    model = nn.Linear(4, 3)
+    made = AroundWithoutGroups(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match=r"AroundWithoutGroups has no param_groups.* the SGD that it is put around"):
+        Booster("cpu", "fp32").boost(model, made)

@@ -55,7 +55,7 @@ class SkipWatcher:
         else:
             self._left = arguments.count("diagnose", diagnose, what="of skipped steps", also="'first', 'every' or None")
         self._make_replay, self._group, self._device = make_replay, group, device
-        self._waiting: dict[OptimizerWrapper, Callable[[], None]] = {}
+        self._waiting: weakref.WeakKeyDictionary[OptimizerWrapper, Callable[[], None]] = weakref.WeakKeyDictionary()
 
     def attach(self, model: ModelWrapper, criterion: Any, optimizers: Iterable[OptimizerWrapper]) -> None:
         """Keep the calls of a boosted model and criterion, and diagnose the skipped steps of `optimizers`."""
