@@ -229,9 +229,11 @@ class StateSigns:
 
 
 def _try(optimizer: Optimizer, group: dict[str, Any], signs: dict[str, Sign]) -> None:
-    """Step a copy of `optimizer` with the options of `group` on random numbers: `signs` has which states become negative."""
+    """Step a copy of `optimizer` with the options of `group` on random numbers: `signs` has which states become negative, and
+    which stay near the weights, before or after: copies and averages of these."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.nn.Parameter(torch.randn(_ELEMENTS, generator=generator, dtype=torch.float32))
+    first = weights.detach().clone()
     probe = probe_of(optimizer, group, weights)
     for _ in range(_STEPS):
         weights.grad = torch.randn(_ELEMENTS, generator=generator, dtype=torch.float32)
@@ -245,8 +247,12 @@ def _try(optimizer: Optimizer, group: dict[str, Any], signs: dict[str, Sign]) ->
             ) from error
         for name, value in probe.state[weights].items():
             if isinstance(value, torch.Tensor) and value.shape == weights.shape and value.dtype == torch.float32:
-                negative = bool((value < 0).any()) or signs.get(name) == "signed"
-                signs[name] = "signed" if negative else "unsigned"
+                distance = min(float((value - each).norm()) for each in (first, weights.detach()))
+                if distance < 0.5 * float(first.norm()) or signs.get(name) == "fp32":
+                    signs[name] = "fp32"
+                else:
+                    negative = bool((value < 0).any()) or signs.get(name) == "signed"
+                    signs[name] = "signed" if negative else "unsigned"
 
 
 class FlatBucket(Protocol):

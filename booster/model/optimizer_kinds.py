@@ -142,7 +142,8 @@ def register_elementwise(
     the optimizer itself, is put back before the next part, so that it counts once.
 
     states: of states that are kept in few bits (`states="8bit"`), by name: "signed"; "unsigned", which is never negative; or
-    "fp32", which stays float32, as an average of weights should. Those not named, with None all, are found by trial steps.
+    "fp32", which stays float32, as an average of weights should. Those not named, with None all, are found by trial steps, in
+    which what stays near the weights is taken for an average of them.
 
     rule: how Triton kernels step it on a GPU. "lion", for a class whose groups have lr, betas and a decoupled weight_decay, as
     lion-pytorch's; or a function that is given `cls` and returns its `booster.kernels.rule.Rule`, called where kernels are

@@ -90,22 +90,31 @@ def probe_of(optimizer: Optimizer, group: Mapping[str, object], weights: torch.T
 
 
 def snapshot_entries(optimizer: Optimizer, group: Any) -> Callable[[], None]:
-    """Return a function that restores, in place, the entries of `group` and the numbers that are attributes of `optimizer`.
+    """Return a function that restores, in place, the entries of `group`, the numbers that are attributes of `optimizer`, and
+    what its state holds under names of its own.
 
     The parameters of the group stay as they are then."""
     entries = {key: value for key, value in group.items() if key != "params"}
     numbers = {key: value for key, value in vars(optimizer).items() if _has_one_value(value)}
-    held = snapshot_value([*entries.values(), *numbers.values()])
+    named = {key: optimizer.state[key] for key in _own_names(optimizer)}
+    held = snapshot_value([*entries.values(), *numbers.values(), *named.values()])
 
     def back() -> None:
         for key in group.keys() - entries.keys() - {"params"}:  # entries that the trial added
             del group[key]
+        for key in _own_names(optimizer) - named.keys():
+            del optimizer.state[key]
         group.update(entries)
+        optimizer.state.update(named)
         vars(optimizer).update(numbers)
         if held is not None:
             held()
 
     return back
+
+
+def _own_names(optimizer: Optimizer) -> set[Any]:
+    return {key for key in optimizer.state if not isinstance(key, torch.Tensor)}
 
 
 def _has_one_value(value: Any) -> bool:

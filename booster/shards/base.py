@@ -216,18 +216,18 @@ class Shards:
 
     def full_state(self, states: dict[int, State]) -> dict[int, State]:
         """Return state by index, as in a torch state dict, of whole parameters from that of shards. May be a collective."""
-        return self._full(states, self._by_index())
+        return self._of_params(self._full, states)
 
     def sharded_state(self, states: dict[int, State]) -> dict[int, State]:
         """Return state by index, as in a torch state dict, of this rank's shards, each of which knows its place in the whole.
 
         As `full_state`, with a `FlatShard` where that would gather; not a collective.
         """
-        return self._sharded(states, self._by_index())
+        return self._of_params(self._sharded, states)
 
     def local_state(self, states: dict[int, State]) -> dict[int, State]:
         """Return the inverse of `full_state`, also of states of whole tensors where that makes DTensors."""
-        return self._local(states, self._by_index())
+        return self._of_params(self._local, states)
 
     def full_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
         """Return tensors by parameter name, in the shape of parameters, from those of shards. May be a collective."""
@@ -266,6 +266,12 @@ class Shards:
     def _local(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
         """Return the inverse of `_full` and of `_sharded`."""
         return entries
+
+    def _of_params(self, change: Callable[..., dict[Any, State]], states: dict[int, State]) -> dict[int, State]:
+        """`change` states of parameters; what an optimizer keeps under names of its own stays as it is."""
+        params = self._by_index()
+        own = {key: value for key, value in states.items() if key not in params}
+        return change({key: state for key, state in states.items() if key in params}, params) | own
 
     def _by_index(self) -> dict[int, torch.Tensor]:
         return dict(enumerate(self._params.get(param, param) for param in self._held_params()))

@@ -7,22 +7,14 @@ import weakref
 
 import pytest
 import torch
-<<<<<<< HEAD
 from choices import precisions
-from matrix import PARALLELISMS, SCALE, VOCABULARY, Transformer, loss_of
-=======
 from matrix import PARALLELISMS, SCALE, VOCABULARY, Parallelism, Transformer, loss_of
 from recorded_graph import RecordedGraphs
->>>>>>> 874f1392 (The table of optimizers is made in minutes; what waits for the outcome of a step on a device keeps no optimizer alive; an optimizer without groups is refused by name)
 
 from benchmarks.waits import as_on_a_gpu
 from booster import Booster
-<<<<<<< HEAD
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16TorchMixedPrecision
-=======
-from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from booster.plugin import HybridParallelPlugin
->>>>>>> 874f1392 (The table of optimizers is made in minutes; what waits for the outcome of a step on a device keeps no optimizer alive; an optimizer without groups is refused by name)
 
 PRECISIONS = {
     **precisions("fp32", "bf16", "fp16", "fp16_naive", "bf16_naive", scale=SCALE),

@@ -36,6 +36,8 @@ def begin(kind):
         "attribute": lambda: None,
         "attribute tensor": lambda: None,
         "made by the first step": lambda: None,
+        "state": lambda: None,
+        "state made by the first step": lambda: None,
     }[kind]()
 
 
@@ -48,6 +50,8 @@ class Counting(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "count": begin(kind)})
         for group in self.param_groups[1:]:
             group["count"] = begin(kind)
+        if kind == "state":
+            self.state["count"] = torch.zeros(1, dtype=torch.int64)
 
     def count(self, group):
         count = group["count"]
@@ -67,6 +71,8 @@ class Counting(torch.optim.Optimizer):
             count = len(count.seen["rates"])
         elif self.kind == "made by the first step":
             group["made"] = count = group.get("made", 0) + 1
+        elif self.kind.startswith("state"):
+            count = self.state["count"]
         else:
             count = self.attribute
         return int(count)
@@ -75,6 +81,10 @@ class Counting(torch.optim.Optimizer):
     def step(self, closure=None):
         if self.kind.startswith("attribute"):
             self.attribute += 1
+        elif self.kind.startswith("state"):
+            if "count" not in self.state:
+                self.state["count"] = torch.zeros(1, dtype=torch.int64)
+            self.state["count"].add_(1)
         for group in self.param_groups:
             rate = group["lr"] / self.count(group)
             for param in group["params"]:
@@ -101,6 +111,8 @@ class Counting(torch.optim.Optimizer):
                     "attribute": lambda: self.attribute,
                     "attribute tensor": lambda: int(self.attribute),
                     "made by the first step": lambda group=group: group.get("made", 0),
+                    "state": lambda: int(self.state["count"]),
+                    "state made by the first step": lambda: int(self.state["count"]),
                 }[self.kind]()
             )
         return kept
@@ -118,6 +130,8 @@ KINDS = (
     "attribute",
     "attribute tensor",
     "made by the first step",
+    "state",
+    "state made by the first step",
 )
 WAYS = {
     "fp32": ("fp32", {}),

@@ -639,3 +639,30 @@ def test_states_that_are_not_legal_raise():
         booster.register_elementwise(optim.SGD, states=["exp_avg"])
     with pytest.raises(ValueError, match=r"states\['exp_avg'\]='positive' is not legal"):
         booster.register_elementwise(optim.SGD, states={"exp_avg": "positive"})
+
+
+class Copying(torch.optim.Optimizer):
+    """Keeps weights from before, and an average of them, beside a momentum."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            if not self.state[param]:
+                self.state[param] = {"first": param.clone(), "slow": param.clone(), "momentum": torch.zeros_like(param)}
+            state = self.state[param]
+            state["momentum"].lerp_(param.grad, 0.1)
+            param.sub_(state["momentum"], alpha=0.1)
+            state["slow"].lerp_(param, 0.1)
+
+
+def test_copies_and_averages_of_weights_stay_float32_where_nothing_was_declared():
+    booster.register_elementwise(Copying)
+    signs = StateSigns(Copying([torch.nn.Parameter(torch.ones(4))]))
+    assert {name: signs[name] for name in ("first", "slow", "momentum")} == {
+        "first": "fp32",
+        "slow": "fp32",
+        "momentum": "signed",
+    }
