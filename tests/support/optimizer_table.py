@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import warnings
 import weakref
 from pathlib import Path
@@ -536,7 +537,8 @@ def averaged(row: Row, precision: str, placement: str, folder: Path) -> str:
     except Exception as error:
         return f"does not resume: {words(error)}"
     if not torch.equal(_held(again.average), end):
-        return "does not resume to the bit"
+        halves = {param.dtype for param in again.average.shadow_params} - {torch.float32}
+        return f"does not resume to the bit{': its load_state_dict() rounds averages as the weights are' if halves else ''}"
     again.note_alive()
     alive = again.alive
     del run, again
@@ -671,21 +673,26 @@ def make(words_: list[str], *, rest: bool = False) -> None:
 
 INTRODUCTION = """# Optimizers, one by one
 
-What this library does with the optimizers, averages and metrics of others. Each cell trains a model of four layers on a CPU,
-with torch {torch} and the defaults of `Booster`.
+Find your optimizer, average or metric, and the column of your plugin. {num} runs, one for each optimizer, placement and
+precision, were made on a CPU with torch {torch} and the defaults of `Booster`, in {precisions}.
 
-- **yes**: the weights end where those of a float32 loop of plain torch end, within the format; a run that is saved half way and
-  resumed ends in the same bits; and `del` frees model, optimizer and states at once.
-- A number: a refusal, from `boost` or the first step, or what was found instead, in [words](#words).
-- One entry holds on one device, under ZeRO-1 and under FSDP. Three are in this order, the last two on two ranks. A `-` was not
+- **yes**: in all six. A training run ends where a float32 loop of plain torch ends, within the format; saved half way and
+  resumed, it ends in the same bits; and `del` frees model, optimizer and states at once.
+- **yes\\***: the same, after `booster.register_elementwise(ITS_CLASS)` before `boost`, without which it is refused. A trial in
+  plain torch found that it treats every element by itself, with the options of the row.
+- **but**: yes in all but these. Without it, what is said holds for all six. A number leads to [the words](#words). `-` was not
   tried.
 
 In float32, {float32:.0%} of the way that training goes is near enough. In half it is twice what a loop of plain torch ends off,
 the rounding of half weights, and {beside:.0%}. 8-bit states end where `bf16_naive` does, but for what rounding
-to their codes can move, 2 to 12 % of the way. An average is right within {float32:.0%} of its
-way, and of the weights as the model has them.
+to their codes can move, 2 to 12 % of the way. An average, made of the
+model before `boost`, is right within {float32:.0%} of its way.
 
-`python tests/support/optimizer_table.py` makes the table. To add an optimizer, add a line to `ROWS` there.
+`python tests/support/optimizer_table.py` makes the table. To add an optimizer, add a line to `ROWS` there. These versions:
+
+```text
+pip install {pins}
+```
 
 """
 
@@ -693,33 +700,62 @@ way, and of the weights as the model has them.
 def page() -> str:
     """The page, as Markdown, of what is known."""
     stored = known()
+    packages = [each for each in dict.fromkeys(row.package for row in ROWS) if each in stored["versions"]]
     said: dict[str, int] = {}
-
-    def mark(result: str) -> str:
-        return result if result in ("yes", "-") else f"[{said.setdefault(result, len(said) + 1)}](#words)"
-
-    text = INTRODUCTION.format(torch=stored["versions"]["torch"], float32=FLOAT32, beside=BESIDE)
-    for package in dict.fromkeys(row.package for row in ROWS):
-        if package not in stored["versions"]:
-            continue
-        text += f"## {package} {stored['versions'][package]}\n\n"
-        text += f"| | {' | '.join(PRECISIONS)} |\n|{'---|' * (len(PRECISIONS) + 1)}\n"
+    text = INTRODUCTION.format(
+        num=f"{len(stored['cells']):,}",
+        torch=stored["versions"]["torch"],
+        precisions=", ".join(PRECISIONS),
+        float32=FLOAT32,
+        beside=BESIDE,
+        pins=" \\\n    ".join(textwrap.wrap(" ".join(f"{each}=={stored['versions'][each]}" for each in packages), 90)),
+    )
+    for package in packages:
+        text += (
+            f"## {package} {stored['versions'][package]}\n\n| | {' | '.join(PAGED)} |\n|{'---|' * (len(PAGED) + 1)}\n"
+        )
         for row in ROWS:
-            if row.package != package:
-                continue
-            cells = []
-            for precision in PRECISIONS:
-                found = [stored["cells"].get(key_of(row, precision, placement), "-") for placement in PAGED]
-                marks = [
-                    mark(re.sub(rf"\b{row.name}\b", "it", each.split(";")[0])) for each in found
-                ]  # without the way out
-                cells.append(marks[0] if len(set(marks)) == 1 else ", ".join(marks))
-            text += f"| {row.name} | {' | '.join(cells)} |\n"
+            if row.package == package:
+                found = stored["cells"]
+                cells = [
+                    _mark({each: found.get(key_of(row, each, placement), "-") for each in PRECISIONS}, said)
+                    for placement in PAGED
+                ]
+                text += f"| {row.name} | {' | '.join(cells)} |\n"
         text += "\n"
     text += "## Words\n\n"
     for result, number in said.items():
         text += f"{number}. `{result}`\n"
     return text
+
+
+def _mark(found: dict[str, str], said: dict[str, int]) -> str:
+    """What the page says of a placement. found: by precision. said: numbers of results, which get new ones."""
+    by_result: dict[str, list[str]] = {}
+    for precision, result in found.items():
+        # Without the way out, and whose it is: some classes are named otherwise in their packages.
+        result = result.removeprefix("registered: ") if result != "registered: yes" else "yes\\*"
+        result = re.sub(
+            r"(Error: (?:for its parameters, )?)\w+ (would|looks|keeps)\b", r"\1it \2", result.split("; ")[0]
+        )
+        result = re.sub(r"\w+(\.step\(closure\)| needs whole)", r"it\1", result)
+        by_result.setdefault(result, []).append(precision)
+    yes = max((result for result in by_result if result.startswith("yes")), default="")
+
+    def told(result: str) -> str:
+        if result == "-":
+            return result
+        label = next(
+            (each for each in ("refused", "not saved", "does not resume") if result.startswith(each)), "not right"
+        )
+        label = "yes" if result.startswith("freed") else label
+        return f"{label} [{said.setdefault(result, len(said) + 1)}](#words)"
+
+    others = {told(result): of for result, of in by_result.items() if not result.startswith("yes")}
+    if len(by_result) == 1 and others:
+        return next(iter(others))
+    least = "; ".join(f"{', '.join(of)} {what}" for what, of in others.items())
+    return f"{yes}, but {least}" if yes and least else yes or least
 
 
 if __name__ == "__main__":
