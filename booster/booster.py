@@ -159,6 +159,7 @@ class Booster(BoosterState):
             on_change=self._note_precision,
             on_measurement=self._note_measurement,
         )
+        # `carried` is a method of the plugin: what a plugin keeps between steps is asked for when something is saved.
         run = {"precision": repr(self.precision), "plugin": type(self.plugin).__name__}
         self._checkpoints = RunCheckpoints(run, self.plugin.carried)
         self._records = None

@@ -55,7 +55,7 @@ def _refusal(optimizer: OptimizerWrapper) -> str | None:
     update = optimizer._update
     gradients, application = update.gradients, update.decision.application
     if update.shards.sharded:
-        return "this rank holds parts of its parameters, which hooks gather"
+        return "this rank holds shards of its parameters, which hooks gather"
     if gradients.in_backward is not None:
         return (
             f"release_gradients={gradients.in_backward.mode!r} steps within backward, as the host says; leave it False"

@@ -63,7 +63,7 @@ def save(
     arguments.flag("async_save", async_save)
     shared = self._checkpoints
     run = shared.run if arguments.flag("frozen", frozen) else {**shared.run, **WITHOUT_FROZEN}
-    shared.background.wait()
+    shared.background.wait()  # a write that goes on may still rename the folder that `reserve` looks for
     found = shared.objects(given)
     check_no_gradients_wait(found)
     group = self.plugin.group
@@ -148,6 +148,7 @@ def resume_or_start(
 
     root = arguments.path("folder", folder)
     given = (model, optimizer, criterion, dataloader, lr_scheduler)
+    # Signals are listened to before anything is read: a load takes minutes, in which a scheduler may ask to stop.
     named(*given, extra)  # wrong objects are errors now, not later
     self._checkpoints.stop_requests.listen()
     self._checkpoints.background.wait()

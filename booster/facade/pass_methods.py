@@ -160,9 +160,11 @@ def execute_pipeline(
     micro_batches = divide(batch, self.plugin.num_micro_batches)
     pipeline = self.plugin.pipeline(wrapper.module)
     accumulating = self._accumulations.any_of(optimizers)
+    # Before the first micro-batch: a rank that raised between two stages would leave the others waiting.
     if accumulating and (pipeline is not None or len(micro_batches) > 1):
         raise RuntimeError(_INSIDE_ACCUMULATE.format(count=len(micro_batches)))
 
+    # A function, since a diagnosis of a skipped step runs the same passes again.
     def passes() -> dict[str, Any]:
         with nullcontext() if optimizers else torch.no_grad():
             if pipeline is None:

@@ -136,7 +136,7 @@ class PrecisionModule(TransparentModule):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if any(map(is_part, self.module.parameters())):
             raise RuntimeError(
-                "torch.save and pickle of a model that is divided among ranks would write this rank's part of each weight; "
+                "torch.save and pickle of a model that is divided among ranks would write this rank's shard of each weight; "
                 "write whole weights with b.save_model(model, path), or a checkpoint with b.save, which all ranks call"
             )
         return super().__reduce_ex__(protocol)

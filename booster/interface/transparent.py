@@ -54,7 +54,7 @@ class TransparentModule(nn.Module):
         if not self._told_parts and not called_from(_KNOW_PARTS, through=_WALKS) and any(map(is_part, state.values())):
             self.__dict__["_told_parts"] = True
             _logger.warning(
-                "state_dict() of a model that is divided among ranks has this rank's part of each weight: a torch.save of it "
+                "state_dict() of a model that is divided among ranks has this rank's shard of each weight: a torch.save of it "
                 "on one rank would write that part alone. Write whole weights with b.save_model(model, path), or a "
                 "checkpoint with b.save, which all ranks call; get_model_state_dict of "
                 "torch.distributed.checkpoint.state_dict makes whole tensors"

@@ -71,7 +71,7 @@ class Selection:
     elsewhere: frozenset[str]
 
     def of(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a torch state dict of the whole model; any other state dict as it is."""
+        """Return this rank's shards of a torch state dict of the whole model; any other state dict as it is."""
         groups = state_dict.get("param_groups") or []
         if [len(group["params"]) for group in groups] != self.sizes:
             return state_dict

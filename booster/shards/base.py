@@ -155,8 +155,8 @@ class Shards:
         """Whether `distribute` and `local_state` of `value` are collectives; ValueError if `value` cannot be laid out here."""
         if is_dtensor(value):
             raise ValueError(
-                "the optimizer state holds DTensors, each a rank's part of a tensor, and this plugin keeps whole tensors; make "
-                "them whole with full_tensor(), on all ranks, before saving"
+                "the optimizer state holds DTensors, each a rank's shard of a tensor, and this plugin keeps whole tensors; "
+                "make them whole with full_tensor(), on all ranks, before saving"
             )
         return False
 

@@ -471,7 +471,7 @@ class ZeroShards(Shards):
             slot = self.slot_of(param)
             if not self._reduced or slot is None:
                 raise RuntimeError(
-                    f"this rank's part of a parameter of shape {tuple(param.shape)} alone got a gradient"
+                    f"this rank's shard of a parameter of shape {tuple(param.shape)} alone got a gradient"
                 )
             slot.bucket.start_gradient(slot.position, self._rank)
             old = self._gradient(param, self.shard_of(param))

@@ -121,8 +121,8 @@ class Update:
         return result
 
     def give_back(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Leave the optimizer as `boost` found it, but for its states, which are by this rank's parts of parameters where ranks
-        divide them; return the float32 numbers behind half parameters, each laid out as its parameter is.
+        """Leave the optimizer as `boost` found it, but for its states, which are by this rank's shards of parameters where
+        ranks divide them; return the float32 numbers behind half parameters, each laid out as its parameter is.
 
         A collective where ranks divide parameters flat. This update is at its end.
         """

@@ -99,7 +99,7 @@ def of_shards(rank, world_size, plugin):
     state = trained("fp32", "fsdp", 1)[2].state_dict()
     _, model, made = trained("fp32", plugin, 2)
     before = fingerprint(made, model)
-    with pytest.raises(ValueError, match="holds DTensors, each a rank's part"):
+    with pytest.raises(ValueError, match="holds DTensors, each a rank's shard"):
         made.load_state_dict(state)
     assert fingerprint(made, model) == before
 
