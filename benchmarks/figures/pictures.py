@@ -93,7 +93,7 @@ def shoot(page: Path, picture: Path, width: int) -> None:
     def take() -> None:
         view.grab().save(str(picture))
         with Image.open(picture) as taken:  # few colours, and a tenth of the bytes
-            taken.convert("RGB").quantize(64, rng=Image.RoundingRNG.NONE).save(picture, optimize=True)
+            taken.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(picture, optimize=True)
         application.quit()
 
     def sized(height: float) -> None:
