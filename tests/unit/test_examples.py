@@ -17,7 +17,7 @@ EXAMPLES = ROOT / "examples"
 FEATURES = sorted(path.stem for path in (EXAMPLES / "features").glob("*.py") if path.stem != "fashion")
 VIT = ["vit/train.py", "--compare", "fp32,bf16", "--steps", "5", "--batch-size", "16", "--output", "pictures"]
 # Images for training and for testing, and the percent that a program then names correctly.
-FEW, ALL = (2_000, 1_000), (10_000, 4_000)
+FEW, ALL = (2_000, 4_000), (10_000, 4_000)
 LEARNT = [pytest.param(FEW, 55, id="2,000 images"), pytest.param(ALL, 70, id="all images", marks=pytest.mark.slow)]
 
 Start = Callable[..., Ran]
