@@ -45,8 +45,13 @@ def main(arguments: list[str] | None = None) -> int:
     index, count = map(int, given.share.split("/"))
     try:
         for part in map(int, given.parts.split(",")):
-            module = importlib.import_module(PARTS[part][0])
-            rows = [row for row in module.rows(part, place) if re.search(given.only, row.name)]
+            try:
+                rows = importlib.import_module(PARTS[part][0]).rows(part, place)
+            except Exception as error:  # as where a package is missing that all of the part needs
+                own = {**machine, "part": part, "worker": index, "row": "all", "begun": time.time(), "ended": stamp()}
+                file.write({**own, "error": words(error)})
+                continue
+            rows = [row for row in rows if re.search(given.only, row.name)]
             code = _part(part, rows, place, file, machine, given, index, count)
             if code:
                 return code

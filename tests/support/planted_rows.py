@@ -30,6 +30,8 @@ def _timed(place):
 
 
 def rows(part, place):
+    if "PLANTED_WITHOUT" in os.environ:
+        raise ModuleNotFoundError("No module named 'pytest'")
     judged = {"rule AdamW": None}
     return [
         Row("right", lambda place: {"right": True}, judges=judged),

@@ -94,6 +94,14 @@ def test_a_part_that_is_killed_keeps_its_rows_and_goes_on(planted, tmp_path):
     assert set(found_in(file)) > {"wrong", "slow", "faults"}
 
 
+def test_a_part_whose_rows_cannot_be_listed_says_why(planted, monkeypatch):
+    file, job = planted
+    monkeypatch.setenv("PLANTED_WITHOUT", "1")
+    assert supervise(job, file, lambda text: None) == 0
+    (only,) = found_in(file).values()
+    assert only["error"].startswith("ModuleNotFoundError: No module named 'pytest'")
+
+
 def test_a_part_ends_when_its_time_is_over(planted):
     file, job = planted
     job.seconds, job.only = 4.0, "never ends|slow"
