@@ -155,6 +155,8 @@ def _tuple_like(tree: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
 
 def _mapping_like(tree: Mapping[Any, Any], items: list[Any]) -> Mapping[Any, Any]:
     new = dict(zip(tree, items, strict=True))
+    if type(tree) is dict:  # torch.compile does not trace a copy of one
+        return new
     if isinstance(tree, MutableMapping):
         try:
             clone = copy.copy(tree)

@@ -105,7 +105,7 @@ def as_weak(tree: Any, half: torch.dtype) -> Any:
     def weak(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype is not torch.float32:
             return tensor
-        return tensor.as_subclass(WeakTensor) if type(tensor) is torch.Tensor else _rounded(tensor, half)
+        return _as(WeakTensor, tensor) if type(tensor) is torch.Tensor else _rounded(tensor, half)
 
     return map_tensors(weak, tree)
 
@@ -224,7 +224,10 @@ def _cast(value: Any, half: torch.dtype, up: bool, func: Any) -> Any:
 
 
 def _as(kind: type[WeakTensor], tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.as_subclass(kind) if type(tensor) is torch.Tensor and tensor.dtype in _WIDE else tensor
+    if type(tensor) is not torch.Tensor or tensor.dtype not in _WIDE:
+        return tensor
+    # torch.compile takes a subclass of a tensor for that tensor itself, and a container of it for one that did not change.
+    return (tensor.view_as(tensor) if torch.compiler.is_compiling() else tensor).as_subclass(kind)
 
 
 class ModuleReference:
@@ -366,9 +369,10 @@ class WeakBuffers(ModuleReference):
             elif now is not None:
                 # A forward that sets the buffer anew, as a running mean, averaged it with halves: next time halves are
                 # widened for it.
-                if now.dtype in HALF_DTYPES:
+                plain = strip_weak(now)  # torch.compile asks the class of a weak tensor for its dtype, without an end
+                if plain.dtype in HALF_DTYPES:
                     self._set_anew |= {name}
-                held[name] = strip_weak(now).to(buffer.dtype)
+                held[name] = plain.to(buffer.dtype)
         self._shown.clear()
 
 

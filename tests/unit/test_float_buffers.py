@@ -1,6 +1,8 @@
 """Under half weights, float buffers and what kept modules return keep their bits, and do not widen the halves they meet."""
 
 import copy
+import dataclasses
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -188,6 +190,79 @@ def test_buffers_stay_as_registered_and_activations_half(dtype, kind):
     with torch.no_grad():
         assert wrapped(torch.randn(2, 4, 8)).dtype == F32
     assert model.between == dtype
+
+
+@dataclasses.dataclass
+class Pair:
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Named(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def read(container):
+    if isinstance(container, (Pair, Named)):
+        return container.first
+    return container["first"] if isinstance(container, dict) else container[0]
+
+
+RETURNED = {
+    "tuple": lambda y: (y, None),
+    "list": lambda y: [y, y],
+    "named tuple": lambda y: Named(y, y),
+    "dict": lambda y: {"first": y},
+    "dataclass": lambda y: Pair(y, y),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_compiled_kept_module_returns_containers_that_widen_no_half(name):
+    class Kept(nn.Linear):
+        def forward(self, x):
+            return RETURNED[name](super().forward(x))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kept, self.tail = Kept(8, 8), nn.Linear(8, 8)
+            self.register_buffer("table", torch.randn(2, 8))
+
+        def forward(self, x):
+            one, other = self.table.unbind()
+            return self.tail(read(self.kept(x)) + one) + other
+
+    model, *_ = Booster("cpu", BF16NaiveMixedPrecision(keep_fp32="kept", output_to_fp32=False)).boost(Model())
+    x = torch.randn(4, 8)
+    torch._dynamo.reset()
+    found = torch.compile(model, backend="eager")(x)
+    assert found.dtype == BF16
+    assert torch.equal(found, model(x))
+
+
+def test_a_compiled_forward_sets_a_buffer_anew_in_float32():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x):
+            y = self.layer(x)
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+            return y - self.mean
+
+    torch.manual_seed(0)
+    model = Model()
+    twin, x = copy.deepcopy(model), torch.randn(4, 8)
+    eager, *_ = Booster("cpu", "bf16_naive").boost(model)
+    compiled = torch.compile(Booster("cpu", "bf16_naive").boost(twin)[0], backend="eager")
+    for _ in range(3):
+        assert torch.equal(eager(x), compiled(x))
+    assert twin.mean.dtype == F32
+    assert torch.equal(model.mean, twin.mean)
 
 
 @pytest.mark.parametrize("kind", [Table, Rotary, Attention, Kernel, Spectral], ids=lambda kind: kind.__name__)
