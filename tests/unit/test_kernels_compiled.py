@@ -92,14 +92,14 @@ def update(rule, flags, form, half, ways, *, both=True):
              launches.update, types, constants, launches.WARPS, asks=True)
 
 packed = [weights.ENCODINGS["root_ratio"], weights.ENCODINGS["unsigned"]]
-plain = [weights.ENCODINGS[name] for name in ("signed", "unsigned", "signed")]
+kept = {"_sgd": ["signed"], "_rmsprop": ["unsigned", "signed"], "_adagrad": ["unsigned"], "_lion": ["signed"]}
 full, halves = [weights.FULL_STATE] * 3, [weights.ENCODINGS["bf16"]] * 3
 forms = list({id(form): form for form in weights.FORMS.values()}.values())
 for form in forms:
     for half in (FLOAT32,) if form is weights.FULL else (BFLOAT16, FLOAT16):
         for ways in (full[:2], packed, halves[:2]):
             update(rules[1], 4 | 8, form, half, ways)
-# Flags of every rule that its optimizer can have; where all of a rule's are compiled, states are three and heaviest.
+# Flags that compile to other code, and every form with the packed states that a rule has.
 most = {"_sgd": (0, 1, 3, 4, 9, 15), "_adam": (0, 1, 7, 15), "_rmsprop": (0, 1, 2, 3, 15), "_adagrad": (0, 3), "_lion": (0,)}
 for rule in rules:
     for flags in most[rule.body.__name__]:
@@ -107,7 +107,7 @@ for rule in rules:
     for form in forms:
         for half in (FLOAT32,) if form is weights.FULL else (BFLOAT16, FLOAT16):
             if rule is not rules[1]:
-                update(rule, flags, form, half, plain)
+                update(rule, flags, form, half, [weights.ENCODINGS[name] for name in kept[rule.body.__name__]])
     update(rule, flags, forms[2], BFLOAT16, halves, both=False)
 print(json.dumps([found, loads, spilled, specialised, shared]))
 """
