@@ -32,7 +32,7 @@ def rows(part: int, place: Place) -> list[Row]:
 
 def compiled(module: nn.Module, place: Place) -> nn.Module:
     """Compiled, on a CPU without generating code, which takes half a minute."""
-    return torch.compile(module, backend="eager" if place.small else "inductor")  # type: ignore[return-value]
+    return torch.compile(module, backend="aot_eager" if place.small else "inductor")  # type: ignore[return-value]
 
 
 def _precision(name: str, place: Place) -> Any:
@@ -137,7 +137,7 @@ def _rounded(place: Place) -> Found:
 
     shape = (64, 64) if place.small else (16384, 4096)
     x, scaling = torch.randn(*shape, device=place.device, dtype=torch.bfloat16), Scaling("tensor")
-    by_torch: Any = torch.compile(scale_to, backend="eager" if place.small else "inductor")
+    by_torch: Any = torch.compile(scale_to, backend="aot_eager" if place.small else "inductor")
     ways: dict[str, Make] = {
         "by torch": lambda: lambda: scale_to(x, E4M3, scaling),
         "by torch, compiled": lambda: lambda: by_torch(x, E4M3, scaling),

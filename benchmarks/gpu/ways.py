@@ -91,6 +91,7 @@ class Update:
             optimizer.step()
 
         step()
+        check_stepped(optimizer)
         steps = getattr(update.decision, "steps", None)
         tables = [] if steps is None or not steps._sets else steps._sets[0].tables.each
         step.bytes_of_a_step = sum(table.bytes_of_a_step for table in tables)  # type: ignore[attr-defined]
@@ -99,6 +100,15 @@ class Update:
 
 def _made(precision: Any) -> Any:
     return precision() if callable(precision) else precision
+
+
+def check_stepped(optimizer: Any) -> None:
+    """Raise RuntimeError where torch made the last step in the place of kernels, whose time this would not be."""
+    decision: Any = optimizer._update.decision
+    launches = [decision.steps, *decision._parts, *decision._readings] if hasattr(decision, "_parts") else []
+    for steps in launches:
+        if steps.reason is not None:
+            raise RuntimeError(f"torch stepped, and not kernels: {steps.reason}")
 
 
 class Tiny:
@@ -137,6 +147,8 @@ class Tiny:
             optimizer.step()
             optimizer.zero_grad()
 
+        step()
+        check_stepped(optimizer)
         return step
 
     def accelerate(self, precision: str) -> Step:

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import planted_rows
 import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import row, verdict, worker
+from benchmarks.gpu import row, timed_rows, verdict, ways, worker
 from benchmarks.gpu.row import PARTS, Place, Row, RowFile, begun, ended
 from benchmarks.gpu.supervisor import NO_SPACE, Job, left, supervise
 from booster.kernels import switches
@@ -165,6 +166,21 @@ def test_a_row_that_needs_more_memory_than_there_is_says_so(monkeypatch):
     made = worker._made(Row("large", lambda place: pytest.fail("made"), gib=2.5), Place("cuda"))
     assert made == {"skipped": "it needs 2.5 GiB, and 1.0 are free"}
     assert worker._made(Row("small", lambda place: {"right": True}, gib=0.5), Place("cuda")) == {"right": True}
+
+
+def test_a_step_that_torch_made_is_not_timed_for_one_of_kernels():
+    steps = SimpleNamespace(reason=None)
+    decision = SimpleNamespace(steps=steps, _parts=[SimpleNamespace(reason=None)], _readings=[])
+    optimizer = SimpleNamespace(_update=SimpleNamespace(decision=decision))
+    ways.check_stepped(optimizer)
+    decision._parts[0].reason = "it does not compile"
+    with pytest.raises(RuntimeError, match="torch stepped, and not kernels: it does not compile"):
+        ways.check_stepped(optimizer)
+    found = timed_rows.measured(
+        {"torch": lambda: list, "by Triton": lambda: ways.check_stepped(optimizer)}, Place("cpu", True)
+    )
+    assert set(found["ways"]) == {"torch"}
+    assert found["error"].startswith("by Triton: RuntimeError: torch stepped, and not kernels")
 
 
 def test_times_of_a_rehearsal_decide_nothing():
