@@ -48,7 +48,14 @@ def number(
 
     infinite: infinity is legal where the bounds allow it. The number keeps its type, so that an int stays exact.
     """
-    legal = _interval("a number" if infinite else "a finite number", least, above, most, below)
+    noun = "a number" if infinite else "a finite number"
+    bounds = [
+        *([f"of at least {least:g}"] if least > -math.inf else []),
+        *([f"above {above:g}"] if above > -math.inf else []),
+        *([f"at most {most:g}"] if most < math.inf else []),
+        *([f"below {below:g}"] if below < math.inf else []),
+    ]
+    legal = " ".join([noun, " and ".join(bounds)]) if bounds else noun
     if isinstance(value, bool) or not isinstance(value, Real):
         raise _kind(value)(refusal(name, value, legal, also, fix))
     value = value if isinstance(value, (int, float)) else float(value)
@@ -178,13 +185,3 @@ def _is_finite(value: Any) -> bool:
         return math.isfinite(value)
     except OverflowError:  # an int that no float holds
         return False
-
-
-def _interval(noun: str, least: float, above: float, most: float, below: float) -> str:
-    bounds = [
-        *([f"of at least {least:g}"] if least > -math.inf else []),
-        *([f"above {above:g}"] if above > -math.inf else []),
-        *([f"at most {most:g}"] if most < math.inf else []),
-        *([f"below {below:g}"] if below < math.inf else []),
-    ]
-    return " ".join([noun, " and ".join(bounds)]) if bounds else noun

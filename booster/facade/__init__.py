@@ -22,12 +22,11 @@ Files in reading order:
     precision_scheduler.py  `PrecisionScheduler`: which phase of a schedule is due, by counting steps around forward passes
     switch.py               `Switch`: from one precision to another, as a checkpoint would carry it, but in memory
     booster_state.py        `BoosterState`: the attributes that the methods share
-    pass_methods.py         `backward`, `accumulate`, `no_sync`, `execute_pipeline`
+    pass_methods.py         `backward`, `accumulate`, `no_sync`, `execute_pipeline`, on one rank or on stages
     checkpoint_methods.py   `save`, `load` and the like
     diagnostic_methods.py   `record`, `diagnose`, `estimate_memory`, `memory`
     graph_methods.py        `capture`, `capturable`
     accumulation.py         groups of micro-batches, and passes that leave gradients unsynchronised
-    pipeline_pass.py        micro-batches through a model on one rank or on stages
     collectives.py          `gather` and `reduce` of results
     frozen_weights.py       `booster.load_weights`, `enable_lora`, `save_lora`: weights in few bits, and adapters around them
     synced_weights.py       `sync_weights`: weights for a sampler, as the forward reads them

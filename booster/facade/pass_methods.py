@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,11 +13,70 @@ from booster.common import arguments
 from booster.facade import refusals
 from booster.facade.accumulation import Accumulation, NoSync
 from booster.facade.booster_state import BoosterState, Optimizers
-from booster.facade.pipeline_pass import run_stages, run_whole
+from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, gradients_of
-from booster.tensors.micro_batch import divide
-from booster.tensors.trees import join
-from booster.update.backward import run_backward
+from booster.mixed_precision import MixedPrecision
+from booster.plugin import Pipeline
+from booster.tensors.cast_regions import outside, region, sharing_weights
+from booster.tensors.micro_batch import MicroBatch, divide
+from booster.tensors.trees import join, map_tensors
+from booster.update.backward import abandon_backward, begin_backward, end_backward, run_backward
+
+Criterion = Callable[[Any, Any], torch.Tensor]
+
+
+def _run_whole(
+    model: ModelWrapper,
+    criterion: Criterion,
+    micro_batches: list[MicroBatch],
+    backward: Callable[[torch.Tensor], None] | None,
+    return_outputs: bool,
+) -> tuple[list[torch.Tensor], list[Any]]:
+    losses, outputs = [], []
+    for part in micro_batches:
+        output = model(*part.args, **part.kwargs)
+        loss = criterion(output, part.target)
+        if return_outputs:
+            outputs.append(map_tensors(torch.Tensor.detach, output))
+        del output  # logits take more than a layer does
+        if backward is not None:
+            backward(loss)
+        losses.append(loss.detach())
+    return losses, outputs
+
+
+def _run_stages(
+    pipeline: Pipeline,
+    precision: MixedPrecision,
+    model: ModelWrapper,
+    criterion: Criterion,
+    optimizers: Sequence[OptimizerWrapper],
+    micro_batches: list[MicroBatch],
+    return_outputs: bool,
+) -> tuple[list[torch.Tensor], list[Any]]:
+    cast = [
+        MicroBatch(model.cast_inputs(part.args), model.cast_inputs(part.kwargs), part.target) for part in micro_batches
+    ]
+    boosted = isinstance(criterion, (ModelWrapper, CriterionWrapper))
+
+    def computed(output: Any, target: Any) -> torch.Tensor:
+        # A criterion that was not boosted runs outside of the precision, as it does without a pipeline.
+        with nullcontext() if boosted else outside():
+            return criterion(model.cast_outputs(output), target)
+
+    # One context around the schedule: micro-batches then share the half copies that autocast makes of weights.
+    this, seed = begin_backward(gradients_of(optimizers)) if optimizers else (None, None)
+    try:
+        with region(precision.forward_context), sharing_weights(), precision.backward_context():
+            losses, outputs = pipeline.run(cast, computed, seed=seed, return_outputs=return_outputs)
+    except BaseException:
+        if this is not None:
+            abandon_backward(this)
+        raise
+    if this is not None:
+        end_backward(this, torch.stack([loss.reshape(()) for loss in losses]).mean() if losses else None)
+    return losses, [model.cast_outputs(output) for output in outputs]
+
 
 _INSIDE_ACCUMULATE = (
     "execute_pipeline accumulates the gradients of its {count} micro-batches by itself, so it cannot run inside accumulate(); "
@@ -171,9 +230,9 @@ def execute_pipeline(
                 alone = optimizers and not accumulating
                 with accumulate(self, wrapper, optimizers, len(micro_batches)) if alone else nullcontext():
                     run = (lambda loss: backward(self, loss, optimizers)) if optimizers else None
-                    losses, outputs = run_whole(wrapper, criterion, micro_batches, run, return_outputs)
+                    losses, outputs = _run_whole(wrapper, criterion, micro_batches, run, return_outputs)
             else:
-                losses, outputs = run_stages(
+                losses, outputs = _run_stages(
                     pipeline, self.precision, wrapper, criterion, optimizers, micro_batches, return_outputs
                 )
         loss = torch.stack([part.detach().reshape(()) for part in losses]).mean() if losses else None

@@ -47,21 +47,18 @@ def step_with_closure(update: Update, closure: Callable[[], Any], *, clip: float
         update.shards.check_gradients()
         if clip:
             gradients.clip_norm(clip, asked=False)
-        return _mean_of_ranks(loss, gradients.group)
+        # The mean over the ranks of `group` of `loss`, a number or tensor of one element: by what optimizers read of
+        # it, as LBFGS does, they go on, so that it is the same on all ranks; anything else as it is
+        group = gradients.group
+        number = isinstance(loss, torch.Tensor) and loss.numel() == 1 or isinstance(loss, (int, float))
+        if group is None or not number:
+            return loss
+        value = (
+            loss.detach().reshape(()).double()
+            if isinstance(loss, torch.Tensor)
+            else torch.tensor(loss, dtype=torch.float64)
+        )
+        mean = agreement.all_reduce(value, group, dist.ReduceOp.SUM) / dist.get_world_size(group)
+        return mean.to(loss.dtype).expand_as(loss) if isinstance(loss, torch.Tensor) else float(mean)
 
     return update.step_with_closure(checked)
-
-
-def _mean_of_ranks(loss: Any, group: dist.ProcessGroup | None) -> Any:
-    """The mean over the ranks of `group` of `loss`, a number or tensor of one element: by what optimizers read of it, as LBFGS
-    does, they go on, so that it is the same on all ranks; anything else as it is."""
-    number = isinstance(loss, torch.Tensor) and loss.numel() == 1 or isinstance(loss, (int, float))
-    if group is None or not number:
-        return loss
-    value = (
-        loss.detach().reshape(()).double()
-        if isinstance(loss, torch.Tensor)
-        else torch.tensor(loss, dtype=torch.float64)
-    )
-    mean = agreement.all_reduce(value, group, dist.ReduceOp.SUM) / dist.get_world_size(group)
-    return mean.to(loss.dtype).expand_as(loss) if isinstance(loss, torch.Tensor) else float(mean)

@@ -75,7 +75,18 @@ class Session:
             return
         precision.use_registered(self.registered)
         self.registered = Registered()
-        self._hand_over(precision)
+        others = 0
+        for gradients in list(self._gradients):
+            if gradients.scaler.is_alike(precision.scales):
+                gradients.scaler = precision.scales
+            else:
+                others += 1
+        if others:
+            _logger.warning(
+                "%d optimizer(s) of an earlier amp.initialize keep their own loss scales, because this one has other options "
+                "for them. amp.state_dict() holds those of this one; those of the others are in each optimizer's state_dict()",
+                others,
+            )
 
     def cast_from_now_on(self) -> None:
         """Enter O1 for this thread, without autocast's cache: nothing would clear it in time."""
@@ -115,20 +126,6 @@ class Session:
         self._thread = None
         self.initialized = False
         self.precision = None
-
-    def _hand_over(self, precision: FP16ApexMixedPrecision) -> None:
-        others = 0
-        for gradients in list(self._gradients):
-            if gradients.scaler.is_alike(precision.scales):
-                gradients.scaler = precision.scales
-            else:
-                others += 1
-        if others:
-            _logger.warning(
-                "%d optimizer(s) of an earlier amp.initialize keep their own loss scales, because this one has other options "
-                "for them. amp.state_dict() holds those of this one; those of the others are in each optimizer's state_dict()",
-                others,
-            )
 
 
 __all__ = [

@@ -269,7 +269,10 @@ def _find(
         return Backend(None, f"the apex.amp at {finding.location} does not import: {type(error).__name__}: {error}")
     if patches:
         try:
-            _cast_twice(device)
+            utils = importlib.import_module("apex.amp.utils")
+            param, cache = nn.Parameter(torch.ones(1, dtype=torch.float32, device=device)), {}  # type: ignore[var-annotated]
+            for _ in range(2):
+                utils.cached_cast(utils.maybe_half, param, cache)
         except Exception as error:
             return Backend(
                 None,
@@ -277,10 +280,3 @@ def _find(
                 f"{type(error).__name__}: {error}",
             )
     return Backend(amp, f"found at {finding.location}")
-
-
-def _cast_twice(device: torch.device) -> None:
-    utils = importlib.import_module("apex.amp.utils")
-    param, cache = nn.Parameter(torch.ones(1, dtype=torch.float32, device=device)), {}  # type: ignore[var-annotated]
-    for _ in range(2):
-        utils.cached_cast(utils.maybe_half, param, cache)

@@ -157,7 +157,15 @@ class Sample:
                 self._lines.append(
                     {**line, "copies": copies if copies != 1 else None, "format": dtype_name(format(param))}
                 )
-                rows.append(_row(value, carried, loss_scale))
+                # Counts, norm, largest magnitude, loss scale, and what brings the values to it; float64
+                device = value.device
+                finite = value.detach().reshape(-1)
+                norm = torch.linalg.vector_norm(finite, dtype=torch.float32 if finite.dtype != torch.float64 else None)
+                largest = torch.linalg.vector_norm(finite, math.inf)
+                scale = torch.as_tensor(loss_scale, dtype=torch.float64, device=device)
+                shift = scale / torch.as_tensor(carried, dtype=torch.float64, device=device)
+                numbers = torch.stack([norm.double(), largest.double(), scale, shift])
+                rows.append(torch.cat([count_exponents(value).double(), numbers]))
                 if value.shape == param.shape and is_dense(param):
                     self._nonzero[param] = _spread_out(flat_like(value, param)) != 0
             self._before = _stored(update, self._nonzero)
@@ -253,18 +261,6 @@ def _stored(update: Update, wanted: Mapping[torch.Tensor, Any]) -> dict[torch.Te
         if param not in found:
             found[param] = _Stored(dtype_name(param.dtype), _spread_out(flat_like(param.detach(), param)).clone())
     return found
-
-
-def _row(value: torch.Tensor, carried: Any, loss_scale: Any) -> torch.Tensor:
-    """Counts, norm, largest magnitude, loss scale, and what brings the values to it; float64."""
-    device = value.device
-    finite = value.detach().reshape(-1)
-    norm = torch.linalg.vector_norm(finite, dtype=torch.float32 if finite.dtype != torch.float64 else None)
-    largest = torch.linalg.vector_norm(finite, math.inf)
-    scale = torch.as_tensor(loss_scale, dtype=torch.float64, device=device)
-    shift = scale / torch.as_tensor(carried, dtype=torch.float64, device=device)
-    numbers = torch.stack([norm.double(), largest.double(), scale, shift])
-    return torch.cat([count_exponents(value).double(), numbers])
 
 
 def _stacked(rows: list[torch.Tensor]) -> list[torch.Tensor]:
