@@ -12,7 +12,7 @@ called, so that help and errors of options come without importing torch. An exam
 Files in reading order:
 
     option_values.py       parsers, values of options, lines for the terminal, errors as an exit status
-    run_command.py         `booster run`: this machine, or several by ssh; its options: run_options.py
+    run_command.py         `booster run`: its options; this machine, or several by ssh
     agent.py               one attempt on this machine, around `torch.distributed.launcher`; in the place of torchrun's
                            rendezvous a store on one interface, which unpickles nothing
     worker.py              what the launcher runs as a file: a rank, or the guard that ends the ranks of a killed launcher

@@ -12,10 +12,9 @@ Trainer, such as TRL's, come along::
 
 In reading order:
 
-    trainer             `BoosterTrainer`, `boosted_trainer`: the subclass, its checkpoints and logs
-    trainer_arguments   what TrainingArguments say of precision and plugin, and which of them are refused
-    accelerator         the Accelerator's methods
-    trainer_job         the boosted model and optimizer of one Trainer
+    trainer             `BoosterTrainer`, `boosted_trainer`: the subclass, its checkpoints and logs; what TrainingArguments
+                        say of precision and plugin, and which of them are refused
+    trainer_job         the boosted model and optimizer of one Trainer, and the Accelerator's methods
 
 A tool: the core reads none of it, and transformers and accelerate are imported when a class is asked for. What it uses of the
 core is what a user's loop uses, and the few facts about a boosted model that a Trainer's checkpoint has to keep.

@@ -39,8 +39,8 @@ from legal_arguments import (
 import booster
 from booster import cli, mixed_precision
 from booster.cli import main
+from booster.cli import run_command as options
 from booster.cli import run_command as run
-from booster.cli import run_options as options
 from booster.cli.hosts import read_hostfile
 from booster.facade import older_config as config
 from booster.mixed_precision import apex_amp

@@ -17,7 +17,7 @@ from booster.cli import main
 from booster.cli import run_command as run
 from booster.cli.agent import Stopped
 from booster.cli.hosts import Host, chosen_hosts, is_local, read_hostfile, ssh_command
-from booster.cli.run_options import parse
+from booster.cli.run_command import parse
 
 
 @pytest.fixture

@@ -442,8 +442,7 @@ def test_what_contradicts_or_cannot_be_honoured_is_refused_by_name_in_the_constr
 
 
 def test_arguments_that_need_another_machine_are_refused_too(tmp_path):
-    from booster.integrations.trainer import BoosterTrainer
-    from booster.integrations.trainer_arguments import check_arguments, plugin_of
+    from booster.integrations.trainer import BoosterTrainer, check_arguments, plugin_of
     from booster.mixed_precision import FP16TorchMixedPrecision, make
     from booster.plugin import SingleDevice
 

@@ -105,7 +105,19 @@ class ApexGradients(Gradients):
             self._delayed = self.loss_scale
             return
         self._delayed = None
-        this.found.append(self._add_pass(self.scaler[this.loss_id].dynamic))
+        # Unscale what a pass brought and add what was set aside; returns whether it held an inf or NaN
+        check = self.scaler[this.loss_id].dynamic
+        fresh = self._new_grads()
+        found = self._unscale_new(fresh, gradient_values(fresh), check)
+        for param, before in self._stash.items():
+            if param.grad is None:
+                param.grad = before
+            elif before.is_sparse or param.grad.is_sparse or param.grad.requires_grad:
+                param.grad = param.grad + before
+            else:
+                param.grad.add_(before)
+        self._stash = {}
+        this.found.append(found)
         looking = [
             member for member in this.members if isinstance(member, ApexGradients) and not member._nothing_to_do(this)
         ]
@@ -139,20 +151,6 @@ class ApexGradients(Gradients):
                 # The plugin may own the memory, as DistributedDataParallel's buckets do, and write to it in the pass.
                 self._stash[param] = param.grad if self.group is None else param.grad.clone()
                 param.grad = None
-
-    def _add_pass(self, check: bool) -> bool:
-        """Unscale what a pass brought and add what was set aside; returns whether it held an inf or NaN."""
-        fresh = self._new_grads()
-        found = self._unscale_new(fresh, gradient_values(fresh), check)
-        for param, before in self._stash.items():
-            if param.grad is None:
-                param.grad = before
-            elif before.is_sparse or param.grad.is_sparse or param.grad.requires_grad:
-                param.grad = param.grad + before
-            else:
-                param.grad.add_(before)
-        self._stash = {}
-        return found
 
     def _unscale_new(self, params: list[torch.Tensor], values: list[torch.Tensor], check: bool) -> bool:
         # A bare backward inside `scale_loss` does not say whether it made a graph.

@@ -173,18 +173,16 @@ class ApexMasterGradients(ApexGradients):
             own_memory(whole)
             scale_values(gradient_values(whole), pending if self._in_grad else pending / self._pass_scale)
         for param in halves:
-            self._put_into_grad(param, self._sums[param])
+            total = self._sums[param]
+            grad = param.grad
+            if grad is None or grad.is_sparse or grad.requires_grad:
+                with torch.set_grad_enabled(total.requires_grad):
+                    param.grad = dtensor_around(total.to(param.dtype), param)
+            else:
+                own_memory([param])
+                local_shard(param.grad).copy_(total.detach())  # type: ignore[arg-type]
         self._in_grad = self._compares = True
         self._snapshot_grads()
-
-    def _put_into_grad(self, param: torch.Tensor, total: torch.Tensor) -> None:
-        grad = param.grad
-        if grad is None or grad.is_sparse or grad.requires_grad:
-            with torch.set_grad_enabled(total.requires_grad):
-                param.grad = dtensor_around(total.to(param.dtype), param)
-        else:
-            own_memory([param])
-            local_shard(param.grad).copy_(total.detach())  # type: ignore[arg-type]
 
     def _snapshot_grads(self) -> None:
         self._snapshots = {
