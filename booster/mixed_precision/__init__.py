@@ -117,8 +117,7 @@ def register(name: str, strategy: type[MixedPrecision]) -> None:
     """Make `Booster(mixed_precision=name)` mean `strategy()`. Raises ValueError if the name is taken by another class.
 
     name: for `Booster(mixed_precision=...)`.
-    strategy: a subclass of `MixedPrecision`; all its options have defaults.
-    """
+    strategy: a subclass of `MixedPrecision`; all its options have defaults."""
     arguments.text("name", name, "the name that Booster(mixed_precision=...) will know it by")
     if not (isinstance(strategy, type) and issubclass(strategy, MixedPrecision)):
         raise TypeError(
@@ -139,8 +138,7 @@ def make(precision: str | MixedPrecision | None, argument: str = "mixed_precisio
     """A strategy from what a user passed.
 
     precision: None means float32, a string is looked up, an object is returned.
-    argument: what errors call it.
-    """
+    argument: what errors call it."""
     if precision is None:
         return FP32()
     if isinstance(precision, str):

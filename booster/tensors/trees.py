@@ -29,8 +29,7 @@ def map_tensors(
 
     A container in which nothing was replaced is returned itself; copy_containers: where it can be changed, a copy. No
     container of `tree` is changed. instead: asked first about everything that is not a tensor; what it returns takes the
-    place, unless that is NotImplemented. A mapping that can neither be set nor made of its items becomes a dict.
-    """
+    place, unless that is NotImplemented. A mapping that can neither be set nor made of its items becomes a dict."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if instead is not None and (replaced := instead(tree)) is not NotImplemented:
@@ -87,8 +86,7 @@ def join(trees: Sequence[Any]) -> Any:
     """Join containers of one form into one: tensors along their first dimension, of 0-dim ones one row each.
 
     A mapping has the keys of the first. None stays None; sets and other leaves become the list of them. A single tree is
-    returned itself.
-    """
+    returned itself."""
     first = trees[0]
     if len(trees) == 1 or first is None:
         return first
