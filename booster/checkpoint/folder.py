@@ -54,8 +54,7 @@ def publish(staging: Path, final: Path, lock: Lock) -> None:
     replaced = _replaced(final)
     sync_folder(staging)
     lock.check()
-    missing = missing_of(staging)
-    if missing:
+    if missing := missing_of(staging):
         raise CheckpointError(f"{staging} lacks what was written of {missing}: something else has changed it")
     if final.exists():
         if not (final / MANIFEST).exists() and final.exists():

@@ -22,7 +22,7 @@ from booster.checkpoint.saved_checkpoint import SavedCheckpoint
 from booster.checkpoint.snapshots import load_module, read_by_torch
 from booster.checkpoint.tensor_file import entries_of, entry_of
 from booster.checkpoint.tensor_layout import mark_written
-from booster.checkpoint.weight_files import FittedWeights, half_read, weights_for
+from booster.checkpoint.weight_files import FittedWeights, check_unchanged, half_read, weights_for
 from booster.common.text import listed
 from booster.common.untrusted_files import printable
 from booster.interface.model import ModelWrapper
@@ -151,7 +151,9 @@ def load_model(model: ModelWrapper, path: Path, *, strict: bool, group: dist.Pro
         return
     found = FittedWeights()
     with agreed(group):
+        before = check_unchanged(path)
         found = weights_for(model, path, read_by_torch(model), read_entries, strict=strict)
+        check_unchanged(path, before)  # up to here nothing was written to the model
     with ExitStack() as undo:
         with agreed(group, partial(_refused, f"{path} does not load into this model")):
             load_module(model, found.state, undo)
@@ -159,6 +161,7 @@ def load_model(model: ModelWrapper, path: Path, *, strict: bool, group: dist.Pro
             targets = {name: here for name, (_, here) in found.in_place.items()}
             read_entries({name: entry for name, (entry, _) in found.in_place.items()}, targets)
             mark_written(targets.values())
+            check_unchanged(path, before)
         undo.pop_all()
     if found.left_out:
         _logger.warning("%s: %s", path, printable(listed(found.left_out, 8)))
@@ -222,6 +225,8 @@ class _Loading:
             # From here on nothing can refuse, so weights and states may be written over.
             self.saved.read_in_place(group)
             undo.pop_all()
+        del hand_over
+        self.saved.forget()
         for part in self._parts:
             part.finish()
         if self.saved.notes:

@@ -188,6 +188,10 @@ class SavedCheckpoint:
         """Return a tensor that was read."""
         return self._targets[str(self._own(name))]
 
+    def forget(self) -> None:
+        """Let go of what was read: the objects have it."""
+        self._targets, self._in_place = {}, {}
+
     def value(self, tree: Any) -> Any:
         """Return what a part of the tree says, with the tensors that were read."""
         targets = self._targets

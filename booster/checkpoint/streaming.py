@@ -15,7 +15,7 @@ from torch import nn
 from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.tensor_file import Entry, entries_of, pieces, read_entry
 from booster.checkpoint.tensor_layout import mark_written
-from booster.checkpoint.weight_files import half_read, is_safetensors, weight_files
+from booster.checkpoint.weight_files import check_unchanged, half_read, is_safetensors, weight_files
 from booster.common.text import listed
 from booster.common.untrusted_files import open_regular
 from booster.frozen import Form, FrozenLinear, note_origin
@@ -89,9 +89,8 @@ def stream(
     that another process cuts short meanwhile leaves the model as it was in the first half; in the second the error says that
     weights hold parts of it. What is to be packed is read twice, first to see that all of it is finite.
     """
-    files = weight_files(path)
-    others = [str(file) for file in files if not is_safetensors(file)]
-    if others:
+    before, files = check_unchanged(path), weight_files(path)
+    if others := [str(file) for file in files if not is_safetensors(file)]:
         raise CheckpointError(
             f"{others[0]} is not a safetensors file, and no other can be read in parts; save the weights as safetensors, by "
             "Booster.save_model or save_pretrained"
@@ -111,6 +110,7 @@ def stream(
         opened = {file: stack.enter_context(open_regular(file)) for file in files}
         for step in steps:
             _refuse_nonfinite(opened[step.entry.file], step)
+        check_unchanged(path, before)
         steps.sort(key=lambda step: (str(step.entry.file), step.entry.start))
         # All memory first: between weights that stay, what is only needed for a while would leave holes.
         new = {step: _memory_for(step, device) for step in steps if step.is_new}
@@ -128,6 +128,7 @@ def stream(
                     mark_written([step.tensor])
                 else:
                     step.tensor.data = target
+            check_unchanged(path, before)
         except (CheckpointError, OSError) as error:
             raise half_read(error) from error
     for step in steps:

@@ -55,6 +55,14 @@ def weight_files(path: Path) -> list[Path]:
     return single[:1]
 
 
+def check_unchanged(path: Path, before: object = None) -> object:
+    """Return what the files of weights in `path` are now; raises CheckpointError where they were `before` something else."""
+    stats = [file.stat() for file in weight_files(path)]
+    if (now := [(each.st_ino, each.st_size, each.st_mtime_ns) for each in stats]) != before and before is not None:
+        raise CheckpointError(f"files of weights in {path} were replaced or written to while they were read")
+    return now
+
+
 def is_safetensors(file: Path) -> bool:
     """Return whether a file is one of safetensors, by its name or how it begins."""
     with open_regular(file) as opened:

@@ -105,10 +105,11 @@ class MasterState(OptimizerState):
         Do not write to it."""
         self.masters.sync()
         handles = {handle for bucket in self.masters.buckets for handle in bucket.handles}
-        other = {key: value for key, value in self.optimizer.state.items() if key not in handles}
-        return defaultdict(
-            dict, {**other, **state_of_params(self.masters.buckets, self.optimizer.state, self.masters.layouts)}
-        )
+        found = {key: value for key, value in self.optimizer.state.items() if key not in handles}
+        found |= state_of_params(self.masters.buckets, self.optimizer.state, self.masters.layouts)
+        # In one order on all ranks, which have other buckets: who gathers parts of states does so one after another.
+        params = (param for group in self.optimizer.param_groups for param in group["params"] if param in found)
+        return defaultdict(dict, {param: found[param] for param in params} | found)
 
     def has_master(self, param: torch.Tensor) -> bool:
         return param.requires_grad and has_half_elements(param)
@@ -236,12 +237,13 @@ class MasterState(OptimizerState):
         self.masters.register_params()
         weights = {} if saved is None else self._read_weights(saved)
         states = self._read_states(state_dict)
+        rounding = None if saved is None else saved.get("rounding", {})
 
         def take_over() -> None:
             self.masters.register_params()  # weights that were loaded since
             self._take_over(states, weights)
-            if saved is not None:
-                self.load_rounding(saved.get("rounding", {}))
+            if rounding is not None:
+                self.load_rounding(rounding)
 
         return take_over
 

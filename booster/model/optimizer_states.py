@@ -174,13 +174,11 @@ def _collect(value: Any, backs: list[Callable[[], Any]], seen: set[int]) -> None
 
 
 def load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Run `optimizer.load_state_dict`, then give single numbers, such as NAdam's product of momenta, their dtype back.
-
-    Torch casts every floating state to the dtype of its parameter, and half precision would change such a number. Linear in
-    the number of parameters, which torch alone is not.
-    """
+    """Run `optimizer.load_state_dict`, then give back what torch casts to the dtype of a parameter and is no moment: strings,
+    single numbers, whole numbers. Linear in the number of parameters, which torch alone is not."""
     # An override may rely on plain lists, so only torch's own method gets the fast ones.
-    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+    by_torch = type(optimizer).load_state_dict is Optimizer.load_state_dict
+    if by_torch:
         groups = [{**group, "params": _Keys(group["params"])} for group in state_dict["param_groups"]]
         state_dict = {**state_dict, "param_groups": groups}
     optimizer.load_state_dict(state_dict)
@@ -190,18 +188,26 @@ def load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     saved = [(param, state_dict["state"].get(key, {})) for param, key in zip(params, keys, strict=True)]
     # Of a parameter without dimensions every state is a single number: what they are is known from the others.
-    numbers = {
-        name
-        for param, own in saved
-        if param.dim()
-        for name, value in own.items()
-        if name != "step" and _is_scalar(value)
-    }
+    numbers = {name for param, own in saved if param.dim() for name, value in own.items() if _is_scalar(value)}
     for param, own in saved:
         loaded = optimizer.state.get(param, {})
-        for name in numbers & own.keys() & loaded.keys():
-            if _is_scalar(loaded[name]) and _is_scalar(own[name]) and loaded[name].dtype != own[name].dtype:
-                loaded[name] = own[name].to(loaded[name].device)
+        for name in own.keys() & loaded.keys() - {"step"}:  # torch loads that one as its step needs it
+            if by_torch or _is_scalar(own[name]):
+                loaded[name] = _as_saved(own[name], loaded[name], scalars=name in numbers or bool(param.dim()))
+
+
+def _as_saved(given: Any, loaded: Any, *, scalars: bool) -> Any:
+    """Return `loaded`, with what torch's cast makes other values of as it was given. scalars: single numbers too."""
+    if isinstance(given, str):
+        return given
+    if isinstance(given, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        kept = not given.is_floating_point() or (scalars and given.dim() == 0)
+        return given.to(loaded.device) if kept and given.dtype != loaded.dtype else loaded
+    if isinstance(given, Mapping) and isinstance(loaded, dict):
+        return {key: _as_saved(given[key], value, scalars=scalars) for key, value in loaded.items()}
+    if type(given) in (list, tuple) and type(loaded) is type(given):
+        return type(given)(_as_saved(*pair, scalars=scalars) for pair in zip(given, loaded, strict=True))
+    return loaded
 
 
 class _Keys(list[Any]):

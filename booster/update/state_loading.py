@@ -80,8 +80,8 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
             )
         moved = _moved(update, state, rest)
     agreement.require_alike(repr(moved), "the tensors that change their layout among ranks", update.gradients.group)
-    before = implementation(optimizer)
-    snapshot, scale = StateSnapshot([optimizer], numbers=False, random=False), scaler.state_dict()
+    before, scale = implementation(optimizer), scaler.state_dict()
+    snapshot = StateSnapshot([optimizer], numbers=False, random=False)
 
     def undo() -> None:
         snapshot.restore()
@@ -111,18 +111,21 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
         undo()
         raise
 
+    counts, previous_norm = own.counts, own.rest.get(RELEASE, {}).get(PREVIOUS_NORM)
+
     def take_over() -> None:
         with update.shards.local():
             take_over_states()
-        update.shards.all_gather_params()  # masters round the weights of their own part anew
+        if update.optimizer_state.has_masters:  # which round the weights of their own part anew
+            update.shards.all_gather_params()
         with torch.no_grad():
             for param, weight in weights.items():
                 param.copy_(weight)
         update.shards.reshard()
         if update.gradients.in_backward is not None:
-            update.gradients.in_backward.reset(own.rest.get(RELEASE, {}).get(PREVIOUS_NORM))
-        if own.counts is not None:
-            history.load_state_dict(own.counts)
+            update.gradients.in_backward.reset(previous_norm)
+        if counts is not None:
+            history.load_state_dict(counts)
 
     return Reading(take_over, undo)
 
@@ -279,8 +282,7 @@ def _here(selection: Selection | None, masters: Mapping[str, Any]) -> Mapping[st
     """Of masters of a whole model, those that are not of other ranks' layers."""
     if selection is None:
         return masters
-    weights = {name: weight for name, weight in masters["weights"].items() if name not in selection.elsewhere}
-    return {**masters, "weights": weights}
+    return {**masters, "weights": {n: w for n, w in masters["weights"].items() if n not in selection.elsewhere}}
 
 
 def _check_kinds(optimizer: Optimizer, given: list[Mapping[str, Any]]) -> None:

@@ -1,15 +1,20 @@
 """Under ZeRO each rank writes and reads its own part of states and masters, and nobody holds the whole."""
 
 import copy
+import sys
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
+from comparing import difference, whole
+from poisoned import memory_that_holds
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from booster import Booster
 from booster.checkpoint.manifest import read_manifest
-from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin
+from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
 from booster.shards import zero, zero_buckets, zero_states
 
 OPTIMIZERS = {
@@ -157,3 +162,69 @@ def forgotten(rank, world_size):
 
 def test_zero_grad_forgets_whole_buckets(ranks2):
     assert ranks2(forgotten) == [(0, [None])] * 2
+
+
+PADDED = {
+    "zero1": lambda: LowLevelZeroPlugin(stage=1),
+    "zero2": lambda: LowLevelZeroPlugin(stage=2),
+    "fsdp": lambda: TorchFSDPPlugin(),  # whose last rank has fewer rows, or none
+}
+NUMBERS = [("fp32", None), ("bf16_naive", None), ("fp32", "8bit")]
+
+
+def in_dirty_memory(rank, world_size, place, root, byte, *, saves):
+    """Where all memory holds `byte` until it is written to: by precision, all that is trained after two steps and a save to
+    `root`, or after a load from there; norms of two steps more; and all that is trained then."""
+    found = []
+    with memory_that_holds(byte):
+        for index, (precision, states) in enumerate(NUMBERS):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1, bias=False))
+            booster = Booster("cpu", precision, PADDED[place](), **({"states": states} if states else {}))
+            model, made, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+
+            def steps(first, last, booster=booster, model=model, made=made):
+                norms = []
+                for step in range(first, last):
+                    data = torch.randn(12, 6, generator=torch.Generator().manual_seed(step)).chunk(world_size)[rank]
+                    booster.backward(model(data).float().square().mean(), made)
+                    made.clip_grad_by_norm(0.05)
+                    norms.append(float(made.step().grad_norm))
+                    made.zero_grad()
+                return norms
+
+            if saves:
+                steps(0, 2)
+                booster.save(f"{root}/{index}", model, made, step=1)
+            else:
+                booster.load(f"{root}/{index}", model, made)
+            kept = {name: whole(value).float() for name, value in flat_state(model, made).items()}
+            norms = steps(2, 4)
+            found.append((kept, norms, {name: whole(value).float() for name, value in flat_state(model, made).items()}))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fills memory as glibc does")
+@pytest.mark.parametrize(
+    ("place", "ranks"),
+    [
+        ("zero1", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in product(PADDED, (2, 4)) if case != ("zero1", 2)),
+    ],
+)
+def test_what_pads_a_buffer_is_neither_kept_nor_counted_from_three_ranks_to_others(
+    run_on_ranks, tmp_path, place, ranks
+):
+    huge, other = 0x7F, 0x5A  # 3.4e38, and NaN in float16; 1.5e16
+    saved = run_on_ranks(partial(in_dirty_memory, saves=True), 3, place, str(tmp_path), huge)[0]
+    loaded = [
+        run_on_ranks(partial(in_dirty_memory, saves=False), ranks, place, str(tmp_path), byte)[0]
+        for byte in (huge, other)
+    ]
+    assert difference(*loaded) is None
+    for (precision, states), (kept, norms, _), (moved, later, end) in zip(NUMBERS, saved, loaded[0], strict=True):
+        if states is None:  # else blocks of codes that share a scale are others on each number of ranks
+            assert difference(kept, moved) is None, precision
+        assert all(bool(value.isfinite().all()) for value in end.values()), precision
+        # The same rows in other groups: gradients of half weights are rounded to 8 bits on each rank.
+        assert later == pytest.approx(norms, rel=2.0**-20 if (precision, states) == ("fp32", None) else 0.05)

@@ -862,7 +862,11 @@ CONTAINERS = {
     "dict": lambda a, b: {"m": a, "q": b},
     "whole numbers as keys": lambda a, b: {0: a, 1: b},
     "nested": lambda a, b: {"a": [None, {"m": (a,)}], "b": ["s", True, b]},
-}
+    "not of the weight's dtype": lambda a, b: {
+        "m": a, "name": "warm", "seen": torch.tensor([True]), "count": torch.arange(2), "b": b,
+        "exact": [torch.tensor(1 / 3, dtype=torch.float64)],
+    },
+}  # fmt: skip
 
 
 @pytest.mark.crossed
@@ -891,6 +895,7 @@ def test_an_optimizer_whose_states_are_containers_of_tensors_goes_on_to_the_bit(
         [t.stride() for t in trees.tensors(optimizer.state_dict()["state"][0])] for *_, optimizer in (first, second)
     ]
     assert strides[0] == strides[1]
+    assert same(first[2].state_dict(), second[2].state_dict())
     train(*first, range(3, 13))
     train(*second, range(3, 13))
     assert all(map(torch.equal, first[1].parameters(), second[1].parameters()))

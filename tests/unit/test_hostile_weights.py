@@ -20,7 +20,7 @@ from test_hostile_checkpoints import edited
 from test_load_weights import net, on_meta, saved
 
 from booster import Booster, load_weights
-from booster.checkpoint import CheckpointError, streaming, tensor_file
+from booster.checkpoint import CheckpointError, streaming, tensor_file, weight_files
 from booster.checkpoint import exported_files as export
 from booster.cli import main
 
@@ -245,6 +245,34 @@ def test_a_boosted_model_is_as_it_was_or_told_where_its_file_is_cut_short_while_
     ):
         booster.load_model(model, path)
     assert same_bits(state(model), before) == new
+
+
+@pytest.mark.parametrize("when", ["compared", "read"])
+@pytest.mark.parametrize("by_hand", [False, True], ids=["load_model", "load_weights"])
+def test_a_file_that_is_replaced_by_another_of_its_form_is_told(tmp_path, monkeypatch, when, by_hand):
+    path, model = saved(net(width=64), tmp_path / "w.safetensors"), net(seed=1, width=64)
+    booster, module = Booster("cpu"), streaming if by_hand else tensor_file
+    boosted = None if by_hand else booster.boost(model)[0]
+    before, left = state(model), [1 if when == "read" else 0]
+
+    def replacing(real):
+        def call(*args):
+            found = real(*args)
+            if not left[0]:
+                saved(net(seed=2, width=64), tmp_path / "other").replace(path)
+            left[0] -= 1
+            return found
+
+        return call
+
+    if when == "read":
+        monkeypatch.setattr(module, "read_entry", replacing(module.read_entry))
+    else:
+        place = streaming if by_hand else weight_files
+        monkeypatch.setattr(place, "entries_of", replacing(place.entries_of))
+    with pytest.raises(CheckpointError, match="replaced or written to" + ".*hold parts of it" * (when == "read")):
+        load_weights(model, path) if by_hand else booster.load_model(boosted, path)
+    assert same_bits(state(model), before) == (when == "compared")
 
 
 # ---- what a checkpoint is converted to ----

@@ -58,7 +58,8 @@ class Modules(Part):
         self._states = sorted(states, key=lambda entry: not may_refuse(entry[1]))
 
     def steps(self) -> Iterator[Step]:
-        for what, module, state in self._states:
+        while self._states:  # what was read is given up where it is loaded
+            what, module, state = self._states.pop(0)
             yield what, partial(load_module, module, state)
 
     def _entries(self, found: LoadContext) -> list[_Entry]:
