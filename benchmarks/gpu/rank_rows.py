@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 from benchmarks.gpu.row import Found, Place, Row
@@ -22,6 +23,8 @@ def rows(part: int, place: Place) -> list[Row]:
 
 def kernel_rows() -> Iterator[Row]:
     """Kernels beside torch on shards, which part 1 has too."""
+    if find_spec("triton") is None:
+        return
     for column in ("ZeRO-1", "ZeRO-2", "FSDP"):
         for name in ("fp16", "bf16_naive"):
             judges = {"shards": None}
