@@ -51,7 +51,6 @@ def save(
     all ranks if any fails, with `folder` as it was; RuntimeError between backward and step, as within a group of
     `accumulate`, since gradients are not kept.
     """
-    given = (model, optimizer, criterion, dataloader, lr_scheduler, extra)
     if (schedule := self._run.state_dict()) is not None:
         self._checkpoints.note(schedule=schedule)
     from booster.checkpoint.parts.part import WITHOUT_FROZEN
@@ -64,7 +63,7 @@ def save(
     shared = self._checkpoints
     run = shared.run if arguments.flag("frozen", frozen) else {**shared.run, **WITHOUT_FROZEN}
     shared.background.wait()  # a write that goes on may still rename the folder that `reserve` looks for
-    found = shared.objects(given)
+    found = shared.objects((model, optimizer, criterion, dataloader, lr_scheduler, extra))
     check_no_gradients_wait(found)
     group = self.plugin.group
     taken = collect_state(found, run, group)
@@ -106,13 +105,13 @@ def load(
     A collective. Every byte is verified, and names, shapes and classes compared, before anything is touched. Raises
     `booster.checkpoint.CheckpointError` on all ranks, listing all that differs, with nothing loaded.
     """
-    given = (model, optimizer, criterion, dataloader, lr_scheduler, extra)
     from booster.checkpoint.loading import load as load_checkpoint
 
     root = arguments.path("folder", folder)
     arguments.flag("strict", strict)
     self._checkpoints.background.wait()
-    loaded = load_checkpoint(root, self._checkpoints.objects(given), strict=strict, group=self.plugin.group)
+    found = self._checkpoints.objects((model, optimizer, criterion, dataloader, lr_scheduler, extra))
+    loaded = load_checkpoint(root, found, strict=strict, group=self.plugin.group)
     if loaded.path is not None:
         self._run.load_state_dict(loaded.run.get("schedule"))
     return loaded
@@ -267,6 +266,6 @@ def _save_part(
 ) -> None:
     from booster.checkpoint.saving import collect_state, write
 
-    root, group = arguments.path("path", path), self.plugin.group
-    found = named(None, optimizer, None, None, lr_scheduler, None)
-    write(root, collect_state(found, {}, group), step=0, keep_last=None, group=group, objects=found)
+    root, found = arguments.path("path", path), named(None, optimizer, None, None, lr_scheduler, None)
+    taken, group = collect_state(found, {}, self.plugin.group), self.plugin.group
+    write(root, taken, step=0, keep_last=None, group=group, objects=found)

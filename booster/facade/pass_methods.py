@@ -223,8 +223,7 @@ def execute_pipeline(
     if accumulating and (pipeline is not None or len(micro_batches) > 1):
         raise RuntimeError(_INSIDE_ACCUMULATE.format(count=len(micro_batches)))
 
-    # A function, since a diagnosis of a skipped step runs the same passes again.
-    def passes() -> dict[str, Any]:
+    def passes() -> dict[str, Any]:  # which a diagnosis of a skipped step runs again
         with nullcontext() if optimizers else torch.no_grad():
             if pipeline is None:
                 alone = optimizers and not accumulating
