@@ -44,7 +44,7 @@ def run_on_two():
 @pytest.mark.filterwarnings("ignore")
 def test_programs_on_two_ranks(run_on_two, placement):
     draw = functools.partial(ranks.draw, placement)
-    check(ranks.OnRanks(run_on_two), draw, ranks.DEFAULTS, range(3), limit=20)
+    check(ranks.OnRanks(run_on_two), draw, ranks.DEFAULTS, range(5), limit=20)
 
 
 def test_ranks_that_drift_apart_by_a_rounding_are_found(run_on_two):
