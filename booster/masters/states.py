@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,29 +75,28 @@ class StateView(Mapping[Any, State]):
         if self._put is None or not own or pieces[0][0] < 0:
             return own
         shared = [self._state[bucket.handles[0]] for bucket, _ in self._places[param]]
-        return {
-            key: value
-            if _is_view(value, [own.get(key) for own in shared])
-            else self._written_through(param, key, value)
-            for key, value in own.items()
-        }
-
-    def _written_through(self, param: Any, key: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-
         at = self._steps()
 
-        def put(now: torch.Tensor) -> None:
+        def put(key: str, *now: Any) -> None:
+            """Set the entry `key`, or delete it where nothing else is given."""
             if self._steps() != at:
                 raise RuntimeError(
                     f"the state {key!r} was written to after another step, and what optimizer.state gave is a copy of before "
                     f"it; ask optimizer.state[param][{key!r}] for it again"
                 )
             own = {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in self[param].items()}
-            self[param] = {**own, key: now}
+            own.pop(key, None)
+            self[param] = own | dict(zip([key], now, strict=False))
 
-        return WrittenThrough.of(value, value, put)
+        return _Entries(
+            put,
+            {
+                key: value
+                if not isinstance(value, torch.Tensor) or _is_view(value, [own.get(key) for own in shared])
+                else WrittenThrough.of(value, value, partial(put, key))
+                for key, value in own.items()
+            },
+        )
 
     def __setitem__(self, param: Any, own: State) -> None:
         if param not in self._places or self._put is None:
@@ -143,6 +143,31 @@ class StateView(Mapping[Any, State]):
             for key, value in shared.items()
         }
         return piece.start, own
+
+
+class _Entries(dict[str, Any]):
+    """The state of one parameter: what is set or deleted in it is set or deleted in the optimizer's."""
+
+    def __init__(self, put: Callable[..., None], own: State) -> None:
+        super().__init__(own)
+        self._put = put
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._put(key, value)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: str) -> None:
+        if key in self:
+            self._put(key)
+        super().__delitem__(key)
+
+    # By the two above, which those of a dict do not call.
+    update = MutableMapping.update
+    pop, popitem, clear = MutableMapping.pop, MutableMapping.popitem, MutableMapping.clear
+    setdefault = MutableMapping.setdefault
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
 
 
 class WrittenThrough(torch.Tensor):

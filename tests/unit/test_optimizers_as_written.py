@@ -2,6 +2,7 @@
 
 import collections
 import math
+from copy import deepcopy
 
 import pytest
 import torch
@@ -757,3 +758,26 @@ def test_an_optimizer_without_groups_is_refused_with_the_one_that_it_is_put_arou
     made = AroundWithoutGroups(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(TypeError, match=r"AroundWithoutGroups has no param_groups.* the SGD that it is put around"):
         Booster("cpu", "fp32").boost(model, made)
+
+
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_entries_of_a_state_can_be_replaced_added_and_deleted(states):
+    model = nn.Linear(40, 30)
+    b = Booster("cpu", "bf16_naive", states=states)
+    model, optimizer, *_ = b.boost(model, torch.optim.AdamW(model.parameters()))
+    param = next(model.parameters())
+    loss = lambda: model(torch.ones(2, 40)).float().square().mean()  # noqa: E731
+    b.backward(loss(), optimizer)
+    optimizer.step()
+    before = optimizer.state[param]
+    optimizer.state[param]["step"] = torch.tensor(100.0)
+    halved = optimizer.state[param]["exp_avg"] * 0.5
+    optimizer.state[param].update(exp_avg=halved)
+    assert set(deepcopy(optimizer.state[param])) == {"step", "exp_avg", "exp_avg_sq"}
+    assert float(optimizer.state[param]["step"]) == 100
+    assert float((optimizer.state[param]["exp_avg"] - halved).norm() / halved.norm()) < 0.02  # rounded to 8 bits
+    b.backward(loss(), optimizer)
+    optimizer.step()
+    assert float(optimizer.state[param]["step"]) == 101
+    with pytest.raises(RuntimeError, match="written to after another step"):
+        before["step"] = torch.tensor(3.0)
