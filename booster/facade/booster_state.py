@@ -65,6 +65,7 @@ class BoosterState:
         _checkpoints: what saves and loads share: a thread that writes, and requests to stop.
         _records, _watcher: the open records, and what replays skipped steps; None where there is none.
         _shown_loss: the loss next to a bar of progress, once there is a bar.
+        backward, accumulate, load, capturable: of `Booster`, or of the user's subclass, for methods that call them.
     """
 
     device: torch.device
@@ -77,6 +78,11 @@ class BoosterState:
     _records: Records | None
     _watcher: SkipWatcher | None
     _shown_loss: DisplayedLoss | None
+    if TYPE_CHECKING:
+        backward: Callable[..., None]
+        accumulate: Callable[..., AbstractContextManager[Any]]
+        load: Callable[..., Any]
+        capturable: Callable[..., list[str]]
 
     @property
     def precision(self) -> MixedPrecision:

@@ -153,7 +153,7 @@ def resume_or_start(
     self._checkpoints.background.wait()
     if not anything_in(root, self.plugin.group):
         return Loaded(0, extra, None)
-    return load(self, folder, *given, extra=extra)
+    return self.load(folder, *given, extra=extra)
 
 
 def stop_requested(self: BoosterState) -> bool:
@@ -246,7 +246,7 @@ def save_optimizer(self: BoosterState, optimizer: Any, path: str | os.PathLike[s
 def load_optimizer(self: BoosterState, optimizer: Any, path: str | os.PathLike[str]) -> None:
     """Load into `optimizer` what `save_optimizer` wrote at `path`, in any layout; raises as `load` does. A collective."""
     refusals.check_boosted_optimizers(optimizer, "load_optimizer")
-    load(self, arguments.path("path", path), None, optimizer)
+    self.load(arguments.path("path", path), None, optimizer)
 
 
 def save_lr_scheduler(self: BoosterState, lr_scheduler: Any, path: str | os.PathLike[str]) -> None:
@@ -258,7 +258,7 @@ def save_lr_scheduler(self: BoosterState, lr_scheduler: Any, path: str | os.Path
 def load_lr_scheduler(self: BoosterState, lr_scheduler: Any, path: str | os.PathLike[str]) -> None:
     """Load into `lr_scheduler` what `save_lr_scheduler` wrote at `path`; raises as `load` does. A collective."""
     refusals.check_named("lr_scheduler", lr_scheduler)
-    load(self, arguments.path("path", path), None, lr_scheduler=lr_scheduler)
+    self.load(arguments.path("path", path), None, lr_scheduler=lr_scheduler)
 
 
 def _save_part(

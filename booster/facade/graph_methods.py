@@ -85,7 +85,7 @@ def captured(
     optimizers = self._boosted.all_optimizers("capture")
     if recorder is not None:
         check(optimizers, plugin=type(self.plugin).__name__, several_ranks=self.plugin.group is not None)
-        reads = capturable(self, train_step, *example_batch)
+        reads = self.capturable(train_step, *example_batch)
         if reads:
             lines = "".join(f"\n  {line}" for line in reads)
             raise RuntimeError(

@@ -227,8 +227,8 @@ def execute_pipeline(
         with nullcontext() if optimizers else torch.no_grad():
             if pipeline is None:
                 alone = optimizers and not accumulating
-                with accumulate(self, wrapper, optimizers, len(micro_batches)) if alone else nullcontext():
-                    run = (lambda loss: backward(self, loss, optimizers)) if optimizers else None
+                with self.accumulate(wrapper, optimizers, len(micro_batches)) if alone else nullcontext():
+                    run = (lambda loss: self.backward(loss, optimizers)) if optimizers else None
                     losses, outputs = _run_whole(wrapper, criterion, micro_batches, run, return_outputs)
             else:
                 losses, outputs = _run_stages(

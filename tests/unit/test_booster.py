@@ -805,3 +805,37 @@ def test_models_of_one_class_have_their_names_in_the_order_in_which_they_were_bo
         assert list(labelled) == ["Linear", *(f"Linear-{number}" for number in range(1, 8))]
         assert [id(model) for model in labelled.values()] == [id(model) for model, _ in boosted]
         assert [id(each) for each in booster._boosted.criteria] == [id(criterion) for _, criterion in boosted]
+
+
+class Overridden(Booster):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.calls = []
+
+    def backward(self, *args, **options):
+        self.calls.append("backward")
+        return super().backward(*args, **options)
+
+    def accumulate(self, *args, **options):
+        self.calls.append("accumulate")
+        return super().accumulate(*args, **options)
+
+    def load(self, *args, **options):
+        self.calls.append("load")
+        return super().load(*args, **options)
+
+
+def test_methods_that_call_others_call_those_of_a_subclass(tmp_path):
+    booster = Overridden("cpu")
+    model = nn.Linear(2, 1)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.randn(4, 2), torch.randn(4, 1)
+    booster.execute_pipeline(iter([batch]), model, nn.functional.mse_loss, optimizer)
+    assert booster.calls == ["accumulate", "backward"]
+    optimizer.step()
+    optimizer.zero_grad()
+    booster.save_optimizer(optimizer, tmp_path / "optimizer")
+    booster.load_optimizer(optimizer, tmp_path / "optimizer")
+    booster.save(tmp_path / "run", model, optimizer)
+    booster.resume_or_start(tmp_path / "run", model, optimizer)
+    assert booster.calls[2:] == ["load", "load"]
