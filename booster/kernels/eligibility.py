@@ -33,7 +33,8 @@ TAKEN_BY_TRUE: tuple[str, ...] = ("cuda",)
 def by_kernels(make: Callable[[UpdateContext], Update]) -> Callable[[UpdateContext], Update]:
     """Return what makes an update that steps by kernels in the place of what `make` makes, where it can.
 
-    Where it cannot, ValueError is raised if the options ask for kernels by name; otherwise one INFO line says why."""
+    Where it cannot, ValueError is raised if the options ask for kernels by name; otherwise one INFO line says why.
+    """
     return functools.partial(_made, make)
 
 

@@ -44,7 +44,8 @@ class KernelDecision(DeviceDecision):
 
     Attributes:
         supported: what kernels step.
-        steps: their launches."""
+        steps: their launches.
+    """
 
     def __init__(self, gradients: DeviceGradients, application: Application, supported: SupportedParams) -> None:
         super().__init__(gradients, application)
@@ -253,7 +254,8 @@ class _Fields(LazyStepFields):
     """Fields that are read of one copy to the host.
 
     Attributes:
-        decided: has the loss scale where that is on a device, the norm if `is_first`, and the number of zeros if `counted`."""
+        decided: has the loss scale where that is on a device, the norm if `is_first`, and the number of zeros if `counted`.
+    """
 
     decided: _Decided | None = None
     is_first: bool = False

@@ -175,7 +175,8 @@ def decide(
     what gradients are divided by; out 4 and 5 the latter and found_inf; out 6 the next scale, 7 that of this step; words
     4 and 5 its trackers, 6 how many elements of gradients are zero.
 
-    step_counts: int64, (address of a float32 count, row of numbers) for each; address 0 is no count."""
+    step_counts: int64, (address of a float32 count, row of numbers) for each; address 0 is no count.
+    """
     found = tl.full([], 0, tl.int32)
     factor = _float64(pending)
     known = _float64(carried)
@@ -255,7 +256,8 @@ def update(
 
     random_bits: 64 random numbers below 2**16 for weights and for each state. RATIO: the first state is kept
     as the ratio to `shares` of the second with this steepness; 0: it is not. CHECKED: whether the step may be skipped. DIVIDE:
-    whether gradients are divided by a number other than 1."""
+    whether gradients are divided by a number other than 1.
+    """
     if CHECKED:
         if tl.load(out + 5) != 0.0:
             return

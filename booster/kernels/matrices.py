@@ -39,7 +39,8 @@ def by_kernels(
 ) -> bool:
     """Whether the matrix `x`, rotated or not, is rounded to `target` under `scaling` by kernels here and now.
 
-    delayed: under a scale that is given."""
+    delayed: under a scale that is given.
+    """
     return (
         x.device.type in TAKEN_ON
         and not torch.compiler.is_compiling()
@@ -112,7 +113,8 @@ def quantized_to_e2m1(
     """Return the matrix `x` in e2m1 under e4m3 scales of blocks, with columns of zeros until they are a `multiple` of 16.
 
     rotates: after `scaling.rotated`. stochastic: with the noise of what is rounded, see `noise_of`. Numbers are in bfloat16.
-    Cost: two launches, both of which read the matrix."""
+    Cost: two launches, both of which read the matrix.
+    """
     from booster.kernels.launch_cache import current
     from booster.kernels.matrix_kernels import largest_of_rotated, write_fours
 

@@ -67,7 +67,8 @@ def largest_of(x, partials, given, rows, columns, row_stride, column_stride, spl
                DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Write the largest magnitude of each part of a matrix: a part has BM rows, or one, and a share of the columns.
 
-    given: a scale; where it is known, above 0, nothing is read."""
+    given: a scale; where it is known, above 0, nothing is read.
+    """
     program = tl.program_id(0)
     row = (program // splits) * BM + tl.arange(0, BM)
     tiles = tl.cdiv(columns, BN)
@@ -97,7 +98,8 @@ def write(x, values, transposed, scales, partials, given, seen, rows, columns, f
 
     turned: where its transpose is written as well, with `transposed_filled` columns. partials: what `largest_of` found, of so
     many `splits` of a row, or parts of the whole. given: a scale that is taken where it is known; then `seen` has the
-    largest magnitude of each tile. MANTISSA: of the format; 0 writes whole numbers."""
+    largest magnitude of each tile. MANTISSA: of the format; 0 writes whole numbers.
+    """
     program = tl.program_id(0)
     across = tl.cdiv(filled, BN)
     row = (program // across) * BM + tl.arange(0, BM)
@@ -223,7 +225,8 @@ def write_fours(x, values, scales, outer, partials, sums, rows, columns, filled,
                 BLOCK: tl.constexpr):  # fmt: skip
     """Write a matrix in e2m1, as bfloat16 numbers in `filled` columns, its block scales and the one of the whole.
 
-    partials, sums: what `look` found, of so many `parts`. DOWN: rows of a block."""
+    partials, sums: what `look` found, of so many `parts`. DOWN: rows of a block.
+    """
     program = tl.program_id(0)
     across = tl.cdiv(filled, BN)
     row = (program // across) * BM + tl.arange(0, BM)

@@ -42,7 +42,8 @@ class Rule:
     flags: what of a group is compiled into the kernel.
     counts: whether a parameter's state has a "step", float32 and 0-dim as torch's.
     begins_by_torch: whether torch makes a first step, since states do not begin at zero.
-    refuses: why an optimizer of the class is none for the rule, as for an option that it does not know; None: it is one."""
+    refuses: why an optimizer of the class is none for the rule, as for an option that it does not know; None: it is one.
+    """
 
     optimizer: type[Optimizer]
     states: Callable[[Group], tuple[str, ...]]

@@ -46,7 +46,8 @@ class Segment:
         flags: of the group, in bits.
         half: code of the parameter's dtype.
         copies: how many ranks hold the segment.
-        bucket: that it is in, if any, at `offset`, with its states at `states_offset`."""
+        bucket: that it is in, if any, at `offset`, with its states at `states_offset`.
+    """
 
     param: torch.Tensor
     size: int
@@ -77,7 +78,8 @@ class Segments:
 
     Attributes:
         all: the segments, in the order in which they were added.
-        step_counts: (address of a float32 count or 0, group) by index."""
+        step_counts: (address of a float32 count or 0, group) by index.
+    """
 
     def __init__(self, optimizer: Optimizer, rule: Rule, shards: Shards) -> None:
         self.all: list[Segment] = []

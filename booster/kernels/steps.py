@@ -51,7 +51,8 @@ class DecisionInputs(NamedTuple):
         carried: what gradients are multiplied by.
         pending: the factor of clips that wait.
         seed: the scale of this step's loss.
-        bound: the norm to clip to."""
+        bound: the norm to clip to.
+    """
 
     sums: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
@@ -74,7 +75,8 @@ class _Set:
         layout: what is compared besides, by identity.
         dtypes: of the gradients.
         places: of each segment: the index of its parameter, and where it begins in that.
-        addresses: of the gradients in the tables."""
+        addresses: of the gradients in the tables.
+    """
 
     params: list[torch.Tensor]
     layout: Any
@@ -89,7 +91,8 @@ class KernelSteps:
     """The launches of one optimizer's steps. only_reads: there are none but those that read gradients.
 
     Attributes:
-        reason: why the last step was none of kernels; None if it was one."""
+        reason: why the last step was none of kernels; None if it was one.
+    """
 
     def __init__(
         self,
@@ -321,7 +324,8 @@ class KernelSteps:
     ) -> tuple[torch.Tensor, Any, tuple[Any, ...], dict[str, Any]]:
         """Return what `decide` is to write to, what tells which kernel is compiled, its arguments, and its constants.
 
-        All tensors are on the device of `table`, whose step counts go on."""
+        All tensors are on the device of `table`, whose step counts go on.
+        """
         device, scale = table.device, scaler if type(scaler) is DeviceScale else None
         sums, zeros, found_in, carried, pending, seed, bound = inputs
         options = (0.0 if bound is None else bound, *((0.0,) * 6 if scale is None else scale.rule))

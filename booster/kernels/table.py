@@ -33,7 +33,8 @@ class LaunchGroup:
         names: of their states.
         stochastic: whether anything in them is rounded stochastically.
         constants: what is compiled into the kernel.
-        bucket: whose segments these are, where its states are offloaded."""
+        bucket: whose segments these are, where its states are offloaded.
+    """
 
     first: int
     tiles: int
@@ -54,7 +55,8 @@ class Table:
         buckets: that segments are in.
         params: by row.
         bytes_of_a_step: what `measure` and `update` read and write of tensors: gradients twice, all else there and back.
-        scalars: room for the numbers that a rule makes for each step count."""
+        scalars: room for the numbers that a rule makes for each step count.
+    """
 
     def __init__(
         self,
@@ -160,7 +162,8 @@ class Table:
 class Tables:
     """The tables of one step, one a device. The decision is made on that of the first, even where it has nothing to step.
 
-    places: of the segments in each table, among all."""
+    places: of the segments in each table, among all.
+    """
 
     def __init__(self, each: Sequence[Table], places: Sequence[Sequence[int]]) -> None:
         self.each, self.device, self.first, self._places = each, each[0].device, each[0], places

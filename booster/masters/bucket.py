@@ -31,7 +31,8 @@ class Bucket:
         whole: each piece is a parameter with a handle of its shape, a DTensor for a DTensor; else there is one flat handle.
         quantizer: how states of a flat handle are quantized between steps; None: they are not.
         host: the host memory of residual bits and states between steps; None: they stay on the device.
-        residual: what is kept besides weights, flat, or None."""
+        residual: what is kept besides weights, flat, or None.
+    """
 
     def __init__(
         self,
@@ -86,7 +87,8 @@ class Bucket:
     def find_working(self) -> None:
         """Find the working weights in memory again; those in another memory order than the bucket's are copied.
 
-        Raises RuntimeError if one became something else."""
+        Raises RuntimeError if one became something else.
+        """
         held = self._parts() if self._divided else self._params
         for param, layout in zip(held, self.layouts, strict=True):
             if (param.shape, param.dtype, param.device) != (layout.shape, self.dtype, self.device):
@@ -217,7 +219,8 @@ class Bucket:
     def divide(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None], state: Any) -> list[Bucket]:
         """Return two buckets, of the pieces with a gradient and of the others, or this one if all are alike.
 
-        state: the optimizer's, whose entries move along."""
+        state: the optimizer's, whose entries move along.
+        """
         inside = [piece for piece in self.pieces if gradient_of(piece.param) is not None]
         if len(inside) in (0, len(self.pieces)):
             return [self]

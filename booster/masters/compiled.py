@@ -96,7 +96,8 @@ class Kernel:
     """The compiled step of optimizers of the class and attributes of `optimizer`, which is not touched.
 
     One Kernel is for one size and dtype. ways: how states are packed, by name. Raises, at a call, whatever the compiler raises
-    for what it cannot trace; nothing has changed then."""
+    for what it cannot trace; nothing has changed then.
+    """
 
     def __init__(
         self,
@@ -156,7 +157,8 @@ class Kernel:
         """Update everything in place, `group` and `state` included. `weights` and `grads`: flat.
 
         lanes: random numbers of this step, by the name of what they round. present: where the bucket has elements, None for
-        everywhere; packed states are zero elsewhere."""
+        everywhere; packed states are zero elsewhere.
+        """
         rate = group.get("lr")
         if isinstance(rate, (int, float)):  # a number would be compiled in
             rate = torch.full((), rate, dtype=torch.float32, device=weights.device)
@@ -189,7 +191,8 @@ def scalars_first(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable
     """Compile `graph` with inductor, except operations among 0-dim tensors, which run eagerly before; for torch.compile.
 
     Bias corrections are powers of the step count. Torch's compiler for CPUs puts them into the loop over the elements, once
-    for each vector of them, where they take longer than the update itself."""
+    for each vector of them, where they take longer than the update itself.
+    """
     from torch.fx.passes.split_module import split_module
 
     inductor = functools.partial(compile_graph(), options=COMPILER_OPTIONS)
@@ -250,7 +253,8 @@ class CompiledMasterStep(MasterStep):
 
     The first step of a bucket runs eagerly, as it creates the optimizer's state. Float32 parameters always do, and those
     without dimensions: their states look like the counters of a flat bucket. What the compiler does not understand is
-    stepped eagerly from then on, after one WARNING."""
+    stepped eagerly from then on, after one WARNING.
+    """
 
     def __init__(self, masters: Masters) -> None:
         super().__init__(masters)
@@ -314,7 +318,8 @@ class CompiledMasterStep(MasterStep):
     def _joined(self, bucket: Bucket, pieces: list[torch.Tensor], name: str) -> torch.Tensor:
         """Return the pieces as one tensor of the bucket's size: themselves where there is one of this size, else a copy.
 
-        name: of a memory for copies, which the next bucket uses again."""
+        name: of a memory for copies, which the next bucket uses again.
+        """
         if len(pieces) == 1 and pieces[0].numel() == bucket.size and pieces[0].dtype == bucket.dtype:
             return pieces[0]
         key = (bucket.size, bucket.dtype, bucket.device, name)

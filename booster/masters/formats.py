@@ -108,7 +108,8 @@ class Format(ABC):
     """A way to keep masters; the module docstring says what is read and written.
 
     Attributes:
-        needs_values: `residual` is not float32, so that `values` must be scratch."""
+        needs_values: `residual` is not float32, so that `values` must be scratch.
+    """
 
     needs_values = True
 
@@ -125,7 +126,8 @@ class Format(ABC):
     def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         """Make `values` the masters: update `working` and `residual`.
 
-        Overwrites `scratch`, and `values` unless it is `residual`."""
+        Overwrites `scratch`, and `values` unless it is `residual`.
+        """
 
 
 class Separate(Format):
@@ -185,7 +187,8 @@ class SplitFloat16(Format):
     """Keeps the distance from weight to master, counted in 2**-14 of the weight's ulp. 2 bytes an element.
 
     Exact for values of at least 2**-14 in magnitude, float16's smallest normal number; below, the error is below
-    2**-38. Masters beyond float16's largest number become infinite, as their weights do."""
+    2**-38. Masters beyond float16's largest number become infinite, as their weights do.
+    """
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int16, device=device)
@@ -223,7 +226,8 @@ class Nearest(Format):
 class Stochastic(Nearest):
     """Keeps nothing and rounds stochastically, so that the mean of many updates is right.
 
-    A generator with a fixed seed draws: ranks that step alike round alike, and the user's random state is not consumed."""
+    A generator with a fixed seed draws: ranks that step alike round alike, and the user's random state is not consumed.
+    """
 
     def __init__(self, seed: int = 1024) -> None:
         self._seed = seed

@@ -221,7 +221,8 @@ def round_bfloat16(values: torch.Tensor) -> torch.Tensor:
 def round_float16(values: torch.Tensor) -> torch.Tensor:
     """Return `values` rounded to float16 as torch does, ties to even, but never in float16.
 
-    The compiler drops a cast down that is followed by a cast up, and with it the rounding."""
+    The compiler drops a cast down that is followed by a cast up, and with it the rounding.
+    """
     bits = values.view(torch.int32)
     normal = ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).view(torch.float32)
     size = values.abs()
@@ -298,7 +299,8 @@ def quantize(
     """Return new codes, and scales as int32, None with "bf16".
 
     lanes: 64 random numbers below 2**16, int32. present: where the bucket has elements; zeros are kept elsewhere. divisor: as
-    of `dequantize`."""
+    of `dequantize`.
+    """
     if present is not None:
         values = torch.where(present, values, 0.0)
     if encoding == "bf16":

@@ -28,7 +28,8 @@ class LoadedWeights:
 
     Attributes:
         values: by parameter name, until a master takes them.
-        given: names of the parameters that the last load gave float32 values."""
+        given: names of the parameters that the last load gave float32 values.
+    """
 
     def __init__(self) -> None:
         self.values: dict[str, torch.Tensor] = {}

@@ -19,7 +19,8 @@ class MasterParams:
 
     For whole parameters these are the handles of their buckets, which the optimizer knows from its steps; for flat buckets
     they are new. They stay until `take_back`; `take_over` then makes masters, weights and states of what was written.
-    grad_scale: what gradients are multiplied by; None: they have none."""
+    grad_scale: what gradients are multiplied by; None: they have none.
+    """
 
     def __init__(self, masters: Masters, grad_scale: float | None) -> None:
         if masters.hosts:

@@ -31,7 +31,8 @@ class MasterState(OptimizerState):
     """The masters of half-precision parameters, and the optimizer's state, which buckets hold.
 
     A checkpoint has neither buckets nor handles: states and masters are saved by parameter, in its shape, so that a run with
-    other buckets, ranks or forms of masters loads them."""
+    other buckets, ranks or forms of masters loads them.
+    """
 
     has_masters = True
 
@@ -171,7 +172,8 @@ class MasterState(OptimizerState):
     def restore_params(self) -> dict[torch.Tensor, torch.Tensor]:
         """Give the optimizer its states by parameter, as if it had been stepped on float32 ones; return the masters likewise.
 
-        A bucket at a time, so that no more than one is there twice. This object is at its end."""
+        A bucket at a time, so that no more than one is there twice. This object is at its end.
+        """
         self.masters.register_params()
         self.masters.sync()
         state: dict[Any, State] = self.optimizer.state
@@ -250,7 +252,8 @@ class MasterState(OptimizerState):
     def _read_states(self, state_dict: dict[str, Any]) -> dict[torch.Tensor, State]:
         """Load torch's state dict into the optimizer, but for the state of half parameters, which is returned.
 
-        Masters and handles stay; only containers of the optimizer change."""
+        Masters and handles stay; only containers of the optimizer change.
+        """
         optimizer = self.optimizer
         # Torch casts state to the dtype of the parameter that it belongs to.
         proxies = {
@@ -285,7 +288,8 @@ class MasterState(OptimizerState):
     def _take_over(self, states: MutableMapping[torch.Tensor, State], masters: Weights) -> None:
         """Make these the states and masters of half parameters; masters that are not given stay as they are.
 
-        Where none are given, buckets stay as they are laid, unless their parameters come with different histories."""
+        Where none are given, buckets stay as they are laid, unless their parameters come with different histories.
+        """
         if not masters and self.masters.fits_buckets(states):
             self.masters.sync()
             for bucket in self.masters.buckets:

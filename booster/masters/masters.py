@@ -62,7 +62,8 @@ class Masters:
         hosts: the host memory of each device whose states are offloaded.
         num_removed: how many parameters with masters were in no group of the optimizer when `register_params` ran last.
 
-    Raises ValueError for a form of masters that this optimizer cannot be stepped on."""
+    Raises ValueError for a form of masters that this optimizer cannot be stepped on.
+    """
 
     def __init__(
         self,
@@ -144,7 +145,8 @@ class Masters:
 
         Masters become the float32 values that were loaded into their weights, see `LoadedWeights`. Where a parameter with a
         master changed its memory order, as by `model.to(memory_format=...)`, masters and state are laid anew. Raises
-        RuntimeError for one whose shape, dtype or device changed."""
+        RuntimeError for one whose shape, dtype or device changed.
+        """
         for param, known in self.layouts.items():  # which loops without a call do for every parameter in every step
             if param.stride() != known.stride() or param.shape != known.shape:
                 self._follow_layouts()

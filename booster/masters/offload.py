@@ -61,7 +61,8 @@ class CudaTransfers:
 
     Attributes:
         into, out: queues of the two directions of the bus.
-        computing: that of the step, in which nothing is copied."""
+        computing: that of the step, in which nothing is copied.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.into = CudaQueue(torch.cuda.Stream(device), device)
@@ -148,7 +149,8 @@ class HostMemory:
 class Prefetch:
     """Has each of `buckets`, which are stepped in this order, on the device while it is stepped.
 
-    state: the optimizer's. The buckets are those of one `HostMemory`. Takes memory on the device for the two largest."""
+    state: the optimizer's. The buckets are those of one `HostMemory`. Takes memory on the device for the two largest.
+    """
 
     def __init__(self, host: HostMemory, buckets: Sequence[OffloadedBucket], state: MutableMapping[Any, State]) -> None:
         self._host, self._transfers = host, host.transfers
@@ -175,7 +177,8 @@ class Prefetch:
     def on_device(self, bucket: OffloadedBucket) -> Iterator[None]:
         """For its length, have what `bucket` keeps, and its states, on the device; afterwards they are on their way back.
 
-        Where it is left by an exception, they are what they were."""
+        Where it is left by an exception, they are what they were.
+        """
         index = self._place[id(bucket)]
         if index + 1 < len(self._buckets):
             self._fetch(index + 1)

@@ -43,7 +43,8 @@ class MasterOptions:
             update to the weight. "auto" is "split" for bfloat16 where the optimizer is elementwise, else "fp32".
         rounding: with "none": "nearest", "stochastic", or "kahan", which keeps the rounding error in half precision.
         states: "fp32" keeps states as they are, "bf16" in 2 bytes an element and "8bit" in 1.0625; see `quantized_state.py`.
-        offload: states and residual bits are in the host's memory between steps; see `offload.py`."""
+        offload: states and residual bits are in the host's memory between steps; see `offload.py`.
+    """
 
     master_weights: MasterWeights = "auto"
     rounding: Rounding = "nearest"

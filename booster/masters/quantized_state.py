@@ -85,7 +85,8 @@ def bits_at_zero(steepness: int) -> int:
 class QuantizedState:
     """A state of a bucket of `size` elements, a multiple of 64.
 
-    codes: bfloat16, int8 or uint8. scales: int16, one for 32 elements, None with "bf16"."""
+    codes: bfloat16, int8 or uint8. scales: int16, one for 32 elements, None with "bf16".
+    """
 
     __slots__ = ("codes", "scales", "encoding")
 
@@ -188,7 +189,8 @@ class QuantizedState:
 def narrow_scales(found: torch.Tensor, random_bits: torch.Tensor) -> torch.Tensor:
     """Return the bits 15 to 30 of the scales `found`, float32 and not negative, rounded stochastically, as int32.
 
-    random_bits: those of `scale_random_bits`, in a shape like that of `found`."""
+    random_bits: those of `scale_random_bits`, in a shape like that of `found`.
+    """
     if not found.is_cpu:  # see `rounding.canonical_nan_`
         found = torch.where(found != found, math.nan, found)
     return (found.view(torch.int32) + random_bits).bitwise_right_shift_(15)
@@ -198,7 +200,8 @@ class StateSigns:
     """The sign of each state of `optimizer`: from its class, from what was declared of it, else from steps that are tried.
 
     measured: names of the states with a sign that trial steps showed. Raises ValueError for an optimizer that cannot
-    step on rounded states, or on a tensor of a few numbers."""
+    step on rounded states, or on a tensor of a few numbers.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         if type(optimizer) is torch.optim.RMSprop and any(group["centered"] for group in optimizer.param_groups):
@@ -268,7 +271,8 @@ class StateQuantizer:
     """How the states of one optimizer are kept; `states` is "bf16" or "8bit".
 
     In the optimizer's state a `QuantizedState` takes the place of a tensor of the bucket's size. Parameters without dimensions,
-    states that are no float32 tensors, and averages of weights (ASGD's) stay as they are."""
+    states that are no float32 tensors, and averages of weights (ASGD's) stay as they are.
+    """
 
     def __init__(self, optimizer: Optimizer, states: States, rng: RoundingRNG) -> None:
         self._states = states
@@ -302,7 +306,8 @@ class StateQuantizer:
         """Pack the entries of `state`, of the handle of `bucket`, in place; float32 ones are overwritten.
 
         packed: memory to use again, by name. scratch: scratch, as of `QuantizedState.quantize`.
-        Raises RuntimeError for a negative number where there was none in trials."""
+        Raises RuntimeError for a negative number where there was none in trials.
+        """
         for name in ratios_last(state):
             value = state[name]
             encoding = self.encoding_of(name, value, bucket, state)
@@ -332,7 +337,8 @@ class StateQuantizer:
         """For its length, have the packed entries of the state of `bucket`, in `states`, in float32.
 
         memory_of: gives memory of the bucket's size, by name of a state. scratch: overwritten on entering and leaving. New
-        entries are packed afterwards. Where it is left by an exception, what was packed is what it was."""
+        entries are packed afterwards. Where it is left by an exception, what was packed is what it was.
+        """
         handle = bucket.handles[0]
         state = states.get(handle, {})
         before = {name: value for name, value in state.items() if isinstance(value, QuantizedState)}

@@ -79,7 +79,8 @@ def high_bits(values: torch.Tensor) -> torch.Tensor:
 def canonical_nan_(values: torch.Tensor) -> None:
     """Turn every NaN into the plain one where others come up: CUDA's, 0x7fffffff, would round up to minus zero.
 
-    On the CPU arithmetic makes none with all upper bits set, nor do any come in from outside."""
+    On the CPU arithmetic makes none with all upper bits set, nor do any come in from outside.
+    """
     if not values.is_cpu:
         values.masked_fill_(values.isnan(), math.nan)
 
@@ -105,7 +106,8 @@ def to_ulp(weights: torch.Tensor, share: float = 1.0) -> torch.Tensor:
 def in_chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Return chunks of flat tensors of one length, those of one place together.
 
-    On the CPU they fit into a core's cache. Half of a tensor always holds one more of them."""
+    On the CPU they fit into a core's cache. Half of a tensor always holds one more of them.
+    """
     size = max(1, len(tensors[0]) // 2)
     yield from zip(*(tensor.split(min(size, CHUNK) if tensor.is_cpu else size) for tensor in tensors), strict=True)
 
@@ -124,7 +126,8 @@ def accept_foreign_zeros(working: Views, values: torch.Tensor, scratch: torch.Te
     """Of joined bfloat16 masters: take over zeros that somebody else wrote. Overwrites `scratch`.
 
     With the remainder of another weight they can read as a NaN. On the CPU the sum shows whether there may be any; elsewhere
-    reading it would wait for the device."""
+    reading it would wait for the device.
+    """
     if not values.is_cpu or math.isnan(values.sum()):
         torch._foreach_copy_(pieces_like(scratch, working), list(working))
         torch.where(values.isnan().logical_and_(scratch == 0), scratch, values, out=values)
@@ -134,7 +137,8 @@ def accept_foreign_writes(working: Views, values: torch.Tensor, scratch: torch.T
     """Put weights in the place of masters that do not round to them. Overwrites `scratch`.
 
     On the CPU an answer costs nothing to wait for, and a call as much as some thousand elements: where pieces are large they
-    are looked at one by one, in place, and written to only where something differs."""
+    are looked at one by one, in place, and written to only where something differs.
+    """
     if values.is_cpu and len(working) <= 1 + len(values) // 2**14:
         for weights, masters in zip(working, pieces_like(values, working), strict=True):
             for weight, master in zip(weights.split(CHUNK), masters.split(CHUNK), strict=True):
@@ -157,7 +161,8 @@ def _take_differing(weights: torch.Tensor, masters: torch.Tensor, scratch: torch
     """Do the same for one stretch of weights on the CPU; most often there is nothing to do.
 
     Nothing is compared element by element, which takes longer than all the rest: the smallest and the largest difference of
-    the bits suffice."""
+    the bits suffice.
+    """
     scratch = scratch[: len(masters)]
     if weights.dtype == torch.bfloat16:
         # Those from the weight's bits less half of its last place round to it, up to those below plus half.
@@ -199,7 +204,8 @@ def scale_random_bits(lanes: torch.Tensor) -> torch.Tensor:
 class RoundingBits:
     """The random numbers of one state in one step, and what is made of them, once for all buckets.
 
-    lanes: 64 random numbers below 2**16, int32, for elements 64 apart."""
+    lanes: 64 random numbers below 2**16, int32, for elements 64 apart.
+    """
 
     def __init__(self, lanes: torch.Tensor) -> None:
         self.lanes = lanes
@@ -239,7 +245,8 @@ class RoundingRNG:
 
     count: steps so far, which is all that a checkpoint needs. The user's random state is neither read nor changed.
     drawn: what was asked for in this step. Cleared, it is drawn again, the same, when it is asked for again. asked: all that
-    ever was. fixed: memory that is read in place of a draw, into which somebody else brings it, as for a graph."""
+    ever was. fixed: memory that is read in place of a draw, into which somebody else brings it, as for a graph.
+    """
 
     def __init__(self, seed: int = 1024) -> None:
         self.count = 0

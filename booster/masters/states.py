@@ -25,7 +25,8 @@ def state_of_params(
     """Return the state of every parameter in `buckets`, in the shape of its layout; `state` is the optimizer's, by handle.
 
     Tensors are views of the optimizer's where a parameter is in one bucket, else copies; quantized states are float32 copies;
-    counters are copies."""
+    counters are copies.
+    """
     places = places_of(buckets)
     unpacked_of = {id(bucket): _dequantized(bucket, state) for found in places.values() for bucket, _ in found}
     view = StateView(places, state, layouts, unpacked_of)
@@ -46,7 +47,8 @@ class StateView(Mapping[Any, State]):
 
     A state is made at each read. A parameter without state is not in the mapping, and reads as an empty state, as in torch.
     unpacked: dequantized states of buckets by `id`, where they exist already. put: makes a state, or None, that of a
-    parameter; with it, writes to copies reach the optimizer's own state, until the next of the `steps`."""
+    parameter; with it, writes to copies reach the optimizer's own state, until the next of the `steps`.
+    """
 
     def __init__(
         self,

@@ -64,7 +64,8 @@ class MasterStep:
     """Steps the optimizer of `masters`.
 
     For the length of a step the groups hold handles: those of one bucket, or, for optimizers that must see everything at
-    once, all of them. Working gradients are read, never written."""
+    once, all of them. Working gradients are read, never written.
+    """
 
     def __init__(self, masters: Masters) -> None:
         self.masters = masters
@@ -79,7 +80,8 @@ class MasterStep:
 
         Tensors in it are for an optimizer whose kernel heeds them (`honours_grad_scale`) and has its states; nothing waits for
         them. Where nothing is to change, what was read is written back as it was, bit for bit, whatever the form of masters
-        and states."""
+        and states.
+        """
         optimizer = self.masters.optimizer
         plain, buckets = self.prepare()
         hooked = any(step_hooks(optimizer))
@@ -124,7 +126,8 @@ class MasterStep:
 
         grad_scale: what working gradients are divided by; None: there are none to be used. keep: whether what it writes to
         parameters and states is kept; weights are then rounded once. What it only reads stays to the bit. Returns its result,
-        and whether it changed weights. Holds a float32 copy of all masters, and of states that are packed or cut, meanwhile."""
+        and whether it changed weights. Holds a float32 copy of all masters, and of states that are packed or cut, meanwhile.
+        """
         with torch.no_grad():
             if grad_scale is None:
                 self.follow_params()
@@ -359,7 +362,8 @@ def step_batches(params: Iterable[torch.Tensor], size: int) -> list[tuple[list[t
     """Divide those of `params` that have a gradient into batches of at most `size` elements, to be stepped one by one.
 
     Also returns of each batch whether a fused kernel may step it: it walks raw memory, and overwrites the gaps of a
-    parameter that has any."""
+    parameter that has any.
+    """
     own = [p for p in params if p.grad is not None and p.dtype not in HALF_DTYPES]
     loose = [] if all(map(_contiguous, own)) else [p for p in own if not is_dense(p)]
     dense = own if not loose else [p for p in own if is_dense(p)]
@@ -395,7 +399,8 @@ class StateLayouts:
 class _Scratch:
     """Float32 scratch for the largest of some buckets, on each of their devices; made when used, freed with this object.
 
-    is_small: it is at most 2 MiB of the host's memory, and no states are unpacked into it."""
+    is_small: it is at most 2 MiB of the host's memory, and no states are unpacked into it.
+    """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._sizes: dict[torch.device, int] = {}

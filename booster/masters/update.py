@@ -82,7 +82,8 @@ class MasterApplication(Application):
     On a device a bucket is read, stepped and written back whether the step is skipped or not. If it is, what is written back
     is what was read, in every format and encoding.
 
-    compiled: compile steps; `masters` are to be made for it."""
+    compiled: compile steps; `masters` are to be made for it.
+    """
 
     def __init__(self, context: UpdateContext, *, masters: Masters, compiled: bool = False) -> None:
         super().__init__(context)
@@ -171,7 +172,8 @@ class MasterApplication(Application):
 class ReportingDecision(HostDecision):
     """A decision on the host, which also counts the zeros among gradients, and logs.
 
-    count_zeros: put their number into results. verbose: log it, and changes of the loss scale."""
+    count_zeros: put their number into results. verbose: log it, and changes of the loss scale.
+    """
 
     def __init__(
         self, gradients: Gradients, application: Application, *, count_zeros: bool = False, verbose: bool = False

@@ -53,7 +53,8 @@ class Estimate:
     activations: alive between forward and backward.
     peak: the highest point of a step.
     temporaries: by how much that is above what is held.
-    host: states and masters in the host's memory, which are in none of the others."""
+    host: states and masters in the host's memory, which are in none of the others.
+    """
 
     precision: str
     plugin: str
@@ -216,7 +217,8 @@ def estimate_placed(
     criterion: a function of output and target.
     precision, plugin: objects.
     device: of the rank.
-    options: how the optimizer steps, see `UpdateOptions`."""
+    options: how the optimizer steps, see `UpdateOptions`.
+    """
     known: Any = plugin.divides_as
     if known is None:
         raise ValueError(

@@ -54,7 +54,8 @@ def show(
     batches: the largest batch of each, by its name; None likewise.
     batch_size: samples in the batch they are of, for the title; None says nothing of it.
     console: a `rich.console.Console`; None makes one for stdout.
-    Raises ImportError, with the line that installs it, where rich is missing."""
+    Raises ImportError, with the line that installs it, where rich is missing.
+    """
     try:
         from rich.console import Console
         from rich.markup import escape
@@ -104,7 +105,8 @@ def picture(estimates: Sequence[Estimate], path: str | Path, *, limit: int | Non
     limit: bytes, drawn as a line; None draws none.
 
     Raises OSError where a link or what is no file has the name, and ImportError, with the line that installs it, where
-    matplotlib is missing."""
+    matplotlib is missing.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

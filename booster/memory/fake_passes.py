@@ -34,7 +34,8 @@ class Passes:
         highest: above what is there before, at the highest point.
         sizes: dtype and elements of each trainable parameter.
         shapes: of these parameters; empty where they are shards.
-        idle: which of them backward does not reach; likewise."""
+        idle: which of them backward does not reach; likewise.
+    """
 
     weights: int
     buffers: int
@@ -64,7 +65,8 @@ def run_passes(
     arrivals_of: when gradients are complete there, if nothing is sharded.
 
     Nothing of the arguments changes. Raises ValueError for a model that does not copy, or reads numbers out of tensors in its
-    forward, which have none here."""
+    forward, which have none here.
+    """
     precision.check(model)
     policy = precision.policy_for(model)
     placed = cast_parameters(precision.convert(copy_on_meta(model, "an estimate")), policy)

@@ -26,7 +26,8 @@ _REMEDIES = {
 def resized(batch: Any, size: int) -> Any:
     """Return `batch` with tensors of `size` samples, without memory; what has another first dimension stays.
 
-    The size of a batch is the first dimension of its first tensor. Raises ValueError where no tensor has one."""
+    The size of a batch is the first dimension of its first tensor. Raises ValueError where no tensor has one.
+    """
     old = samples(batch)
     if old is None:
         raise ValueError("the batch holds no tensor with a batch dimension, so its size cannot be changed")
@@ -54,7 +55,8 @@ def largest_batch(
     start: a size to begin with.
     known: peaks that are known already, by size, which are not asked for again; None are none.
 
-    Cost: some six calls, since peaks grow nearly linearly, and at most twice as many as bisection takes."""
+    Cost: some six calls, since peaks grow nearly linearly, and at most twice as many as bisection takes.
+    """
     points: dict[int, int] = {}
     given = dict(known or {})
     low, high, size, halves = 0, _LARGEST + 1, start if not given else min(given), False

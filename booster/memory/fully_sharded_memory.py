@@ -42,7 +42,8 @@ class FullySharded(GradientArrivals):
     Made under the mode that tracks storages, or before it; `reduce_all` comes after backward.
 
     Attributes:
-        gradients: of the shards so far, unless each is taken as it comes."""
+        gradients: of the shards so far, unless each is taken as it comes.
+    """
 
     def __init__(self, model: nn.Module, policy: DtypePolicy, world_size: int, device: torch.device) -> None:
         self.gradients: list[torch.Tensor] = []
@@ -204,7 +205,8 @@ class _ParamGroup:
         stored: of each, the dtype of the shard, its elements, and whether it is trained.
         store, gather, reduce: dtypes of the shards, of the all-gather and of the reduce-scatter.
         in_fp8: of each parameter, whether it is gathered in e4m3.
-        unsharded: weights that are gathered now, then what was received of each in e4m3."""
+        unsharded: weights that are gathered now, then what was received of each in e4m3.
+    """
 
     def __init__(self, group: Group, policy: DtypePolicy, world_size: int, in_fp8: Collection[int]) -> None:
         own = {id(p): p for module in group.members for p in module.parameters(recurse=False)}

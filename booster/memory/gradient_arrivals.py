@@ -27,7 +27,8 @@ class CompleteGradient:
     Attributes:
         dtype, size: of this rank's shard of it.
         memory: the tensors that keep it alive.
-        free: drops what else does."""
+        free: drops what else does.
+    """
 
     dtype: torch.dtype
     size: int
@@ -62,7 +63,8 @@ class StepsInBackward:
     Attributes:
         twice: the graph is gone through for the norm of the gradients before.
         piece: elements of half-precision gradients that are cast to float32 at a time for the norm.
-        step_of: what stepping parameters of these dtypes and sizes takes."""
+        step_of: what stepping parameters of these dtypes and sizes takes.
+    """
 
     twice: bool
     piece: int
@@ -135,7 +137,8 @@ class Bucketed(GradientArrivals):
 
     params: in the order of the model.
     shards: over how many ranks what is stepped is sharded.
-    reduce_scatter: each rank keeps its shard of an average only (ZeRO-2), else all of it."""
+    reduce_scatter: each rank keeps its shard of an average only (ZeRO-2), else all of it.
+    """
 
     def __init__(
         self, params: Sequence[torch.Tensor], *, world_size: int, shards: int, reduce_scatter: bool, bucket_bytes: float

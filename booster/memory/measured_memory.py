@@ -26,7 +26,8 @@ class Measured:
     gradients: that are there now.
     states: of the optimizer.
     peak: of the CUDA device since its statistics were reset; None on CPU.
-    host: states and masters in the host's memory, of parameters on a device; they are in none of the others."""
+    host: states and masters in the host's memory, of parameters on a device; they are in none of the others.
+    """
 
     weights: int
     masters: int
@@ -93,7 +94,8 @@ class StorageTracker(TorchDispatchMode):
 
     Attributes:
         now, highest: bytes, of what was made inside. Storages of the tensors `known` do not count. What a kernel takes for
-            itself while it runs is not seen, but for what `kernel_memory` knows."""
+            itself while it runs is not seen, but for what `kernel_memory` knows.
+    """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -146,7 +148,8 @@ def kernel_memory(func: Any, args: Any, out: Any) -> int:
     =============================  ============================  ===========================
 
     Backward here means of all of input, weight and bias. Channel by channel in channels_last takes more than these say: of
-    models such as ConvNeXt the peak is too low by up to a third."""
+    models such as ConvNeXt the peak is too low by up to a third.
+    """
     aten = torch.ops.aten
     if not isinstance(args[0] if args else None, torch.Tensor) or args[0].device.type != "cpu":
         return 0

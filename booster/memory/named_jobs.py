@@ -32,7 +32,8 @@ class Job:
 
     model, optimizer: not boosted.
     batch: of one rank, (inputs..., target), or a mapping that the model takes by keyword and the criterion whole.
-    criterion: a function of output and target."""
+    criterion: a function of output and target.
+    """
 
     model: nn.Module
     optimizer: Optimizer
@@ -75,7 +76,8 @@ def named_parts(what: str) -> dict[str, Any]:
         of them, or for (model, optimizer, batch, criterion), and then again for each model. A file runs under its own name
         instead of "__main__", so that it does not train.
 
-    Raises ValueError or TypeError for what is none of these, and what the file or the function raises."""
+    Raises ValueError or TypeError for what is none of these, and what the file or the function raises.
+    """
     where, _, name = (what, "", "") if what.endswith(".py") else what.rpartition(":")
     if not where or not (name or where.endswith(".py")):
         raise ValueError(

@@ -32,7 +32,8 @@ class StepMemory:
         states, masters: that are held. Scratch that a small model keeps between steps on a CPU counts as masters.
         temporaries: what a step takes above these and the gradients.
         at_once: elements whose gradients wait at most for each other, where the optimizer steps in backward.
-        host: states and masters in the host's memory, which are in none of the others."""
+        host: states and masters in the host's memory, which are in none of the others.
+    """
 
     states: int
     masters: int
@@ -60,7 +61,8 @@ def step_memory(
     shapes: of the parameters, in the order of `sizes`; empty where a rank steps flat shards of them.
     idle: which of them get no gradient: they have masters, and states only where the optimizer's constructor makes them.
 
-    Raises ValueError for an optimizer that cannot be stepped so, or not on a few random numbers."""
+    Raises ValueError for an optimizer that cannot be stepped so, or not on a few random numbers.
+    """
     shapes = shapes or tuple((n,) for _, n in sizes)
     kind = kind_of(optimizer)
     elementwise = kind == "elementwise"
@@ -149,7 +151,8 @@ class _Probe:
         shaped: bytes an element of each state of the parameter's shape.
         other: of each other state, the bytes of a number, and for each of its dimensions which one of the parameter it is as
             long as, or else its own length.
-        at_once: bytes an element that a step takes for a while."""
+        at_once: bytes an element that a step takes for a while.
+    """
 
     shaped: dict[str, float]
     other: tuple[tuple[int, tuple[tuple[int | None, int], ...]], ...]

@@ -138,7 +138,8 @@ def make(precision: str | MixedPrecision | None, argument: str = "mixed_precisio
     """A strategy from what a user passed.
 
     precision: None means float32, a string is looked up, an object is returned.
-    argument: what errors call it."""
+    argument: what errors call it.
+    """
     if precision is None:
         return FP32()
     if isinstance(precision, str):

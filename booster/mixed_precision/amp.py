@@ -28,7 +28,8 @@ class AutocastMixedPrecision(HalfPrecision):
     sdpa_fp32: run scaled_dot_product_attention in float32 while training; "auto" does so on a CPU, where its half-precision
         backward is several times slower, unless `half_products` of the `Booster` is "native".
     gather_in_half: a plugin that shards weights gathers those of linear and convolution layers in `dtype`: half the bytes.
-        Not a bit changes, but where a forward reads such a weight by itself; see `DtypePolicy.gather`."""
+        Not a bit changes, but where a forward reads such a weight by itself; see `DtypePolicy.gather`.
+    """
 
     dtype: torch.dtype
 
@@ -87,7 +88,8 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
     a WARNING. Checkpoints keep it. It needs a plugin that leaves models whole.
 
     The other options, `cache_enabled`, `output_dtype`, `sdpa_fp32` and `gather_in_half`, are those of `AutocastMixedPrecision`,
-    which says what None means in them."""
+    which says what None means in them.
+    """
 
     dtype = torch.float16
 
@@ -136,6 +138,7 @@ class BF16MixedPrecision(AutocastMixedPrecision):
     """bfloat16 autocast, as torch.autocast. bfloat16 has the range of float32, so the loss is not scaled.
 
     Its options, `cache_enabled`, `output_dtype`, `keep_fp32`, `sdpa_fp32` and `gather_in_half`, are those of
-    `AutocastMixedPrecision`, which says what None means in them."""
+    `AutocastMixedPrecision`, which says what None means in them.
+    """
 
     dtype = torch.bfloat16

@@ -78,7 +78,8 @@ class MixedPrecision:
         policy: dtypes of a model, where they do not depend on it.
         kept: how states of optimizers are kept, and what is kept of the weights in float32.
         conversion: layers of another kind in place of the model's own.
-        half_products: how products of half-precision tensors are computed, where the strategy makes any."""
+        half_products: how products of half-precision tensors are computed, where the strategy makes any.
+    """
 
     policy = DtypePolicy()
     kept = MasterOptions(master_weights="none")
@@ -142,7 +143,8 @@ class MixedPrecision:
     def revert(self, model: nn.Module) -> None:
         """Undo `convert` in `model`, in place, also in one that was placed since. To be overridden along with it.
 
-        Modules that compute in float32 by `compute_in_fp32` are seen to by the caller."""
+        Modules that compute in float32 by `compute_in_fp32` are seen to by the caller.
+        """
         if self.conversion is not None:
             self.conversion.revert(model)
 
@@ -185,7 +187,8 @@ class MixedPrecision:
     ) -> Callable[[UpdateContext], Update] | None:
         """What makes the update of `optimizer`, for `OptimizerWrapper`; None means that of parameters without masters.
 
-        names: of the placed parameters. weights: what `keep_weights` gave, by placed parameter. compiled: to be compiled."""
+        names: of the placed parameters. weights: what `keep_weights` gave, by placed parameter. compiled: to be compiled.
+        """
         return self._master_update(optimizer, names, weights, compiled=compiled)
 
     def masters_on(self, device: torch.device) -> MasterOptions | None:
@@ -218,7 +221,8 @@ class MixedPrecision:
 
         For what follows the weights: scales of a low format, a history of maxima. Gradients are not recorded inside.
         applied: whether parameters changed. Where only a device knows it, a 0-dim bool tensor there: `torch.where(applied,
-        new, old)` waits for nothing, `if applied` for the device."""
+        new, old)` waits for nothing, `if applied` for the device.
+        """
 
     # ---- what a precision may override: what is said of it
 
@@ -235,7 +239,8 @@ class MixedPrecision:
     def keeping(self, names: Iterable[str]) -> MixedPrecision:
         """A new strategy like this one, bound to no device, that also keeps the modules of these `names` in float32.
 
-        Raises TypeError for strategies without keep_fp32."""
+        Raises TypeError for strategies without keep_fp32.
+        """
         raise TypeError(
             f"{type(self).__name__} takes no keep_fp32; 'fp16', 'bf16', 'fp16_naive', 'bf16_naive' and the low precisions do"
         )
@@ -278,7 +283,8 @@ class MixedPrecision:
         choice: see `half_products` of `Booster`.
         device: where they are computed.
 
-        Raises ValueError where another `Booster` chose otherwise for the strategy, and for "float32" where it could not be."""
+        Raises ValueError where another `Booster` chose otherwise for the strategy, and for "float32" where it could not be.
+        """
         arguments.choice("half_products", choice, CHOICES)
         products = self.half_products
         half = not HALF_DTYPES.isdisjoint((self.policy.compute, self.policy.param))
@@ -301,7 +307,8 @@ class MixedPrecision:
         """A strategy like this one that keeps states of optimizers so, see `MasterOptions`; this one, where it does already.
 
         states: None leaves them as they are kept. offload: states and masters lie in the host's memory between steps.
-        Raises ValueError where states are kept in another way already, or where the strategy overrides `make_update`."""
+        Raises ValueError where states are kept in another way already, or where the strategy overrides `make_update`.
+        """
         if states is not None:
             arguments.choice("states", states, STATES)
             if self.kept.states not in ("fp32", states):
@@ -355,7 +362,8 @@ class MixedPrecision:
         options: how optimizers step, of which several come as a list; None is the defaults of `Booster`.
 
         Order: check, convert, place, rebind the optimizers to the placed parameters, wrap. The user's objects are edited
-        in place: parameters move to the device, optimizers may switch to their fused kernels."""
+        in place: parameters move to the device, optimizers may switch to their fused kernels.
+        """
         return configure(self, model, optimizer, criterion, placement, options)
 
     def _master_update(

@@ -168,7 +168,8 @@ class ReboundOptimizer:
         optimizer: the user's.
         shards: what this rank steps.
         params: of the placed models, by name.
-        own: names of those that this optimizer holds."""
+        own: names of those that this optimizer holds.
+    """
 
     optimizer: Optimizer
     shards: Shards

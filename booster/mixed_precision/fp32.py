@@ -25,7 +25,8 @@ class FP32(MixedPrecision):
     The half inputs of a float32 model, such as the activations of a half model around it, are widened. For "bfloat16" torch's
     own switch (`torch.backends.mkldnn`) is turned on around each forward and backward pass and restored after it. It is one for
     the process: what other threads multiply in the meantime is rounded too. torch multiplies small matrices by itself, in
-    float32. Call `b.backward`, as always: a bare `loss.backward()` is outside of it."""
+    float32. Call `b.backward`, as always: a bare `loss.backward()` is outside of it.
+    """
 
     _products: Literal["float32", "bfloat16"] = "float32"
 

@@ -28,7 +28,8 @@ class HalfPrecision(MixedPrecision):
     """Which of the two it is, the policy says: `compute` is the dtype of autocast's products, `param` that of half weights.
 
     Base of autocast's precisions, of those with half weights, and of low precisions, where all other layers are one or the
-    other."""
+    other.
+    """
 
     half_products: HalfProducts
     _cache_enabled = True  # of autocast

@@ -57,7 +57,8 @@ def _turned(found: tuple[Any, ...], precisions: list[str]) -> Iterator[None]:
 def missing(name: str, device: torch.device, *, capability: tuple[int, int], generations: str) -> str:
     """What `device` lacks to multiply in `name`, as a sentence; empty where it lacks nothing.
 
-    capability: the least compute capability of a CUDA device that does. generations: of which that is the first."""
+    capability: the least compute capability of a CUDA device that does. generations: of which that is the first.
+    """
     if device.type == "cpu":
         found = "this is a CPU"
     elif torch.version.hip:
@@ -91,7 +92,8 @@ def rounds_to_bfloat16() -> bool:
     """Whether oneDNN makes use of the permission to read float32 in bfloat16: looked at once, on a product of 256 x 256.
 
     The flags of a CPU do not decide it: with AVX512-BF16 alone oneDNN computes in float32, and a variable may have it leave
-    instructions unused."""
+    instructions unused.
+    """
 
     def rounds() -> bool:
         x = torch.full((256, 256), 1 + 2.0**-10, dtype=torch.float32, device="cpu")  # in bfloat16 it is 1
@@ -105,7 +107,8 @@ def rounds_to_bfloat16() -> bool:
 def sums_int8_exactly() -> bool:
     """Whether this CPU's product of int8 matrices is exact: looked at once.
 
-    Without VNNI instructions oneDNN adds two products of int8 in 16 bits, where they saturate."""
+    Without VNNI instructions oneDNN adds two products of int8 in 16 bits, where they saturate.
+    """
 
     def sums() -> bool:
         left = torch.full((32, 256), 127, dtype=torch.int8, device="cpu")
@@ -121,7 +124,8 @@ def sums_int8_exactly() -> bool:
 def gives_float32_sums(device: torch.device) -> bool:
     """Whether `device` multiplies matrices of bfloat16 fast and gives their sums as float32: looked at once, on a GPU.
 
-    Not on a CPU: torch has no such product there, see `multiplies_into_sums`."""
+    Not on a CPU: torch has no such product there, see `multiplies_into_sums`.
+    """
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     return alone(lambda: bool((torch.mm(*_with_long_sums(device), out_dtype=torch.float32) == 257).all()))
@@ -176,7 +180,8 @@ def slow_products(dtype: torch.dtype) -> frozenset[Kind]:
     """The kinds of operation that this CPU computes faster in float32 than in `dtype`; while training `SLOW_BACKWARD` besides.
 
     By the units that the CPU has, as far as ONEDNN_MAX_CPU_ISA (or DNNL_MAX_CPU_ISA) lets oneDNN use them;
-    benchmarks/half_products.py makes the table and checks it. Nothing is timed here, so that a run repeats to the bit."""
+    benchmarks/half_products.py makes the table and checks it. Nothing is timed here, so that a run repeats to the bit.
+    """
     units = half_units()
     if dtype == torch.bfloat16:
         # CPUs that have AVX512-FP16 multiply vectors of bfloat16 at half the speed of float32, those without at twice.

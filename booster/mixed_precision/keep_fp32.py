@@ -34,7 +34,8 @@ class Blocks:
     last: likewise at the end; `Blocks(last=0.15)` is the last 15 % of them.
 
     Blocks are what a transformers model lists as indivisible, of other models the modules in a list together with others of
-    their class. Raises ValueError for a number that is not legal, and, where a model is known, for one without blocks."""
+    their class. Raises ValueError for a number that is not legal, and, where a model is known, for one without blocks.
+    """
 
     first: float = 0
     last: float = 0
@@ -88,7 +89,8 @@ class KeptModules:
     option: what a strategy calls its argument, for messages.
     names: of those that it selects; a module inside a selected one is not listed again.
 
-    Raises ValueError for a type or pattern that selects nothing: a typo would change the precision silently."""
+    Raises ValueError for a type or pattern that selects nothing: a typo would change the precision silently.
+    """
 
     def __init__(
         self, model: nn.Module, keep_fp32: KeepFP32 | Iterable[KeepFP32], *, option: str = "keep_fp32"
@@ -121,7 +123,8 @@ def normalise_keep_fp32(
 ) -> tuple[KeepFP32, ...]:
     """Return `keep_fp32` as a tuple; raises TypeError for an entry that is no type, string or callable. option: its name.
 
-    auto: whether "auto" is legal, which is ValueError otherwise."""
+    auto: whether "auto" is legal, which is ValueError otherwise.
+    """
     several = isinstance(keep_fp32, Iterable) and not isinstance(keep_fp32, (str, type, Mapping, torch.Tensor))
     entries: tuple[Any, ...] = tuple(keep_fp32) if several else (keep_fp32,)  # type: ignore[arg-type]
     for entry in entries:
@@ -155,7 +158,8 @@ class Float32Forward(ForwardProxy):
     parameters, computes in float32 and rounds its output once, without two copies of all activations.
 
     It takes the place of the module's `forward`, and not of hooks around it: an exception or interrupt then cannot leave
-    autocast off, and torch.compile traces it."""
+    autocast off, and torch.compile traces it.
+    """
 
     def __init__(
         self,
@@ -189,7 +193,8 @@ class Float32Forward(ForwardProxy):
 def _normalises_halves(forward: Callable[..., Any]) -> bool:
     """Whether this is the own `forward` of a module of torch's that normalises half inputs by float32 parameters in float32.
 
-    Also where `fully_shard` has given the module another class, which inherits torch's forward."""
+    Also where `fully_shard` has given the module another class, which inherits torch's forward.
+    """
     module = getattr(forward, "__self__", None)
     if not isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) or not module.affine:
         return False
@@ -205,7 +210,8 @@ def compute_in_fp32(
 ) -> None:
     """Make `module` compute in float32, in place; the arguments are those of `Float32Forward`.
 
-    Doing it again replaces what was said the first time, it does not add to it."""
+    Doing it again replaces what was said the first time, it does not add to it.
+    """
     # Around the original forward, not around the wrapper of the first call.
     forward = module.forward.forward if isinstance(module.forward, Float32Forward) else module.forward
     module.forward = Float32Forward(forward, device_type, output_dtype, as_weak=as_weak)
@@ -223,7 +229,8 @@ def compute_as_before(module: nn.Module) -> None:
 def set_fp32_attr_to_module(module: nn.Module) -> None:
     """Mark `module`: inside a half-precision model it keeps float32 parameters and computes in float32.
 
-    With everything inside it. Mark modules before the model is given to `NaiveAMPModel` or `Booster.boost`."""
+    With everything inside it. Mark modules before the model is given to `NaiveAMPModel` or `Booster.boost`.
+    """
     arguments.instance("module", module, nn.Module, "a torch.nn.Module")
     setattr(module, _MARK, True)
 
@@ -237,7 +244,8 @@ def asked_for(model: nn.Module, dtype: torch.dtype) -> Callable[[str, nn.Module]
     """A predicate for `keep_fp32`: modules that classes of transformers list as float32 in a model of `dtype`.
 
     That is `_keep_in_fp32_modules` in float16, and `_keep_in_fp32_modules_strict` in both. A name there is part of the name of
-    a module, or that of a parameter of one without children, which then is kept as a whole."""
+    a module, or that of a parameter of one without children, which then is kept as a whole.
+    """
     lists = ["_keep_in_fp32_modules_strict"] + ["_keep_in_fp32_modules"] * (dtype == torch.float16)
     wished = {
         tuple(entry.split("."))
@@ -265,7 +273,8 @@ def asked_for(model: nn.Module, dtype: torch.dtype) -> Callable[[str, nn.Module]
 def selected_buffers(model: nn.Module, entries: KeepFP32 | Iterable[KeepFP32], option: str) -> frozenset[str]:
     """Return the names of the float buffers of `model` that `entries` select: by name, or with the module that holds them.
 
-    option: what the argument is called, for messages. Raises ValueError for a name or type that selects none."""
+    option: what the argument is called, for messages. Raises ValueError for a name or type that selects none.
+    """
     floats = [name for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_floating_point()]
     found: set[str] = set()
     for entry in normalise_keep_fp32(entries, option):
@@ -289,7 +298,8 @@ def is_batch_norm(name: str, module: nn.Module) -> bool:
     """A predicate for `keep_fp32`: BatchNorm of any dimension, whose running statistics half precision would spoil.
 
     name: of the module in the model; it does not matter.
-    module: what is asked about."""
+    module: what is asked about.
+    """
     return isinstance(module, BatchNorm)
 
 
@@ -325,7 +335,8 @@ class RunPins:
     """Counts the skips of one boosted model by the module that each began in, and pins those that have too many.
 
     For models under autocast, with weights in float32 anyway: a pin changes what is computed in, from the next forward
-    pass on. model: the user's. device_type: where autocast is on. names: pinned so far, in order."""
+    pass on. model: the user's. device_type: where autocast is on. names: pinned so far, in order.
+    """
 
     def __init__(self, model: nn.Module, device_type: str) -> None:
         self.names: list[str] = []

@@ -53,7 +53,8 @@ class NaiveMixedPrecision(HalfPrecision):
         stay as they were registered, and do not widen halves.
     fp32_buffers: float buffers that make float32 of halves that they meet, as torch has it; likewise.
 
-    A model that arrives in float32 lends its weights to the masters before it is cast; one in half gives what it has."""
+    A model that arrives in float32 lends its weights to the masters before it is cast; one in half gives what it has.
+    """
 
     dtype: torch.dtype
 
@@ -138,7 +139,8 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
 
     The other options, `log_num_zeros_in_grad`, `clip_grad_norm`, `verbose`, `output_to_fp32`, `sync_buffer`, `keep_fp32`,
     `master_weights`, `rounding`, `sdpa_fp32`, `default_dtype`, `states`, `half_buffers` and `fp32_buffers`, are those of
-    `NaiveMixedPrecision`."""
+    `NaiveMixedPrecision`.
+    """
 
     dtype = torch.float16
 
@@ -209,7 +211,8 @@ class BF16NaiveMixedPrecision(NaiveMixedPrecision):
 
     Its options, `log_num_zeros_in_grad`, `clip_grad_norm`, `verbose`, `output_to_fp32`, `sync_buffer`, `keep_fp32`,
     `master_weights`, `rounding`, `sdpa_fp32`, `default_dtype`, `states`, `half_buffers` and `fp32_buffers`, are those of
-    `NaiveMixedPrecision`."""
+    `NaiveMixedPrecision`.
+    """
 
     dtype = torch.bfloat16
 
@@ -223,7 +226,8 @@ class BufferAverage:
     Call it with a module, or register it: `model.register_forward_pre_hook(BufferAverage(group))`. On a boosted model it
     runs before DistributedDataParallel broadcasts the buffers of rank 0, which then are the mean.
 
-    Side effect: one float32 SUM all-reduce for each device that holds buffers. Every rank must run its forward."""
+    Side effect: one float32 SUM all-reduce for each device that holds buffers. Every rank must run its forward.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -277,7 +281,8 @@ class NaiveAMPModel(PrecisionModule):
     `Booster` with the precision "fp16_naive" or "bf16_naive" instead.
 
     Raises ValueError for another dtype and for a module kept in float32 that shares a parameter with one that is not,
-    TypeError for what is not a module."""
+    TypeError for what is not a module.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NaiveAMPModel:
         if "parallel_mode" in kwargs:

@@ -63,7 +63,8 @@ class DtypePolicy:
     whole. A plugin that shards weights gathers these as e4m3, so that the products read the same numbers. Where nothing is
     gathered it changes nothing.
 
-    Raises TypeError or ValueError for what is no floating dtype, or no set of names."""
+    Raises TypeError or ValueError for what is no floating dtype, or no set of names.
+    """
 
     param: torch.dtype | None = None
     compute: torch.dtype | None = None
@@ -119,7 +120,8 @@ def half_policy(
     `place`. Inputs are for the caller to cast: `casting.cast_floats(args, dtype)`, or `ModelWrapper(input_dtype=dtype)`.
 
     Raises ValueError if a kept module shares a parameter with one that is not, if the model as a whole is marked, and for a
-    float buffer that TorchScript reads, unless it is selected."""
+    float buffer that TorchScript reads, unless it is selected.
+    """
     model = bare(model)
     if is_marked("", model):
         raise ValueError(
@@ -155,7 +157,8 @@ def cast_parameters(module: nn.Module, policy: DtypePolicy) -> nn.Module:
 
     In place. Other buffers stay as they were registered. What modules of `policy.keep_fp32` hold becomes float32 without a
     detour through half, and these modules compute in float32 from now on, see `install_keep_fp32`. Integer and complex tensors
-    stay. Gradients are cast along. Does nothing where the policy names no dtype. Returns `module`."""
+    stay. Gradients are cast along. Does nothing where the policy names no dtype. Returns `module`.
+    """
     if policy.store is None and policy.param is None:
         return module
     store_parameters(module, policy)
@@ -166,7 +169,8 @@ def cast_parameters(module: nn.Module, policy: DtypePolicy) -> nn.Module:
 def store_parameters(module: nn.Module, policy: DtypePolicy) -> None:
     """The first half of `cast_parameters`: cast what `module` holds, in place, and leave its forwards as they are.
 
-    For plugins that give modules forwards of their own, which `install_keep_fp32` has to come after."""
+    For plugins that give modules forwards of their own, which `install_keep_fp32` has to come after.
+    """
     dtype = policy.store or policy.param
     if dtype is None:
         return
@@ -251,7 +255,8 @@ def gathered_modules(model: nn.Module, policy: DtypePolicy) -> frozenset[str]:
     """Return the names of modules of `model` whose weights, stored in float32, a plugin is to gather in `policy.gather`.
 
     For plugins that shard weights, to be asked before they replace any. None where weights are computed in `policy.param`,
-    which is what such a plugin gathers anyway."""
+    which is what such a plugin gathers anyway.
+    """
     if policy.gather is None or policy.param is not None:
         return frozenset()
     names = product_modules(model)
@@ -262,7 +267,8 @@ def dtypes_read(model: nn.Module, half: torch.dtype | None, *, weights: bool) ->
     """Return the dtype in which the forward of the placed `model` reads parameters that it stores in float32, by all names.
 
     half: what products are computed in. weights: whether all weights are in it, as where a plugin rounds what it gathers, or
-    those alone that nothing but products reads. All others are read as they are stored."""
+    those alone that nothing but products reads. All others are read as they are stored.
+    """
     if half is None:
         return {}
     products = frozenset() if weights else product_modules(model, placed=True)
@@ -311,7 +317,8 @@ class Conversion(Protocol):
     ) -> DtypePolicy:
         """Return the policy of `model`, which is not changed yet, once it is converted; raises ValueError if it cannot be.
 
-        policy: what it is otherwise. keep_fp32: which modules are to compute in float32, and stay as they are."""
+        policy: what it is otherwise. keep_fp32: which modules are to compute in float32, and stay as they are.
+        """
 
     def convert(self, model: nn.Module, device: torch.device, keep_fp32: Iterable[KeepFP32]) -> None:
         """Swap the layers of `model`, in place, for those of `device`."""

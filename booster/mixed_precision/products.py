@@ -39,7 +39,8 @@ def product_modules(model: nn.Module, *, placed: bool = False) -> frozenset[str]
     class; with float32 parameters that belong to no other kind of module as well. Not those inside a module that leaves
     autocast by `keep_fp32`. A forward that reads the weight of such a module by itself, or leaves autocast by itself, is not
     seen.
-    placed: those, too, with a forward that a plugin wrapped to run it on a shard."""
+    placed: those, too, with a forward that a plugin wrapped to run it on a shard.
+    """
     places = [(tensor, place) for tensor, found in tensor_places(model).items() for place in found]
     refused = {
         place.holder

@@ -45,7 +45,8 @@ class PrecisionSchedule:
     another forward waits for its backward pass, as a generator's does while the discriminator is stepped. A checkpoint with
     phases that began at other steps is loaded with a WARNING: those given here hold. What one autopilot made wide, the next
     one of the schedule has wide, too. Raises ValueError for phases that do not begin at 0, or of which two begin at the same
-    step."""
+    step.
+    """
 
     def __init__(
         self, phases: Mapping[float, str | MixedPrecision | Autopilot], *, total_steps: int | None = None

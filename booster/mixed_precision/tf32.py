@@ -29,7 +29,8 @@ class TF32MixedPrecision(FP32):
     torch's own switch (`fp32_precision` of its backends) is turned on around each forward and backward pass and restored after
     it. It is one for the process: what other threads multiply in the meantime runs in TF32 too. Emulated are linear layers,
     products, convolutions and attention, not recurrent layers; a compiled model runs uncompiled. Call `b.backward`, as always:
-    a bare `loss.backward()` is outside of it."""
+    a bare `loss.backward()` is outside of it.
+    """
 
     def __init__(self, *, emulate: bool | Literal["auto"] = False) -> None:
         self._emulate = arguments.choice("emulate", emulate, (True, False, "auto"))
@@ -90,7 +91,8 @@ _OPERANDS: Mapping[Any, tuple[int, ...]] = {
 class RoundedOperands(TorchDispatchMode):
     """While active, float32 products and convolutions of this thread, autograd's included, read operands rounded to TF32.
 
-    To the nearest, ties to even; sums are in float32. enabled: while False it does nothing."""
+    To the nearest, ties to even; sums are in float32. enabled: while False it does nothing.
+    """
 
     enabled = True
 

@@ -175,7 +175,8 @@ def _collect(value: Any, backs: list[Callable[[], Any]], seen: set[int]) -> None
 
 def load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Run `optimizer.load_state_dict`, then give back what torch casts to the dtype of a parameter and is no moment: strings,
-    single numbers, whole numbers. Linear in the number of parameters, which torch alone is not."""
+    single numbers, whole numbers. Linear in the number of parameters, which torch alone is not.
+    """
     # An override may rely on plain lists, so only torch's own method gets the fast ones.
     by_torch = type(optimizer).load_state_dict is Optimizer.load_state_dict
     if by_torch:

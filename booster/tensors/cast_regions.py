@@ -41,7 +41,8 @@ _SHARED: ContextVar[bool] = ContextVar(
 class CastMode(TorchFunctionMode):
     """Base of the torch function modes that change the dtype in which functions run. enabled: while False it does nothing.
 
-    Thread-local, as every torch function mode is; make a new one for every region."""
+    Thread-local, as every torch function mode is; make a new one for every region.
+    """
 
     enabled = True
 
@@ -50,7 +51,8 @@ class CastFunctions(CastMode):
     """While active, torch functions of `table` are called as their rules say; enter it inside `torch.autocast`.
 
     Out of its reach is what Python composites such as `F.multi_head_attention_forward` call inside; there autocast alone
-    decides. owner: what tells the modes of one strategy from those of another."""
+    decides. owner: what tells the modes of one strategy from those of another.
+    """
 
     def __init__(self, table: Table, device_type: str, owner: Any = None) -> None:
         super().__init__()
@@ -91,7 +93,8 @@ class NewTensors(CastMode):
     """While active, torch functions that make tensors make them in `dtype` where torch would make float32 by default.
 
     What `torch.set_default_dtype` does, for one thread. Integers, and copies of arrays and tensors, keep their dtype. It stays
-    active in `torch.autograd.backward`, for activations that are recomputed."""
+    active in `torch.autograd.backward`, for activations that are recomputed.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -240,7 +243,8 @@ def run_engine(
 ) -> None:
     """`torch.autograd.backward`, which takes torch function modes off before it starts the engine; this does not.
 
-    Activation checkpointing then recomputes under the modes that the forward pass had."""
+    Activation checkpointing then recomputes under the modes that the forward pass had.
+    """
     roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
     given = (grad_tensors,) if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else tuple(grad_tensors)
     given = given if len(given) == len(roots) else (None,) * len(roots)
@@ -331,7 +335,8 @@ def cast_floats(
     """Cast every float16, bfloat16 and float32 tensor in `tree` to `dtype`; all else stays.
 
     tree: see `booster.tensors.trees`; a container in which no tensor changes is returned as the same object. dtype: None
-    returns `tree` itself. float64: cast those tensors too. instead: see `map_tensors`."""
+    returns `tree` itself. float64: cast those tensors too. instead: see `map_tensors`.
+    """
     if dtype is None:
         return tree
     castable = _CASTABLE_OR_DOUBLE if float64 else _CASTABLE

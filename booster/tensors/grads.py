@@ -23,7 +23,8 @@ _Kind = tuple[torch.device, torch.dtype]
 def gradient_values(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors that hold the gradients of `params`, none of which may lack one; writing to them writes `.grad`.
 
-    A sparse gradient is coalesced in place and gives its values, a DTensor this rank's part of it."""
+    A sparse gradient is coalesced in place and gives its values, a DTensor this rank's part of it.
+    """
     values: list[torch.Tensor] = []
     dtensors: tuple[type, ...] | None = None
     for param in params:
@@ -42,7 +43,8 @@ def tensor_norms(values: Sequence[torch.Tensor], norm_type: float, dtype: torch.
     """Norm of each tensor of `values` (at least one), stacked on the device of the first; shape (len(values),).
 
     dtype: what to sum in; None means each tensor's own, and float32 for half tensors, as their squares would overflow. An empty
-    tensor, as a rank's part of a short one can be, has the norm 0."""
+    tensor, as a rank's part of a short one can be, has the norm 0.
+    """
     if norm_type == math.inf:  # which torch does not define for them
         values = [value if value.numel() else value.new_zeros(1) for value in values]
     dtypes, devices = set(), set()
@@ -76,7 +78,8 @@ def _sizes(value: torch.Tensor, norm_type: float) -> torch.Tensor:
 def nonfinite_indices(values: Sequence[torch.Tensor], norms: torch.Tensor) -> list[int]:
     """Return which of `values` hold an inf or NaN, exactly; waits for the device. `norms`: their norms, to read few of them.
 
-    The norm of finite values can overflow, so each tensor with a non-finite norm is looked at once more."""
+    The norm of finite values can overflow, so each tensor with a non-finite norm is looked at once more.
+    """
     # One copy of all norms to the host; most are finite, and then no gradient is read again.
     suspects = [index for index, finite in enumerate(norms.isfinite().tolist()) if not finite]
     return [index for index in suspects if not values[index].isfinite().all()]
@@ -117,7 +120,8 @@ def scale_in_graph(values: Iterable[torch.Tensor], ratio: float | torch.Tensor) 
 def clamp_values(values: Sequence[torch.Tensor], bound: float) -> None:
     """Clamp each of `values`, which are finite or NaN, to [-bound, bound] in place; no bound binds beyond its dtype.
 
-    Raises TypeError for complex ones, with nothing changed."""
+    Raises TypeError for complex ones, with nothing changed.
+    """
     kinds = _by_kind(values)
     if not _COMPLEX.isdisjoint(dtype for _, dtype in kinds):
         raise TypeError(
@@ -134,7 +138,8 @@ def unscale_values(values: Sequence[torch.Tensor], inverse_scale: float, *, chec
     """Multiply each of `values` in place; returns whether any held an inf or NaN before, False without `check`.
 
     Checking waits for the device. One read and one write of the values either way, but for values that are part of a
-    graph, through which the product is differentiable."""
+    graph, through which the product is differentiable.
+    """
     if any(value.requires_grad for value in values):
         graph = [value for value in values if value.requires_grad]
         found_in_graph = check and not all(bool(value.isfinite().all()) for value in graph)

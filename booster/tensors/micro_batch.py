@@ -39,7 +39,8 @@ class MicroBatch:
 def at_stage(stage: int, micro_batch: int, is_loss: bool, function: Callable[..., Any], *args: Any) -> Any:
     """Return `function(*args)`, which is what this stage of a pipeline computes of this micro-batch, or the loss of it.
 
-    Whoever looks at operations reads from Python's stack, where this is, what they belong to."""
+    Whoever looks at operations reads from Python's stack, where this is, what they belong to.
+    """
     return function(*args)
 
 
@@ -48,7 +49,8 @@ def divide(batch: Any, count: Callable[[int], int]) -> list[MicroBatch]:
 
     Tensors with that first dimension are divided, in whatever containers; all else goes to every micro-batch. Raises
     ValueError if the size is not a multiple of their number, and TypeError for an object that has such tensors as attributes
-    and is no container that can be divided."""
+    and is no container that can be divided.
+    """
     size = next((tensor.shape[0] for tensor in tensors(batch) if tensor.dim()), None)
     if size is None:
         raise ValueError("the batch holds no tensor with a batch dimension, so it cannot be divided into micro-batches")

@@ -29,7 +29,8 @@ def map_tensors(
 
     A container in which nothing was replaced is returned itself; copy_containers: where it can be changed, a copy. No
     container of `tree` is changed. instead: asked first about everything that is not a tensor; what it returns takes the
-    place, unless that is NotImplemented. A mapping that can neither be set nor made of its items becomes a dict."""
+    place, unless that is NotImplemented. A mapping that can neither be set nor made of its items becomes a dict.
+    """
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if instead is not None and (replaced := instead(tree)) is not NotImplemented:

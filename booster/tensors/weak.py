@@ -59,7 +59,8 @@ class WeakTensor(torch.Tensor):
 
     What is computed of weak tensors alone, or of them and integers, is weak again; with other float32 tensors, or by
     `.float()`, which asks for it, it is a plain float32 tensor. What is written to keeps its dtype, so that a sum of halves
-    in a buffer is one of float32. Halves without dimensions decide nothing, as in torch."""
+    in a buffer is one of float32. Halves without dimensions decide nothing, as in torch.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -248,7 +249,8 @@ class ForwardProxy(ModuleReference):
     """Base of proxies for the `forward` of a module, which run inside of its hooks.
 
     depth: whether a model runs that reads weakly; None where this forward returns no weak tensor.
-    owner: the module, for proxies that look at it."""
+    owner: the module, for proxies that look at it.
+    """
 
     depth: ForwardDepth | None = None
     _module: Any  # of a method, of which `_function` is the function; else None
@@ -298,7 +300,8 @@ class ForwardProxy(ModuleReference):
 class ForwardDepth:
     """How many forwards run, one inside another, of a model that reads weakly: its modules return weak tensors there alone.
 
-    Models that share modules share it."""
+    Models that share modules share it.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -318,7 +321,8 @@ class ForwardDepth:
 class WeakBuffers(ModuleReference):
     """The float buffers of one module, which its forward reads as weak tensors; at rest they are plain ones.
 
-    names: of the buffers, in the module. half: the dtype of the weights around."""
+    names: of the buffers, in the module. half: the dtype of the weights around.
+    """
 
     def __init__(self, module: nn.Module, names: Iterable[str], half: torch.dtype) -> None:
         self._module: Any = weakref.ref(module)
@@ -376,7 +380,8 @@ class WeakForward(ForwardProxy):
     """The forward of a module that reads float buffers as weak tensors, or has such modules in it, or those that return weak
     tensors. It returns plain ones, but inside of another.
 
-    shown: what is read. whole: it is that of a model."""
+    shown: what is read. whole: it is that of a model.
+    """
 
     depth: ForwardDepth
 
@@ -457,7 +462,8 @@ def install_weak_buffers(
 ) -> None:
     """Have forwards of `model` read its `buffers`, by name, as weak tensors, in place; `remove_weak_buffers` comes before.
 
-    returning: names of the modules in it that return weak tensors."""
+    returning: names of the modules in it that return weak tensors.
+    """
     owners: dict[str, list[str]] = {}
     for name in buffers:
         owner, _, own = name.rpartition(".")

@@ -23,8 +23,8 @@ BUDGETS = {
     "integrations": 700,
     "interface": 1800,
     "kernels": 3800,
-    "masters": 4400,
-    "memory": 1800,
+    "masters": 4500,
+    "memory": 1900,
     "mixed_precision": 8700,
     "model": 1100,
     "nn": 500,
@@ -36,7 +36,7 @@ BUDGETS = {
     "tensors": 1500,
     "update": 4600,
 }
-TOTAL = 65_800  # less than all rooms together: not every one of them may use its hundred up
+TOTAL = 66_000  # less than all rooms together: not every one of them may use its hundred up
 LARGEST, SMALLEST = 500, 40  # lines of a file that is rather two nouns, or half a one
 
 

@@ -28,7 +28,8 @@ _DOUBT = "If these options are meant, choose the level that has them: the defaul
 class ApexOptions:
     """What a level and its overrides come to; `resolve` makes it.
 
-    cast_model_type: dtype of parameters and inputs; None or False leaves both. loss_scale: "dynamic" or a number."""
+    cast_model_type: dtype of parameters and inputs; None or False leaves both. loss_scale: "dynamic" or a number.
+    """
 
     opt_level: str
     cast_model_type: torch.dtype | bool | None
@@ -90,7 +91,8 @@ def resolve(
 
     Raises as apex does, in its order: RuntimeError for disabled cuDNN, an unknown level, and an override that a level
     excludes; AssertionError for a keep_batchnorm_fp32 that is no bool and not "True" or "False"; ValueError for a
-    loss_scale that is neither "dynamic" nor a finite number above 0, or a string of one."""
+    loss_scale that is neither "dynamic" nor a finite number above 0, or a string of one.
+    """
     if not torch.backends.cudnn.enabled:
         raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
     options = LEVELS.get(opt_level) if isinstance(opt_level, str) else None

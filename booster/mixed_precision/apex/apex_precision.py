@@ -66,7 +66,8 @@ class FP16ApexMixedPrecision(MixedPrecision):
     Errors and their order are those of apex, see `options.resolve`.
 
     What was recorded of apex wins over what other precisions do: a static scale lets inf into the weights, scales move
-    with every backward, and may fall below 1."""
+    with every backward, and may fall below 1.
+    """
 
     half_products: HalfProducts
 

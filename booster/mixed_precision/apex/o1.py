@@ -56,7 +56,8 @@ _OPERATORS = {
 def dispatched(module: Any, name: str) -> tuple[Callable[..., Any], ...]:
     """What a mode is given where `module.name` of torch is called.
 
-    Raises ValueError for what no mode sees: Python functions of torch that only call others, and classes of torch."""
+    Raises ValueError for what no mode sees: Python functions of torch that only call others, and classes of torch.
+    """
     function = getattr(module, name)
     if module is torch.Tensor and name in _OPERATORS:
         return (getattr(torch.Tensor, _OPERATORS[name]),)
@@ -111,7 +112,8 @@ class Registered:
 
         A function of torch is only noted, and nothing is replaced. In another module or class `name` is replaced, once,
         by a function that casts as the innermost O1 region at the call has it registered, and passes through elsewhere.
-        Raises ValueError if there is no such function, or if it is a Python function of torch that no rule can reach."""
+        Raises ValueError if there is no such function, or if it is a Python function of torch that no rule can reach.
+        """
         arguments.text("name", name, "the name of a function of the module")
         if not hasattr(module, name):
             holder = getattr(module, "__name__", module)

@@ -19,7 +19,8 @@ class ApexScale:
     """One loss scale. `found` overflows halve it, and skip the step; `window` clean passes in a row double it.
 
     A static one is a number: nothing is checked, nothing skipped. minimum: None or 0 is no floor, so it may fall below 1.
-    It stops at 2**-126: the inverse of that is the last that float32 holds."""
+    It stops at 2**-126: the inverse of that is the last that float32 holds.
+    """
 
     def __init__(
         self, loss_scale: float | str, *, minimum: float | None = None, maximum: float = 2.0**24, window: int = 2000
@@ -116,7 +117,8 @@ class ApexScales(LossScaler):
         """Load what `state_dict` or apex gave; if the number of scales differs a WARNING says so, and those that fit load.
 
         A static scale stays the number that it is, and a dynamic one does not take over a static one's: one WARNING says
-        so. Raises ValueError, with nothing changed, for what `state_dict` did not give."""
+        so. Raises ValueError, with nothing changed, for what `state_dict` did not give.
+        """
         good, unexpected = _entries(state)
         if unexpected or not state:
             raise ValueError(

@@ -27,7 +27,8 @@ _logger = logging.getLogger(__name__)
 class ApexUpdate(Update):
     """An update whose step is skipped, once, after an overflow in one of the backward passes.
 
-    verbose: log skipped steps."""
+    verbose: log skipped steps.
+    """
 
     gradients: ApexGradients
 

@@ -40,7 +40,8 @@ class Recomputation:
     That is without gradients, as reentrant checkpointing and autograd functions run what they recompute, or under hooks on
     saved tensors, by which other checkpointing recomputes. A mode is called for every torch function, in a backward pass also
     for those of hooks: under `fully_shard` as many again as the forward pass has. So backward passes enter it only once this
-    was seen. Products of other strategies count too: a backward pass goes through the graphs of all models of a loss."""
+    was seen. Products of other strategies count too: a backward pass goes through the graphs of all models of a loss.
+    """
 
     def __init__(self) -> None:
         self._seen = False  # besides the context variable, as forward and backward may run in threads of their own
@@ -81,7 +82,8 @@ class Float32Products(CastMode):
 
     Attributes:
         casts: whether the rules hold for what is not widened, too.
-        fallback: another function that multiplies groups."""
+        fallback: another function that multiplies groups.
+    """
 
     casts = False
     fallback: Any = None
@@ -199,7 +201,8 @@ class Float32Products(CastMode):
     def _small_product(self, func: Any, rule: Rule, args: tuple[Any, ...]) -> torch.Tensor | None:
         """As `_product`, of small tensors alone; None where it is not that.
 
-        All in one function: for such products Python calls cost more than the arithmetic does."""
+        All in one function: for such products Python calls cost more than the arithmetic does.
+        """
         if torch.compiler.is_compiling():  # asked here, as after a graph break this is compiled by itself
             return None
         device_type = self._device_type

@@ -71,7 +71,8 @@ class HalfProducts:
     def agree(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         """Have all ranks of `group` widen what any of them has no units for, and log once what that is.
 
-        Cost: the first time, two small collectives, where "auto" was chosen for a CPU."""
+        Cost: the first time, two small collectives, where "auto" was chosen for a CPU.
+        """
         if self._is_agreed or device.type != "cpu" or self.dtype is None:
             return
         self._is_agreed = True

@@ -38,7 +38,8 @@ class SavedOperand:
 class SaveOperandsInHalf(saved_tensors_hooks):
     """While active, autograd keeps an operand's half where it would save it in float32, and a backward pass widens it again.
 
-    As for what torch saves itself, a backward pass raises RuntimeError where it was written to in between."""
+    As for what torch saves itself, a backward pass raises RuntimeError where it was written to in between.
+    """
 
     def __init__(self) -> None:
         self._operands: dict[int, tuple[SavedOperand, torch.Tensor]] = {}

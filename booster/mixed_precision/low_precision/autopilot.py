@@ -51,7 +51,8 @@ class Autopilot:
     half of the bound in two looks in a row, it is low again. Ranks decide alike, on sums over all, stages of a pipeline too.
     Checkpoints hold what was decided; the record, and an INFO line, say it. A `PrecisionSchedule` may have it as a phase. A
     look makes each product that it looks at once more, and the record says what that took. torch.compile around a boosted model
-    leaves out what a look looks at, and follows what it decides."""
+    leaves out what a look looks at, and follows what it decides.
+    """
 
     def __init__(
         self,
@@ -89,7 +90,8 @@ class Autopilot:
 class Change(NamedTuple):
     """After the step `step` the product `role` of the layer `name` became wide, or low again.
 
-    noise: over signal. ahead: what it was taken to be at the next look."""
+    noise: over signal. ahead: what it was taken to be at the next look.
+    """
 
     step: int
     name: str
@@ -103,7 +105,8 @@ class Measurement(NamedTuple):
     """What came of looking at the step `step`.
 
     layers: looked at on this rank. operations: of the looks, as a share of those of all products of low-precision layers in
-    `every` steps. wide: share of products that are wide from now on. again: only at what the look a step before suspected."""
+    `every` steps. wide: share of products that are wide from now on. again: only at what the look a step before suspected.
+    """
 
     step: int
     layers: int
@@ -126,7 +129,8 @@ class PrecisionController(StepListener):
     Attributes:
         noise: noise over signal of each product, in the last measurement of it.
         looks: how many steps were measured.
-        ever: layers of which a product was ever made wide in this process, in order."""
+        ever: layers of which a product was ever made wide in this process, in order.
+    """
 
     def __init__(
         self,
@@ -159,7 +163,8 @@ class PrecisionController(StepListener):
         """Control the layers that the model has now by `plan`, after so many steps; None: no optimizer steps it. Products of
         these layers that were wide before are wide again.
 
-        recipe: of the low precision. Raises RuntimeError for layers that were compiled. A collective."""
+        recipe: of the low precision. Raises RuntimeError for layers that were compiled. A collective.
+        """
         self._leave()
         self._plan = plan
         self._layers = {
@@ -421,7 +426,8 @@ def _of_role(recipe: Recipe, role: str) -> GemmConfig | HighPrecision:
 def _ahead(noise: float, before: float | None, ordinary: float) -> float:
     """Return what `noise` will be by the next look at a product, given that of the last one, if there was one.
 
-    ordinary: that of any numbers. The rest is independent of it and has another cause, so it alone grows on."""
+    ordinary: that of any numbers. The rest is independent of it and has another cause, so it alone grows on.
+    """
     if before is None or not ordinary < noise:
         return noise
     excess, least = math.sqrt(noise**2 - ordinary**2), ordinary * _LEAST

@@ -47,7 +47,8 @@ class LinearConversion:
         gather_in_fp8, delayed: see `FP8MixedPrecision`.
         precision: what errors call the one that holds it.
         timer: what times a layer, see `layer_trials.seconds`.
-        said: whether a WARNING has said that the format is emulated."""
+        said: whether a WARNING has said that the format is emulated.
+    """
 
     recipe: Recipe
     emulate: Emulate = False
@@ -273,7 +274,8 @@ def _read_alone(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
 class ChosenLayers:
     """Which layers of one model multiply in their recipe, and which are wide, since they were measured to gain nothing.
 
-    layers: by name, those that may do either. chosen: by features in and out, of all ranks, whether a layer is wide."""
+    layers: by name, those that may do either. chosen: by features in and out, of all ranks, whether a layer is wide.
+    """
 
     def __init__(self, layers: Mapping[str, LowPrecisionLinear], chosen: Mapping[tuple[int, int], bool]) -> None:
         self._layers, self._own = dict(layers), dict(chosen)

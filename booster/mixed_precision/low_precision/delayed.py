@@ -27,7 +27,8 @@ class DelayedScaling:
     """How scales follow from earlier steps, under the names of Transformer Engine; for `FP8MixedPrecision("tensorwise")`.
 
     amax_history_len: a scale fits the largest magnitude of so many steps.
-    margin: a scale is 2**margin times as large, so that numbers may grow by that before they are cut off."""
+    margin: a scale is 2**margin times as large, so that numbers may grow by that before they are cut off.
+    """
 
     amax_history_len: int = 1024
     margin: int = 0
@@ -47,7 +48,8 @@ class ScaleHistories(StepHistories):
     Where something may be compiled, the host reads which scales are known, after the steps 1, 2, 4, 8 and so on until all are:
     for those the compiler makes a second graph, which reads a matrix once.
 
-    layers: by name. On ranks of `group` they may be others, as in a pipeline. device: where they are."""
+    layers: by name. On ranks of `group` they may be others, as in a pipeline. device: where they are.
+    """
 
     def __init__(
         self,

@@ -36,7 +36,8 @@ def complaint(
     float32, on normally distributed numbers. Right is: every parameter has a gradient, nothing is NaN or inf, and the error
     of each product is above zero, since rounding that does nothing did not happen, and below the recipe's bound.
     compiled: compiles a forward; where it returns one, that is compared, too.
-    Cost: forward and backward of 64 rows, and two weights more for as long. No generator of torch moves."""
+    Cost: forward and backward of 64 rows, and two weights more for as long. No generator of torch moves.
+    """
     # Its own generator: a run must not depend on whether it was checked.
     draw = torch.Generator().manual_seed(0)
 
@@ -123,7 +124,8 @@ def timed(
     """Return the seconds of a forward and a backward pass of a linear layer in `dtype`, and by name in `recipes`.
 
     shape: tokens, features in and features out. Weights are float32, and rounded in every pass. Recipes that do not convert
-    such features are left out. rounds: of which the shortest counts; one more warms up. No generator of torch moves."""
+    such features are left out. rounds: of which the shortest counts; one more warms up. No generator of torch moves.
+    """
     tokens, inputs, outputs = shape
     draw = torch.Generator(device).manual_seed(0)
     options: Any = {"generator": draw, "device": device}

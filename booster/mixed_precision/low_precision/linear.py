@@ -48,7 +48,8 @@ def product(
 ) -> torch.Tensor:
     """Return `a @ b.t()` in `dtype`, of m x k and n x k matrices, in the formats of `how`, or in a wide dtype.
 
-    kernels: run the kernel of `recipe`; otherwise the same in a wide dtype, which differs by the rounding of the output."""
+    kernels: run the kernel of `recipe`; otherwise the same in a wide dtype, which differs by the rounding of the output.
+    """
     if isinstance(how, HighPrecision):
         wide = how.dtype or dtype
         return (a.to(wide) @ b.to(wide).t()).to(dtype)
@@ -68,7 +69,8 @@ def multiply_scaled(
 def emulate(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `a @ b.t()` in `dtype` of numbers in low formats, summed in float32 and rounded once.
 
-    Operands are multiplied in bfloat16 where that holds them and the device does so fast and right, otherwise in float32."""
+    Operands are multiplied in bfloat16 where that holds them and the device does so fast and right, otherwise in float32.
+    """
     scales = [each for each in (_after(a), _after(b, transposed=True), a.outer, b.outer) if each is not None]
     exact, device = _in_bfloat16(a) and _in_bfloat16(b), a.values.device
     # Scales of tensors and rows are multiplied after the sum, as kernels do; so the operands may stay exact in bfloat16.
@@ -134,7 +136,8 @@ class LowPrecisionLinear(LinearProxy):
         kernels: run the recipe's kernel; otherwise it is emulated.
         watchers: called with products in training, of forward passes that a backward may follow. Copies have none.
         weights: where the quantized weight is kept for a group of micro-batches; None quantizes it in every pass. Copies have
-            none."""
+            none.
+    """
 
     recipe: Recipe
     kernels: bool

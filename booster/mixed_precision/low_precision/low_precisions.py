@@ -63,7 +63,8 @@ class LowPrecision(HalfPrecision):
 
     `boost` checks each kind of layer against a plain one (`layer_trials.complaint`), and raises RuntimeError where they differ
     by more than the recipe may. Raises ValueError for a model of which no layer can be converted. Backward with
-    create_graph=True raises RuntimeError."""
+    create_graph=True raises RuntimeError.
+    """
 
     recipe: Recipe
     conversion: LinearConversion
@@ -211,7 +212,8 @@ class FP8MixedPrecision(LowPrecision):
 
     gather_in_fp8 changes not a bit of the products, but where a forward reads such a weight by itself. It is for "tensorwise"
     alone: the others round a weight under other scales in backward than in forward, so that no one byte a number serves both.
-    It costs an all-reduce of 4 bytes a weight tensor before every forward pass."""
+    It costs an all-reduce of 4 bytes a weight tensor before every forward pass.
+    """
 
     def __init__(
         self,
@@ -294,7 +296,8 @@ class MXFP8MixedPrecision(LowPrecision):
     """MXFP8 training: linear layers multiply in float8 with a power-of-two scale for each 32 numbers.
 
     Its options, `emulate`, `keep`, `convert`, `tokens`, `weights`, `compute_dtype`, `keep_fp32`, `forward`, `input_grad` and
-    `weight_grad`, are those of `LowPrecision`, which says what None means in them."""
+    `weight_grad`, are those of `LowPrecision`, which says what None means in them.
+    """
 
     recipe = MXFP8
 
@@ -309,7 +312,8 @@ class NVFP4MixedPrecision(LowPrecision):
     Its own options are those of NVIDIA's recipe (arXiv 2509.25149), which also keeps some layers wide: see `preset`.
     The other options, `emulate`, `keep`, `convert`, `tokens`, `weights`, `compute_dtype`, `keep_fp32`,
     `forward`, `input_grad` and `weight_grad`, are those of `LowPrecision`, which says what None
-    means in them."""
+    means in them.
+    """
 
     def __init__(
         self,
@@ -356,7 +360,8 @@ class NVFP4MixedPrecision(LowPrecision):
         options: those of this class; they go before what the publication says.
 
         That recipe also ends runs with a forward in bfloat16: `preset(name, forward="bf16")` in the last phase of a
-        `PrecisionSchedule`."""
+        `PrecisionSchedule`.
+        """
         arguments.choice("name", name, ("nvidia-2025",))
         return cls(**{"stochastic_rounding": True, "hadamard": True, "keep": (Ends(), Blocks(last=0.15)), **options})
 
@@ -365,6 +370,7 @@ class Int8MixedPrecision(LowPrecision):
     """INT8 training: linear layers multiply whole numbers of 8 bits with a scale for each row, which CPUs run as well.
 
     Its options, `emulate`, `keep`, `convert`, `tokens`, `weights`, `compute_dtype`, `keep_fp32`, `forward`, `input_grad` and
-    `weight_grad`, are those of `LowPrecision`, which says what None means in them."""
+    `weight_grad`, are those of `LowPrecision`, which says what None means in them.
+    """
 
     recipe = INT8_RECIPE

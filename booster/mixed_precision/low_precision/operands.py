@@ -32,7 +32,8 @@ def transposed(
     """Return `x.t()` as `how` reads it.
 
     known: what `x` was rounded to for another product, if anything. Where the numbers and scales of `x` and of `x.t()` are the
-    same, those are laid out anew, in a copy of one byte a number; otherwise `x` is rounded a second time."""
+    same, those are laid out anew, in a copy of one byte a number; otherwise `x` is rounded a second time.
+    """
     # Blocks of 1 x n numbers share other scales along the other dimension, so only whole tensors and square blocks qualify.
     if not _has_same_transpose(x, operand, how, recipe):
         return quantized(x.t(), operand, how, recipe)
@@ -81,7 +82,8 @@ def padded(x: torch.Tensor, multiple: int) -> torch.Tensor:
 class QuantizedWeight:
     """One weight as products read it, rounded when the first of them asks; a byte a number for each dimension summed over.
 
-    Formats that have no byte are rounded anew each time."""
+    Formats that have no byte are rounded anew each time.
+    """
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
@@ -117,7 +119,8 @@ class QuantizedWeight:
 class GatheredWeight:
     """One weight that a plugin gathered, as products read it: of the bytes that arrived, as long as they are there.
 
-    arrived: see `LinearProxy.arrived`. Without bytes, as where the operand has other scales, the weight is rounded."""
+    arrived: see `LinearProxy.arrived`. Without bytes, as where the operand has other scales, the weight is rounded.
+    """
 
     def __init__(self, weight: torch.Tensor, arrived: Callable[[torch.Tensor], ScaledTensor | None]) -> None:
         self.weight = weight

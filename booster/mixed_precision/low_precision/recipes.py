@@ -25,7 +25,8 @@ class DelayedScale:
         scale: float32, of shape (); 0 where nothing is known yet, and the matrix is scaled by itself.
         largest: likewise, the largest magnitude of this step so far; None records none.
         known: whether the host knows that `scale` is above 0, where it stays. No number changes by that, but a compiled graph
-            then computes no scale of the matrix itself, which would be one more pass over it."""
+            then computes no scale of the matrix itself, which would be one more pass over it.
+    """
 
     scale: torch.Tensor
     largest: torch.Tensor | None
@@ -35,7 +36,8 @@ class DelayedScale:
     def of(self, x: torch.Tensor, target: NumberFormat) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scale to round `x` to `target` with, and the same, or NaN where `x` is not finite, to multiply with.
 
-        Records the largest magnitude of `x`."""
+        Records the largest magnitude of `x`.
+        """
         here = largest_under(x, "tensor").float()
         finite = torch.isfinite(here)
         if self.largest is not None:
@@ -54,7 +56,8 @@ class CastConfig:
         format: the numbers it is rounded to.
         scaling: what shares a scale.
         stochastic: rounded stochastically, and not to the nearest.
-        delayed: the scale of earlier steps that takes the place of its own, or None."""
+        delayed: the scale of earlier steps that takes the place of its own, or None.
+    """
 
     format: NumberFormat
     scaling: Scaling
@@ -68,7 +71,8 @@ class GemmConfig:
 
     Attributes:
         hadamard: both are rotated before, along what is summed over, see `scaling.rotated`.
-        fast_accumulation: the kernel of fp8 may leave sums in the accumulator of the tensor cores, see `FP8MixedPrecision`."""
+        fast_accumulation: the kernel of fp8 may leave sums in the accumulator of the tensor cores, see `FP8MixedPrecision`.
+    """
 
     left: CastConfig
     right: CastConfig
@@ -100,7 +104,8 @@ class Recipe:
         bounds: of the relative errors (L2) of output, gradient of the input and gradient of the weight, on normally
             distributed numbers; twice what is expected.
         on_cpu: whether the CPU has the kernel.
-        too_small: pairs of features in and out; layers of at most so many, of any pair, are no faster on a GPU."""
+        too_small: pairs of features in and out; layers of at most so many, of any pair, are no faster on a GPU.
+    """
 
     name: str
     output: GemmConfig | HighPrecision
@@ -145,7 +150,8 @@ class Recipe:
     def with_dtypes(self, *roles: GemmDtype) -> Recipe:
         """Return the recipe of which forward, gradient of the input and gradient of the weight, in this order, are so.
 
-        "recipe" leaves a product as it is, the others have it in that dtype."""
+        "recipe" leaves a product as it is, the others have it in that dtype.
+        """
         own = (self.output, self.input_gradient, self.weight_gradient)
         products = [each if role == "recipe" else _WIDE[role] for each, role in zip(own, roles, strict=True)]
         wide = ", ".join(f"{name} {role}" for name, role in zip(GEMMS, roles, strict=True) if role != "recipe")
@@ -221,7 +227,8 @@ def fp8_blocks_recipe(*, power_of_two_scales: bool) -> Recipe:
     """DeepSeek-AI 2024, DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.3.
 
     Weights in blocks of 128 x 128, activations and gradients of 128 numbers, e4m3 throughout. Here both are rounded from the
-    wide numbers for each dimension that is summed over, where the report rounds an activation in fp8 again."""
+    wide numbers for each dimension that is summed over, where the report rounds an activation in fp8 again.
+    """
     scale: ScaleKind = "power_of_two" if power_of_two_scales else "float32"
     tokens, weight = (CastConfig(E4M3, Scaling(block, scale)) for block in ((1, 128), (128, 128)))
     return Recipe(
@@ -253,7 +260,8 @@ def nvfp4_recipe(*, stochastic_rounding: bool, hadamard: bool) -> Recipe:
     """NVIDIA 2025, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149).
 
     Weights in blocks of 16 x 16, so that both passes see the same ones, activations and gradients of 16 numbers; gradients
-    rounded stochastically; the operands of the weight gradient rotated by a random Hadamard transform."""
+    rounded stochastically; the operands of the weight gradient rotated by a random Hadamard transform.
+    """
     weight = CastConfig(E2M1, Scaling((16, 16), "e4m3"))
     gradient = CastConfig(E2M1, Scaling((1, 16), "e4m3"), stochastic=stochastic_rounding)
     return Recipe(
