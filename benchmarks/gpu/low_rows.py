@@ -109,7 +109,9 @@ def _layers(place: Place) -> Iterator[Row]:
 
     for fast in (True, False):
         title = f"2 x Linear(4096), 16,384 tokens, {'compiled' if fast else 'eager'}"
-        yield from _beside(title, net, criterion, x, x, LAYERS, place, fast, seconds=20 if fast else 8, gib=8)
+        # Dynamo of torch 2.13 refuses mxfp8 where it is emulated, and compiles little after that; a card emulates nothing here.
+        names = [name for name in LAYERS if not (place.small and fast and name in ("mxfp8", "nvfp4"))]
+        yield from _beside(title, net, criterion, x, x, names, place, fast, seconds=20 if fast else 8, gib=8)
 
 
 def _products(place: Place) -> Iterator[Row]:
