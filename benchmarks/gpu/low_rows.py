@@ -32,6 +32,7 @@ def rows(part: int, place: Place) -> list[Row]:
 
 def compiled(module: nn.Module, place: Place) -> nn.Module:
     """Compiled, on a CPU without generating code, which takes half a minute."""
+    torch.compiler.reset()  # else those of other rows count, and after eight it runs as it is
     return torch.compile(module, backend="aot_eager" if place.small else "inductor")  # type: ignore[return-value]
 
 
