@@ -216,14 +216,15 @@ def execute_pipeline(
     arguments.flag("return_loss", return_loss)
     arguments.flag("return_outputs", return_outputs)
     wrapper, batch = self._boosted.own(model, "execute_pipeline"), refusals.next_batch(data_iter)
-    micro_batches = divide(batch, self.plugin.num_micro_batches)
     pipeline = self.plugin.pipeline(wrapper.module)
     accumulating = self._accumulations.any_of(optimizers)
-    # Before the first micro-batch: a rank that raised between two stages would leave the others waiting.
-    if accumulating and (pipeline is not None or len(micro_batches) > 1):
-        raise RuntimeError(_INSIDE_ACCUMULATE.format(count=len(micro_batches)))
 
-    def passes() -> dict[str, Any]:  # which a diagnosis of a skipped step runs again
+    def passes() -> dict[str, Any]:
+        # A diagnosis of a skipped step runs this again, and names rows of the whole batch: so it sees the batch divided.
+        micro_batches = divide(batch, self.plugin.num_micro_batches)
+        # Before the first micro-batch: a rank that raised between two stages would leave the others waiting.
+        if accumulating and (pipeline is not None or len(micro_batches) > 1):
+            raise RuntimeError(_INSIDE_ACCUMULATE.format(count=len(micro_batches)))
         with nullcontext() if optimizers else torch.no_grad():
             if pipeline is None:
                 alone = optimizers and not accumulating

@@ -19,7 +19,7 @@ class _Prescribed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: float, grads: Any, *params: torch.Tensor) -> torch.Tensor:
         ctx.grads = grads
-        return torch.tensor(value, device=params[0].device)
+        return torch.full((), value, dtype=torch.float32, device=params[0].device)
 
     @staticmethod
     def backward(ctx: Any, seed: torch.Tensor) -> Any:  # type: ignore[override]
