@@ -228,12 +228,17 @@ def captured(
 
 
 def torch_graph(
-    net: nn.Module, criterion: Any, x: torch.Tensor, y: torch.Tensor, precision: str, *, capture: bool = True
+    net: nn.Module,
+    criterion: Any,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    precision: str,
+    *,
+    cuda: Any = torch.cuda,
 ) -> Step:
-    """The same step by hand, in one graph: fused AdamW, and torch's kernels for the scale of float16."""
-    device = x.device
+    """The same step by hand, in one graph: fused AdamW, and torch's kernels for the scale of float16. cuda: what records it."""
+    device, half = x.device, HALF[precision]
     optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-4, device=device), fused=True)
-    half = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     scale = torch.full((), 2.0**16, device=device)
     growth = torch.zeros((), dtype=torch.int32, device=device)
 
@@ -252,15 +257,21 @@ def torch_graph(
             torch._amp_update_scale_(scale, growth, found, 2.0, 0.5, 2000)
         optimizer.zero_grad()
 
-    if device.type == "cpu" or not capture:
+    if device.type == "cpu" and cuda is torch.cuda:
         return step
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    stream = cuda.Stream()
+    stream.wait_stream(cuda.current_stream())
+    with cuda.stream(stream):
         for _ in range(3):
             step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    cuda.current_stream().wait_stream(stream)
+    optimizer.param_groups[0]["capturable"] = True  # without it torch refuses, and with it warns of the steps above
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph):
         step()
-    return graph.replay
+
+    # Who holds this holds `step`, and so the memory that the graph reads and writes.
+    def replay(_: Step = step) -> None:
+        graph.replay()
+
+    return replay

@@ -10,19 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.gpu.models import tiny
+from benchmarks.gpu.ways import HALF, torch_graph
 from booster import Booster
 
 pytestmark = pytest.mark.gpu
 
 PRECISIONS = ["fp32", "bf16", "fp16", "bf16_naive", "fp16_naive"]
-RAW = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 500
 OVERFLOW_AT = (40, 41, 333)
-
-
-def tiny() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(64, 64), nn.ReLU()))).cuda()
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, ...]]:
@@ -42,7 +38,7 @@ class Run:
 
     def __init__(self, precision: str, *, dropout: float = 0.0) -> None:
         self.booster = Booster("cuda", precision, max_consecutive_skips=None)
-        net = nn.Sequential(tiny(), nn.Dropout(dropout))
+        net = nn.Sequential(tiny("cuda"), nn.Dropout(dropout))
         rate = torch.tensor(2.0**-10, device="cuda")  # the same in float32 and as a number of Python
         inner = torch.optim.AdamW(net.parameters(), lr=float(rate))
         schedule = torch.optim.lr_scheduler.StepLR(inner, 100, 0.5)
@@ -108,48 +104,13 @@ def microseconds(step: Callable[[], Any], calls: int = 200) -> float:
     return statistics.median(times) * 1e6
 
 
-def raw_graph(precision: str) -> Callable[[], None]:
-    """The tiny step by hand in a CUDA graph: fused AdamW, clip, and the scale of torch's kernels."""
-    net, (x, y, _) = tiny(), batches(1)[0]
-    optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-3, device="cuda"), fused=True, capturable=True)
-    dtype, params = RAW[precision], list(net.parameters())
-    scale, growth = torch.full((), 2.0**16, device="cuda"), torch.zeros((), dtype=torch.int32, device="cuda")
-
-    def step() -> None:
-        with torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
-            loss = F.cross_entropy(net(x), y)
-        scaled = loss * scale if precision == "fp16" else loss
-        scaled.backward()
-        if precision == "fp16":
-            found = torch.zeros((), device="cuda")
-            grads = [param.grad for param in params]
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale.double().reciprocal().float())
-            optimizer.found_inf = found  # type: ignore[attr-defined]
-        nn.utils.clip_grad_norm_(params, 1.0)
-        optimizer.step()
-        if precision == "fp16":
-            torch._amp_update_scale_(scale, growth, found, 2.0, 0.5, 2000)
-        optimizer.zero_grad()
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", RAW)
+@pytest.mark.parametrize("precision", HALF)
 def test_the_time_of_a_tiny_step_is_near_that_of_a_graph_by_hand(precision: str) -> None:
     run, batch = Run(precision), batches(1)[0]
     step = run.booster.capture(run.step, *batch)
     ours, eager = microseconds(lambda: step(*batch)), microseconds(lambda: run.step(*batch))
-    raw = microseconds(raw_graph(precision))
+    raw = microseconds(torch_graph(tiny("cuda"), F.cross_entropy, *batch[:2], precision))
     assert ours <= 1.1 * raw, f"{ours:.0f} us; by hand {raw:.0f} us, eager {eager:.0f} us"
 
 

@@ -1,5 +1,7 @@
 """`python -m benchmarks.gpu` gives a verdict, whatever becomes of its rows: they raise, die, never end, or find no space."""
 
+import contextlib
+import gc
 import json
 import os
 import runpy
@@ -7,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from types import SimpleNamespace
 
 import planted_rows
@@ -14,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import row, timed_rows, verdict, ways, worker
+from benchmarks.gpu import models, row, timed_rows, verdict, ways, worker
 from benchmarks.gpu.row import PARTS, Place, Row, RowFile, begun, ended
 from benchmarks.gpu.supervisor import NO_SPACE, Job, left, supervise
 from booster.kernels import switches
@@ -218,3 +221,39 @@ def check(folder, said):
     assert all(f"part {part}, {title}: " in said for part, (_, title) in PARTS.items())
     assert all(f"## Part {part}: " in (folder / "report.md").read_text() for part in PARTS)
     return rows
+
+
+class Recording:
+    """In the place of `torch.cuda`: torch's optimizers are told when something is recorded."""
+
+    def __init__(self, monkeypatch):
+        self.is_on, self.replay = False, lambda: None
+        self.Stream = self.current_stream = self.CUDAGraph = lambda: self
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_on)
+        stream = SimpleNamespace(is_capturing=lambda: self.is_on)  # which torch 2.13 asks
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
+
+    def wait_stream(self, stream):
+        pass
+
+    def stream(self, stream):
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def graph(self, graph):
+        self.is_on = True
+        yield
+        self.is_on = False
+
+
+@pytest.mark.parametrize("precision", ways.HALF)
+def test_a_graph_by_hand_lets_torch_record_its_step_and_keeps_what_it_reads(precision, monkeypatch):
+    net, x, y = models.tiny("cpu"), torch.randn(8, 64), torch.randint(0, 64, (8,))
+    weight = weakref.ref(net[0].weight)
+    replay = ways.torch_graph(net, torch.nn.CrossEntropyLoss(), x, y, precision, cuda=Recording(monkeypatch))
+    del net
+    gc.collect()
+    assert weight() is not None
+    replay()
