@@ -80,8 +80,8 @@ def diagnose(self: BoosterState, forward: Callable[[], Any], optimizer: Optimize
     call it alike. Cost: about three steps for a replay; one to some ten of them, and a copy of what they write to.
     Raises what `forward` raises, and TypeError for a `forward` that returns no loss.
     """
-    from booster.numerics.diagnosis.diagnosis import diagnose
     from booster.numerics.diagnosis.replay import replayed_scale
+    from booster.numerics.diagnosis.trials import diagnose
 
     arguments.function("forward", forward, "a function that computes and returns the loss")
     optimizers = refusals.check_boosted_optimizers(optimizer, "diagnose")

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from booster.numerics.diagnosis.diagnosis import Diagnosis, Direction, Kind
 from booster.numerics.diagnosis.nonfinite_trace import SUMS, NonFiniteInput, NonFiniteResult, is_intended
 from booster.numerics.diagnosis.places import Numbers
 from booster.numerics.diagnosis.replay import Outcome
@@ -16,14 +17,13 @@ _NORMALISES = frozenset({"_softmax", "_safe_softmax", "_log_softmax", "logsumexp
 _TRANSPARENT = frozenset({"mean", "sum", "view", "reshape", "_to_copy", "clone", "detach", "squeeze", "_unsafe_view"})
 
 
-@dataclass(frozen=True)
-class Cause:
+@dataclass(frozen=True, kw_only=True)
+class Cause(Diagnosis):
     """The first operation that made a bad number, as one rank saw it; what ranks send each other.
 
-    Fields that `Diagnosis` has too mean the same there.
+    Too large a loss scale counts as an overflow here, and nothing was tried yet.
 
     Attributes:
-        kind: "data", "weights", "loss", "overflow" or "operation"; too large a loss scale counts as an overflow here.
         exact: see `NonFiniteResult`.
         foreign: the number came from another rank.
         alone: every way back leads to this operation.
@@ -31,32 +31,15 @@ class Cause:
             micro-batches.
     """
 
-    rank: int
-    kind: str
-    module: str
-    operation: str
-    direction: str
-    dtype: str
-    inputs: tuple[Numbers, ...]
-    output: Numbers | None
-    rows: tuple[int, ...]
-    modules: tuple[str, ...]
-    passed: tuple[str, ...]
-    source: str
-    autograd_node: str
-    of: str
-    parameter: str
-    micro_batch: int
     exact: float | None
     foreign: bool
     alone: bool
     repair: tuple[int, ...]
-    stage: int | None
 
     @property
     def order(self) -> tuple[Any, ...]:
         """What sorts the causes that ranks found: those made there first, then by the course of a step."""
-        return self.foreign, _ORDER.index(self.direction), self.micro_batch, self.rank
+        return self.foreign, _ORDER.index(self.direction or "forward"), self.micro_batch, self.rank
 
     def is_alike(self, other: Cause) -> bool:
         """Whether both are of one operation in one place of the program, maybe on two ranks."""
@@ -65,11 +48,11 @@ class Cause:
     @classmethod
     def read(cls, data: dict[str, Any]) -> Cause:
         """Return the inverse of `dataclasses.asdict`, after a passage through JSON."""
-        fields = dict(data)
-        fields["inputs"] = tuple(Numbers.read(each) for each in fields["inputs"])
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
+        }
+        fields["inputs"] = tuple(map(Numbers.read, fields["inputs"]))
         fields["output"] = fields["output"] and Numbers.read(fields["output"])
-        for name in ("rows", "modules", "passed", "repair"):
-            fields[name] = tuple(fields[name])
         return cls(**fields)
 
 
@@ -162,7 +145,8 @@ def _cause(
     place = event.place
     last = outcome.trace.last_in_model.get(event.micro_batch, -1)
     after = place.is_loss or event.index > last
-    direction = "backward" if place.backward else "loss" if not place.inside and after else "forward"
+    direction: Direction = "backward" if place.backward else "loss" if not place.inside and after else "forward"
+    kind: Kind
     if leaf is not None:
         kind = "weights" if leaf.name else "data"
     elif event.exact is not None and math.isfinite(event.exact):

@@ -1,21 +1,13 @@
-"""From a step that can be replayed to its `Diagnosis`: where the first bad number was made, why, and what helps."""
+"""`Diagnosis`: where the first bad number of a step was made, why, and what helps; and its sentences."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
-from typing import Any, Literal
-
-import torch
-import torch.distributed as dist
+from dataclasses import dataclass
+from typing import Literal
 
 from booster.common.text import listed
-from booster.numerics.diagnosis.cause import Cause
 from booster.numerics.diagnosis.places import Numbers
-from booster.numerics.diagnosis.replay import Replay
-from booster.numerics.diagnosis.trials import ReplayTrials
 
-_HALVES = ("float16", "bfloat16")
 Kind = Literal["data", "weights", "loss", "overflow", "loss_scale", "operation"]
 Direction = Literal["forward", "loss", "backward"]
 
@@ -132,84 +124,3 @@ class Diagnosis:
             return []
         inputs = [f"Inputs: {'; '.join(map(str, self.inputs[:4]))}."] if self.inputs else []
         return [*inputs, f"Result: {self.output}."]
-
-
-def power_of_two(value: float) -> str:
-    """Return `value` as people write loss scales: "2**13"."""
-    mantissa, exponent = math.frexp(value)
-    return f"2**{exponent - 1}" if mantissa == 0.5 else f"{value:g}"
-
-
-def diagnose(
-    replay: Replay, *, group: dist.ProcessGroup | None, device: torch.device, notes: tuple[str, ...] = ()
-) -> Diagnosis:
-    """Replay the step, name the first bad number, and try what helps.
-
-    A collective: all ranks of `group` call it alike.
-    """
-    trials = ReplayTrials(replay, group, device.type)
-    findings = trials.first()
-    cause = findings.cause
-    known: dict[str, Any] = {"loss": findings.loss, "loss_scale": replay.scale}
-    if not findings.bad:
-        largest = f"{findings.largest_gradient:.3g}"
-        finite = (
-            f"Every number that reached the loss or a gradient was finite, the largest gradient {largest}. "
-            "What made the step bad is not in this computation, or not with these random numbers."
-        )
-        return Diagnosis(kind=None, **known, notes=(finite, *notes))
-    if cause is None:
-        untraced = "The loss or a gradient is not finite, but no operation of the replay made it so."
-        return Diagnosis(kind=None, **known, notes=(untraced, *notes))
-    kind, remedies = cause.kind, []
-    if kind == "overflow" and cause.direction == "backward" and replay.scale > 1.0:
-        scale = trials.largest_scale(cause)
-        if scale is not None:
-            kind = "loss_scale"
-            remedies.append(f"finite at scale {power_of_two(scale)}")
-    if kind in ("overflow", "operation", "loss_scale") and (
-        cause.dtype in _HALVES or any(numbers.dtype in _HALVES for numbers in cause.inputs)
-    ):
-        module = trials.module_in_float32(cause)
-        if module is not None:
-            remedies.append(
-                "finite with mixed_precision='fp32'" if trials.is_root(module) else f"finite with keep_fp32={module!r}"
-            )
-    certain = bool(remedies) or trials.is_mended(cause) or (cause.alone and not cause.foreign)
-    seen = {
-        field.name: getattr(cause, field.name) for field in fields(Cause) if field.name in Diagnosis.__annotations__
-    }
-    return Diagnosis(
-        **{**seen, "kind": kind},
-        remedies=tuple(remedies),
-        certain=certain,
-        advice=_advice(cause, kind),
-        notes=notes,
-        **known,
-    )
-
-
-def _advice(cause: Cause, kind: str) -> tuple[str, ...]:
-    if kind == "data":
-        rows = f"rows {', '.join(map(str, cause.rows))} of it" if cause.rows else "it"
-        return (f"repair or drop {rows} before the step",)
-    if kind == "weights":
-        return ("load a checkpoint from before, or set these numbers anew",)
-    operation = (cause.of or cause.operation).partition(".")[2]
-    for names, text in _BY_OPERATION.items():
-        if operation in names:
-            return (text,)
-    return ()
-
-
-_BY_OPERATION = {
-    ("log", "log2", "log10", "log1p"): "keep the argument above zero, as by x.clamp_min(1e-6)",
-    ("div", "div_", "reciprocal"): (
-        "keep the divisor away from zero, in a format that holds the small number added to it"
-    ),
-    ("sqrt", "rsqrt", "pow", "norm", "linalg_vector_norm"): (
-        "add a small number under the root: its slope at zero is infinite"
-    ),
-    ("_softmax", "_log_softmax", "_safe_softmax"): "let every row have an entry that is not -inf",
-    ("exp", "exp_", "expm1"): "subtract the maximum first, or use logsumexp, softmax or softplus",
-}

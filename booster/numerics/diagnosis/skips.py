@@ -20,8 +20,9 @@ from booster.interface.model import CriterionWrapper, ModelWrapper, extras_of
 from booster.interface.optimizer import OptimizerWrapper, gradients_of, update_of
 from booster.logging import get_dist_logger
 from booster.mixed_precision.keep_fp32 import SKIPS, WINDOW
-from booster.numerics.diagnosis.diagnosis import Diagnosis, diagnose
+from booster.numerics.diagnosis.diagnosis import Diagnosis
 from booster.numerics.diagnosis.replay import RanksApart, Replay
+from booster.numerics.diagnosis.trials import diagnose
 from booster.ranks import agreement
 from booster.tensors.cast_regions import region
 from booster.update.backward import begin_backward, end_backward, run_backward

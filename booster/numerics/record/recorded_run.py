@@ -82,6 +82,10 @@ class AutopilotLook(NamedTuple):
     again: bool
 
 
+_EVENTS: dict[str, Any] = {"switch": PrecisionSwitch, "pilot": AutopilotChange, "look": AutopilotLook}
+"""By kind of line, what is of no optimizer."""
+
+
 @dataclass(frozen=True)
 class RoundedOperand:
     """How one operand of a low-precision layer was rounded in one step: shares of numbers; see `record.layer_counts`."""
@@ -137,8 +141,7 @@ def read_run(folder: Any) -> Run:
     for rank in ranks[1:]:
         rank.leave_out_lost_ranks(first.spans)
     run = Run(root, about)
-    run.piloted, run.looks = first.still_valid(first.piloted), first.still_valid(first.looks)
-    run.switches = first.still_valid(first.switches)
+    run.piloted, run.looks, run.switches = map(first.still_valid, ("pilot", "look", "switch"))
     for rank in ranks:
         run.notes += rank.notes()
     num_ranks, here = about.get("world_size", 1), {rank.about.get("rank", 0) for rank in ranks}
@@ -197,10 +200,8 @@ class _RankFile:
         self.steps: dict[str, dict[int, dict[str, Any]]] = {}
         self.samples: dict[tuple[Any, ...], dict[str, Any]] = {}
         self.rounded: dict[tuple[Any, ...], list[int]] = {}
-        # What is of no optimizer, each with the place of its span.
-        self.switches: dict[tuple[Any, ...], tuple[int, PrecisionSwitch]] = {}
-        self.piloted: dict[tuple[Any, ...], tuple[int, AutopilotChange]] = {}
-        self.looks: dict[tuple[Any, ...], tuple[int, AutopilotLook]] = {}
+        # By kind, step and what else tells two of a kind apart; each with the place of its span.
+        self._events: dict[tuple[Any, ...], tuple[int, Any]] = {}
         self._name = printable(path.name)
         self._cut: list[str] = []
         self._last: dict[str, int] = {}
@@ -224,20 +225,13 @@ class _RankFile:
                 self.steps.setdefault(name, {})[number] = line
                 if len(self.steps) > _MOST_OPTIMIZERS:
                     raise ValueError(f"{path} has steps of more than {_MOST_OPTIMIZERS} optimizers, which no run has")
-            elif line["kind"] == "pilot":
-                change = AutopilotChange(**{name: line[name] for name in AutopilotChange._fields})
-                self.piloted[change.model, change.step, change.name, change.role] = place, change
-            elif line["kind"] == "look":
-                look = AutopilotLook(**{name: line[name] for name in AutopilotLook._fields})
-                self.looks[look.step, look.model] = place, look
+            elif line["kind"] in _EVENTS:
+                event = _EVENTS[line["kind"]]
+                key = tuple(line.get(name) for name in ("kind", "step", "model", "name", "role"))
+                self._events[key] = place, event(**{name: line.get(name, "") for name in event._fields})
             elif line["kind"] == "low":
                 key = tuple(line[name] for name in ("optimizer", "step", "name", "product", "operand", "format"))
                 self.rounded[key] = [line[name] for name in ("total", "underflow", "saturated", "top")]
-            elif line["kind"] == "switch":
-                self.switches[(line["step"],)] = (
-                    place,
-                    PrecisionSwitch(line["step"], line["precision"], line.get("why", "")),
-                )
             elif line["kind"] == "sample":
                 self.samples[line["optimizer"], line["step"], line["of"], line["name"]] = line
         if not any(span.about for span in self.spans):
@@ -270,12 +264,11 @@ class _RankFile:
                 gone = {number for number, line in own.items() if number >= begin and line["time"] < since}
                 self._drop(optimizer, gone)
 
-    def still_valid(self, found: Mapping[tuple[Any, ...], tuple[int, Any]]) -> list[Any]:
-        """Return of `found` what no later span went back behind, by step."""
-        valid = [
-            said for place, said in found.values() if all(later.leaves(said.step) for later in self.spans[place + 1 :])
-        ]
-        return sorted(valid, key=lambda said: said.step)
+    def still_valid(self, kind: str) -> list[Any]:
+        """Return the events of `kind` that no later span went back behind, by step."""
+        own = [found for key, found in self._events.items() if key[0] == kind]
+        valid = [event for place, event in own if all(later.leaves(event.step) for later in self.spans[place + 1 :])]
+        return sorted(valid, key=lambda event: event.step)
 
     def notes(self) -> list[str]:
         """What is not as it should be, as sentences."""
