@@ -9,7 +9,7 @@
 Where to begin reading. Every room is a folder with a head in its `__init__.py`: the idea, an example where one helps, its
 files in reading order. These follow the five lines above:
 
-    booster.py           `Booster`: one class, whose methods call one thing each; facade/ is what they call
+    booster.py           `Booster`: one class, with methods that call one thing each; facade/ is what they call
     mixed_precision/     a precision: its dtypes (`policy.py`), its place in `boost` (`configure.py`), the names of all
     plugin/              a placement on ranks: ddp/, zero/, fsdp/, tensor_parallel/, pipeline/
     interface/           what `boost` returns: wrappers of model, optimizer and scheduler

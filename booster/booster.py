@@ -74,7 +74,7 @@ class Booster(BoosterState):
         this library, and raises ValueError at `boost` where they cannot step; "compile" compiles the update of any optimizer
         instead, and says so in a WARNING where it cannot; False does none of it.
     clip_grad_norm: every `step()` clips the gradients of its optimizer to this norm; 0 does not.
-    skip_nonfinite: skip steps whose gradients are not finite also without a loss scaler and without clipping.
+    skip_nonfinite: skip steps with gradients that are not finite also without a loss scaler and without clipping.
     max_consecutive_skips: so many skipped steps in a row raise `LossScaleError`; None never does.
 
     release_gradients: optimizer step in backward: each parameter is stepped as soon as its gradient is complete, and the
@@ -255,7 +255,7 @@ class Booster(BoosterState):
     ) -> tuple[Any, Any, Any, Any, Any]:
         """Prepare the five for training; returns (model, optimizer, criterion, dataloader, lr_scheduler), None for None.
 
-        model: moves to `device`, and the plugin places it; to type checkers it stays of its own class, whose attributes it has.
+        model: moves to `device`, and the plugin places it; to type checkers it stays of its class, and has its attributes.
             It is a `ModelWrapper` of it. One, or a list of several that one optimizer trains, such as two critics; then a list
             comes back, each was placed by itself, and names of parameters begin with the place in the list, as "0.".
         optimizer: follows the parameters of the model. One, or a list of several that share them, which come back as a list;
@@ -332,7 +332,7 @@ class Booster(BoosterState):
     def switch(self, mixed_precision: str | MixedPrecision | None) -> None:
         """Go over to another precision between two steps; what `boost` returned stays the same objects, and changes in place.
 
-        mixed_precision: as for `Booster`, whose `states`, `offload_states` and `half_products` hold for it too. Weights,
+        mixed_precision: as for `Booster`, and its `states`, `offload_states` and `half_products` hold here too. Weights,
         masters, states of optimizers, loss scales and random numbers go on as if they had been saved, everything built anew
         under that precision, and loaded, to the bit, and at no time are states there twice. A loss scale begins anew where the
         precision so far had none of its kind. Stochastic rounding draws other numbers than after a load. A collective.
@@ -430,7 +430,7 @@ class Booster(BoosterState):
 
         values, sep, end: as for Python's `print`.
         file: a stream to print into; None is standard output.
-        flush: True, so that lines of a job whose output goes into a file come at once.
+        flush: True, so that lines of a job that writes into a file come at once.
         """
         if is_main():
             print(*values, sep=sep, end=end, file=file, flush=flush)  # noqa: T201 - printing is what was asked for

@@ -1,7 +1,7 @@
 """Loss scales: none, and the dynamic one of torch.amp with hysteresis and bounds, on the host or on a device.
 
 Algorithm: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2. A scale multiplies the loss so that small
-gradients survive float16; a step whose gradients overflow is skipped and the scale backs off, a run of clean steps lets
+gradients survive float16; a step with gradients that overflow is skipped and the scale backs off, a run of clean steps lets
 it grow. Hysteresis follows Megatron-LM: `hysteresis - 1` overflows are forgiven, and forgiveness is renewed only when
 the scale grows. With hysteresis 1 the trajectory is that of `torch.amp.GradScaler`.
 """
@@ -227,7 +227,7 @@ _RULE = ("update", "scale", "factor", "floor", "min_scale", "describe", "state_d
 
 
 class StaticScale(DynamicScale):
-    """A loss scale that never moves; steps whose gradients overflow are still skipped.
+    """A loss scale that never moves; steps with gradients that overflow are still skipped.
 
     scale: the factor on every loss.
     """
@@ -239,7 +239,7 @@ class StaticScale(DynamicScale):
 
 
 class DeviceScale(LossScaler):
-    """A `DynamicScale` whose scale and counters are tensors on one device. `update` takes a 0-dim float tensor.
+    """A `DynamicScale` with scale and counters as tensors on one device. `update` takes a 0-dim float tensor.
 
     `tensor` is replaced, never written to, on every update: a reference taken at backward stays what it was.
     """

@@ -10,7 +10,7 @@ An example: `step = b.capture(train_step, x, y)`, then `step(x, y)` in a loop.
     call 1    train_step itself: optimizers make their states
     call 2    recorded. Inputs, loss scale, its counters and learning rates get memory that stays
     call 3    replayed: copy the batch in, replay, copy the `StepResult` and what was returned out
-    ...       a batch of another shape, a module in eval mode, another place in `accumulate`: a graph of its own
+    ...       a batch of another shape, a module in eval mode, another place in `accumulate`: another graph
               weights that were replaced, as by a load: all graphs are dropped, and recorded again
 
 In reading order:

@@ -24,7 +24,7 @@ _WORD = 8  # bytes, at a multiple of which numbers are packed
 
 
 class Recorder(Protocol):
-    """Makes graphs of one device, whose memory they share; they are replayed one at a time."""
+    """Makes graphs of one device, which share its memory; they are replayed one at a time."""
 
     def warm(self, body: Callable[[], T]) -> T:
         """Return `body()`, run where graphs are recorded, for what its first run alone does."""

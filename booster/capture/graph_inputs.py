@@ -1,7 +1,7 @@
 """What a graph reads and writes by address, and what gradients are between two calls.
 
 A graph is recorded with the addresses of its tensors, and replayed as long as they hold: `TensorAddresses` and `options_of`
-tell. Gradients may wait from one call to the next, as within `accumulate`: which, and with which scale, is a
+say so. Gradients may wait from one call to the next, as within `accumulate`: which, and with which scale, is a
 `GradientLayout`, which distinguishes graphs. What optimizers replace in every step, a graph has in `StaticScalars`."""
 
 from __future__ import annotations

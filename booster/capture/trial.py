@@ -42,7 +42,7 @@ def check(optimizers: Sequence[OptimizerWrapper], *, plugin: str, several_ranks:
 
 
 def check_optimizers(optimizers: Sequence[OptimizerWrapper]) -> None:
-    """Raise RuntimeError, by name, for optimizers whose steps no graph follows."""
+    """Raise RuntimeError, by name, for optimizers with steps that no graph follows."""
     for optimizer in optimizers:
         reason = _refusal(optimizer)
         if reason is not None:

@@ -4,7 +4,7 @@ The idea: a checkpoint knows names and whole shapes, never ranks. Which rank hel
 boxes of the whole, and a rank that loads reads the boxes that it needs. A load compares everything before it changes
 anything.
 
-An example: two ranks under FSDP save step 100 of one model, whose weight "0.weight" has 16 rows.
+An example: two ranks under FSDP save step 100 of one model with a weight "0.weight" of 16 rows.
 
     step-0000000100/
         tensors-00000.safetensors   rows 0 to 7, under the key "models/0/0.weight@0,0", the rows' states and masters
@@ -26,7 +26,7 @@ The files, in the order of a save and then of a load:
     folder.py, lock.py   names and renames of folders; the right to write one, among several jobs.
     manifest.py          the manifest, its form and its hash; `CheckpointError`. hashing.py: hashes of files.
     state_tree.py        values to JSON with references for tensors, and back; the form of state.json.
-    dcp_storage.py       storages for `torch.distributed.checkpoint`, whose planners divide reads and writes among ranks.
+    dcp_storage.py       storages for `torch.distributed.checkpoint`; its planners divide reads and writes among ranks.
     tensor_layout.py     tensors as ranks hold them, and as files have them. tensor_file.py: safetensors files.
     loading.py           finds the newest valid folder; compares, reads, prepares, applies.
     saved_checkpoint.py  `SavedCheckpoint`: what a load requests of a checkpoint, and gets.

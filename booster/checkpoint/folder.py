@@ -1,7 +1,7 @@
 """Folders that appear whole or not at all: written under another name, synced to the disk, then renamed into place.
 
 A root holds one folder for each checkpoint, `step-0000000100`. A save writes into `.step-0000000100.writing-NONCE`; when
-every file is on the disk, a rename makes it visible. Where a checkpoint of that step stands already, it is first renamed
+every file is on the disk, a rename makes it visible. Where a checkpoint of that step is there already, it is first renamed
 to `step-0000000100.replaced`, which counts as long as nothing else bears the name, so that at every moment the old or the
 new one is found whole. What an interrupted save left behind is cleared away by the next one.
 

@@ -42,7 +42,7 @@ def snapshot(part: Any) -> Callable[[], None]:
 
 
 def load_module(module: nn.Module, state: dict[str, Any], undo: ExitStack) -> None:
-    """Load `state`, whose names and shapes fit, into `module`; where that may raise, `undo` gets what restores it.
+    """Load `state`, of names and shapes that fit, into `module`; where that may raise, `undo` gets what restores it.
 
     Raises ValueError for entries that differ from those of `module` and that it does not read.
     """
@@ -83,7 +83,7 @@ def may_refuse(module: nn.Module) -> bool:
 def read_by_torch(module: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of `module`, by name, of which a load does nothing but write into them: those alone may be read in place.
 
-    Without those that have several names, which may differ in a file, and those whose masters take over what is loaded.
+    Without those that have several names, which may differ in a file, and those with masters that take over what is loaded.
     """
     own = user_module(module)
     if may_refuse(module):

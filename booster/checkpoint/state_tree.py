@@ -21,10 +21,8 @@ from booster.model.dtensors import is_dtensor
 from booster.shards.flat_shard import FlatShard
 from booster.update.state_dict import STATE_KEY
 
-BESIDE = "beside"  # of an optimizer: states of no parameter, by keys of its own
-OWN = (
-    "own"  # key of the tree: by rank, under which name of the checkpoint it has a tensor of its own, by the common name
-)
+BESIDE = "beside"  # of an optimizer: states of no parameter, by the optimizer's keys
+OWN = "own"  # key of the tree: by rank, under which name of the checkpoint it has another tensor, by the common name
 _TAG = "__booster__"  # the key of everything that JSON has no form for
 _ORDER = "order"  # key of a reference to a tensor with dimensions in another order of memory than in a file
 

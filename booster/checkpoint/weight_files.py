@@ -84,7 +84,7 @@ def read_torch_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         with open_regular(file) as opened:  # nothing that makes whoever opens it wait
             mapped = zipfile.is_zipfile(opened)
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:  # whatever torch raises for a file that is none of its own
+    except Exception as error:  # whatever torch raises for a file that torch did not write
         # Torch gives the reason last. Before, it advises to load without weights_only, which would run what is in the file.
         said = [
             line for line in str(error).split("\n") if line.strip() and not line.startswith("Check the documentation")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from booster.cli.failure_report import report_failures
+from booster.cli.option_values import say
 
 RENDEZVOUS = "booster"  # the name under which torch's launcher finds it
 LOOPBACK = "127.0.0.1"
@@ -118,11 +119,9 @@ def _listener(address: str, port: int, *, is_one_machine: bool) -> socket.socket
             continue
         listener.listen(2048)
         return listener
-    print(
-        f"booster run: {address} is no address of this machine's interfaces, so port {port} listens on all of them; give "
-        "--master_addr the address of one to listen there alone",
-        file=sys.stderr,
-        flush=True,
+    say(
+        f"{address} is no address of this machine's interfaces, so port {port} listens on all of them; give --master_addr the "
+        "address of one to listen there alone"
     )
     return None
 

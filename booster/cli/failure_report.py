@@ -6,6 +6,8 @@ import signal
 import sys
 from typing import Any
 
+from booster.cli.option_values import say
+
 REPORT_START = "booster run: rank"
 
 # With this exit status (EX_TEMPFAIL) a script says that it has stopped because it was asked to, before it had finished.
@@ -36,11 +38,7 @@ def report_failures(
     ordered = sorted(failures.items(), key=lambda item: _moment(item[1], deaths))
     rank, first = ordered[0]
     if STOPPED_STATUS in (first.exitcode, _extra(first).get("status")):
-        print(
-            f"booster run: the job stopped on request before it had finished: status {STOPPED_STATUS} of rank {rank}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"the job stopped on request before it had finished: status {STOPPED_STATUS} of rank {rank}")
         return STOPPED_STATUS
     if first.exitcode > 0:
         status, how = first.exitcode, f"exit code {first.exitcode}"

@@ -36,19 +36,16 @@ class Probe:
     milliseconds: float | None = None
     error: str | None = None
 
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
-
 
 def probe_all(device: torch.device, seconds: float) -> list[Probe]:
     """Time every precision on `device`, `seconds` for each probe at most by intention (one warm-up run on top)."""
-    probes = []
-    for name, dtype in _DTYPES.items():
-        probes.append(_timed(name, "matmul", partial(_matmul, device, dtype), device, seconds))
-        probes.append(_timed(name, "convolution", partial(_convolution, device, dtype), device, seconds))
-        probes.append(_timed(name, "attention", partial(_attention, device, dtype), device, seconds))
-    probes.append(_timed("fp8", "matmul", partial(_fp8_matmul, device), device, seconds))
-    return probes
+    kinds = {"matmul": _matmul, "convolution": _convolution, "attention": _attention}
+    probes = [
+        _timed(name, kind, partial(_graded, build(device.type == "cpu"), device, dtype), device, seconds)
+        for name, dtype in _DTYPES.items()
+        for kind, build in kinds.items()
+    ]
+    return [*probes, _timed("fp8", "matmul", partial(_fp8_matmul, device), device, seconds)]
 
 
 _Built = tuple[str, float, Callable[[], object]]
@@ -75,41 +72,37 @@ def _timed(precision: str, operation: str, build: Callable[[], _Built], device: 
     return Probe(precision, operation, shape, gflops=operations / best / 1e9, milliseconds=best * 1e3)
 
 
-def _matmul(device: torch.device, dtype: torch.dtype) -> _Built:
-    size = 512 if device.type == "cpu" else 4096
-    left, right = (torch.randn(size, size, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
-    gradient = torch.ones(size, size, device=device, dtype=dtype)
+# Shape, in words; operations forward and backward; shapes of the operands; the function of them.
+_Product = tuple[str, float, Sequence[tuple[int, ...]], Callable[..., torch.Tensor]]
+
+
+def _matmul(on_cpu: bool) -> _Product:
+    size = 512 if on_cpu else 4096
+    return f"{size}x{size}x{size}", 3 * 2.0 * size**3, [(size, size)] * 2, torch.matmul
+
+
+def _convolution(on_cpu: bool) -> _Product:
+    batch, channels, side = (4, 32, 16) if on_cpu else (32, 256, 56)
+    shapes = [(batch, channels, side, side), (channels, channels, 3, 3)]
+    operations = 3 * 2.0 * batch * side**2 * channels**2 * 9
+    return f"{batch}x{channels}x{side}x{side}, 3x3", operations, shapes, partial(F.conv2d, padding=1)
+
+
+def _attention(on_cpu: bool) -> _Product:
+    batch, heads, length, width = shape = (4, 3, 128, 64) if on_cpu else (16, 16, 1024, 64)
+    operations = 6 * 2.0 * batch * heads * length**2 * width  # two products forward, four backward; none made again
+    return "x".join(map(str, shape)), operations, [shape] * 3, F.scaled_dot_product_attention
+
+
+def _graded(product: _Product, device: torch.device, dtype: torch.dtype) -> _Built:
+    shape, operations, shapes, function = product
+    operands = [torch.randn(each, device=device, dtype=dtype, requires_grad=True) for each in shapes]
 
     def once() -> None:
-        torch.autograd.grad(left @ right, (left, right), gradient)
+        result = function(*operands)
+        torch.autograd.grad(result, operands, torch.ones_like(result))
 
-    return f"{size}x{size}x{size}", 3 * 2.0 * size**3, once
-
-
-def _convolution(device: torch.device, dtype: torch.dtype) -> _Built:
-    batch, channels, side = (4, 32, 16) if device.type == "cpu" else (32, 256, 56)
-    image = torch.randn(batch, channels, side, side, device=device, dtype=dtype, requires_grad=True)
-    kernel = torch.randn(channels, channels, 3, 3, device=device, dtype=dtype, requires_grad=True)
-    gradient = torch.ones(batch, channels, side, side, device=device, dtype=dtype)
-
-    def once() -> None:
-        torch.autograd.grad(F.conv2d(image, kernel, padding=1), (image, kernel), gradient)
-
-    shape = f"{batch}x{channels}x{side}x{side}, 3x3"
-    return shape, 3 * 2.0 * batch * side**2 * channels**2 * 9, once
-
-
-def _attention(device: torch.device, dtype: torch.dtype) -> _Built:
-    batch, heads, length, width = (4, 3, 128, 64) if device.type == "cpu" else (16, 16, 1024, 64)
-    shape = (batch, heads, length, width)
-    query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    gradient = torch.ones(shape, device=device, dtype=dtype)
-
-    def once() -> None:
-        torch.autograd.grad(F.scaled_dot_product_attention(query, key, value), (query, key, value), gradient)
-
-    # two products forward, four backward; recomputation is not counted
-    return "x".join(map(str, shape)), 6 * 2.0 * batch * heads * length**2 * width, once
+    return shape, operations, once
 
 
 def _fp8_matmul(device: torch.device) -> _Built:
@@ -222,7 +215,7 @@ def _collect() -> dict[str, Any]:
         "backends": _backends(),
         "apex": {"kind": apex.kind, "message": apex.message, "location": apex.location, "version": apex.version},
         "probed_device": str(device),
-        "precisions": [probe.as_dict() for probe in probe_all(device, _PROBE_SECONDS)],
+        "precisions": [asdict(probe) for probe in probe_all(device, _PROBE_SECONDS)],
     }
 
 

@@ -42,9 +42,14 @@ def wrapped(line: str, indent: int = 4) -> str:
     )
 
 
-def whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """Whole numbers from `low` on, up to `high`."""
-    bounds = f"of at least {low}" if high is None else f"between {low} and {high}"
+def say(text: str) -> None:
+    """Print a line of `booster run` on stderr, at once."""
+    print(f"booster run: {text}", file=sys.stderr, flush=True)
+
+
+def whole(low: int, high: int | None = None, what: str | None = None) -> Callable[[str], int]:
+    """Whole numbers from `low` on, up to `high`. what: what one of them is, for the message, if it is more than that."""
+    legal = what or f"a whole number {f'of at least {low}' if high is None else f'between {low} and {high}'}"
 
     def read(text: str) -> int:
         try:
@@ -52,7 +57,7 @@ def whole(low: int, high: int | None = None) -> Callable[[str], int]:
         except ValueError:
             value = low - 1
         if value < low or (high is not None and value > high):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not {legal}")
         return value
 
     return read

@@ -18,7 +18,7 @@ from typing import Any
 from booster.cli.agent import Attempt, Stopped, loopback_variables, run_attempt, worker_command
 from booster.cli.failure_report import STOPPED_STATUS
 from booster.cli.hosts import Host, NodeCommand, chosen_hosts, is_host_name, is_local, run_nodes, ssh_command
-from booster.cli.option_values import spellings
+from booster.cli.option_values import say, spellings, whole
 from booster.launch import TIMEOUT_VARIABLE, await_address
 
 DEFAULT_MASTER_PORT = 29500
@@ -60,29 +60,15 @@ def parse(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namesp
     return parser, options
 
 
-def _ranged(low: int, high: int, what: str) -> Callable[[str], int]:
-    """Return what reads whole numbers from `low` to `high`. what: what one of them is, for the message."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-        return value
-
-    return read
-
-
-_positive = _ranged(1, 2**31 - 1, "a whole number of at least 1")
-_natural = _ranged(0, 2**31 - 1, "a whole number of at least 0")
-_port = _ranged(1, 65535, "a port from 1 to 65535")
+_LARGEST = 2**31 - 1
+_positive = whole(1, _LARGEST, "a whole number of at least 1")
+_natural = whole(0, _LARGEST, "a whole number of at least 0")
+_port = whole(1, 65535, "a port from 1 to 65535")
 
 
 def _process_number(text: str) -> str:
     if text not in ("gpu", "cpu"):
-        _ranged(1, 2**31 - 1, "a whole number of at least 1, 'gpu' or 'cpu'")(text)
+        whole(1, _LARGEST, "a whole number of at least 1, 'gpu' or 'cpu'")(text)
     return text
 
 
@@ -133,7 +119,7 @@ _OPTIONS: tuple[tuple[str, Callable[[str], Any] | None, str, Any, str], ...] = (
     ),
     (
         "timeout",
-        _ranged(1, 10**9, "a whole number of seconds, at least 1"),
+        whole(1, 10**9, "a whole number of seconds, at least 1"),
         "S",
         None,
         "seconds that a collective waits for other ranks before it fails, where the script names none (default: torch's)",
@@ -215,14 +201,12 @@ def run(argv: Sequence[str]) -> int:
                 status = _on_hosts(hosts, options, environment) if hosts else _here(parser, options)
                 if status in (0, STOPPED_STATUS) or attempt > options.max_restarts:
                     return status
-                print(
-                    f"\nbooster run: attempt {attempt} of {options.max_restarts + 1} failed with status {status}; "
-                    "relaunching the whole job",
-                    file=sys.stderr,
-                    flush=True,
+                print(file=sys.stderr)
+                say(
+                    f"attempt {attempt} of {options.max_restarts + 1} failed with status {status}; relaunching the whole job"
                 )
     except Stopped as stop:
-        print(f"booster run: {stop}; all processes of the job have ended", file=sys.stderr, flush=True)
+        say(f"{stop}; all processes of the job have ended")
         return stop.status
 
 
@@ -234,27 +218,19 @@ def _here(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         try:
             await_address("--master_addr", options.master_addr)
         except (RuntimeError, ValueError) as error:
-            print(f"booster run: error: {error}", file=sys.stderr)
+            say(f"error: {error}")
             return 1
         port = port or DEFAULT_MASTER_PORT
-        print(
-            f"booster run: node {options.node_rank} of {options.nnodes} meets the others at "
-            f"{options.master_addr} port {port}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"node {options.node_rank} of {options.nnodes} meets the others at {options.master_addr} port {port}")
     if port is not None and options.node_rank == 0 and not _port_is_free(port):
-        print(
-            f"booster run: error: port {port} is in use on this machine (another job?); choose another --master_port"
-            + (", or leave it out: a free port is taken by default" if options.nnodes == 1 else ""),
-            file=sys.stderr,
-        )
+        default = ", or leave it out: a free port is taken by default" if options.nnodes == 1 else ""
+        say(f"error: port {port} is in use on this machine (another job?); choose another --master_port{default}")
         return 1
     if options.log_dir is not None:
         try:
             Path(options.log_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            print(f"booster run: error: --log_dir {options.log_dir} cannot be made: {error}", file=sys.stderr)
+            say(f"error: --log_dir {options.log_dir} cannot be made: {error}")
             return 1
     defaults = {"OMP_NUM_THREADS": str(max(1, _num_cores() // nproc))}
     if options.nnodes == 1:
@@ -359,16 +335,13 @@ def _port_is_free(port: int) -> bool:
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set `variables` for the processes started meanwhile."""
-    before = {name: os.environ.get(name) for name in variables}
+    before = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextmanager

@@ -79,7 +79,7 @@ class HangWatchdog(threading.Thread):
         super().__init__(name="booster-hang-watchdog", daemon=True)
         self.timeout = timeout
         self._watched: dist.Store | None = store
-        # A client of its own: a wait of another thread would hold it.
+        # Another client: a wait of another thread would hold the one there is.
         own: dist.Store = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(timedelta(seconds=5))
         self._barrier = StoreBarrier(own, "booster/hang_watchdog", rank, size)

@@ -17,7 +17,7 @@ from booster.common.frames import called_from
 
 _logger = logging.getLogger(__name__)
 _CALLS = 100  # of the user's model in training; who calls the wrong one calls it in the first of them
-# Of boosted models, not of criteria, whose own models are not synchronised.
+# Of boosted models, not of criteria: models in those are not synchronised.
 _COMPUTES = {("booster.interface.model", name) for name in ("_run", "run_method", "_stream")}
 _OF_TORCH_CHECKPOINT = ("torch.distributed.checkpoint.state_dict",)
 _BETWEEN = ("booster.interface.optimizer", "booster.common.misuse", "torch.optim.", "torch.utils.")

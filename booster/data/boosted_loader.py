@@ -57,7 +57,7 @@ class DataLoaderWrapper:
 
     Each `iter()` calls `set_epoch` of the loader, its sampler and its batch sampler, where they have it, with `epoch`,
     and counts on. Who sets `epoch` (as after loading a checkpoint), calls `set_epoch` here, or gives the sampler
-    another epoch by its own `set_epoch`, is followed. Several iterators may be alive; each is of its own epoch. Other
+    another epoch by its own `set_epoch`, is followed. Several iterators may be alive, each of one epoch. Other
     attributes are the loader's.
     """
 
@@ -126,7 +126,7 @@ class DataLoaderWrapper:
         """Return the position: the epoch, how many of its batches were yielded, and the loader's own state if it has one.
 
         It is that of the iterator that was made last; batches that workers have read ahead do not count. Of a loader that is
-        read again on loading, it has the states of its own generators, of those of its samplers and datasets, and the global
+        read again on loading, it has the states of generators of the loader, its samplers and datasets, and the global
         ones when the epoch began. Raises RuntimeError, which says why, where reading again would not come to the same batches.
         """
         if self._position is not None and self._position["epoch"] == self._epoch:
@@ -197,10 +197,10 @@ class DataLoaderWrapper:
         """Make the next `iter()` go on where `state` was taken, in the same order.
 
         A loader of `prepare_dataloader` leaves out what was seen without reading it, and deals the rest to the ranks that
-        there are now; one with `load_state_dict` of its own is given its state; any other reads what was seen and drops it,
+        there are now; one that has `load_state_dict` is given its state; any other reads what was seen and drops it,
         from the random states that the epoch began with. Raises ValueError for what `state_dict` did not write, where that
-        other loader now reads another number of samples at a time over all ranks, and in the middle of an epoch whose order
-        this one would draw otherwise.
+        other loader now reads another number of samples at a time over all ranks, and in the middle of an epoch if the order
+        of it would be drawn otherwise here.
         """
         position = position_of(state, self._loader)
         if OWN_STATE in position:

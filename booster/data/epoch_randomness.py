@@ -55,7 +55,7 @@ def generators_of(loader: Any) -> dict[str, Any]:
     """Return the generators of `loader`, its samplers and datasets, whatever holds them, by the attributes that lead there.
 
     Generators are those of torch, of python and of numpy; samplers with `state_dict` and `load_state_dict` count as one. A
-    loader with a state of its own has none here.
+    loader that keeps a state has none here.
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()

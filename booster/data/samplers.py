@@ -136,7 +136,7 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def is_stateful(part: Any) -> bool:
-    """Return whether a loader or a sampler keeps a state of its own."""
+    """Return whether a loader or a sampler keeps a state."""
     return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
 
 

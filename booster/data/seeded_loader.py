@@ -28,7 +28,7 @@ _RESERVED = {
 
 
 class SeededDataLoader(DataLoader[Any]):
-    """A torch DataLoader whose shuffling and worker seeds follow from (seed, rank, epoch).
+    """A torch DataLoader with shuffling and worker seeds that follow from (seed, rank, epoch).
 
     dataset: the whole of it, or this rank's sampler among the options.
     seed: the same on all ranks.

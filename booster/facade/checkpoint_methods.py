@@ -70,7 +70,7 @@ def save(
     final, step = reserve(root, step, group)
     if not async_save:
         return write(final, taken, step=step, keep_last=keep_last, group=group, objects=found)
-    # Copies, because training goes on; a group of its own, because collectives of two threads would meet.
+    # Copies, because training goes on; another group, because collectives of two threads would meet.
     taken, writers = taken.copied(), None if group is None else shared.background.group()
     shared.background.start(lambda: write(final, taken, step=step, keep_last=keep_last, group=writers))
     return final

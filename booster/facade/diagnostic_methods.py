@@ -37,14 +37,14 @@ def record(
         was written.
     every: in the first step and in every so many, gradients and weights are looked at too, parameter by parameter: how
         their magnitudes are spread, what underflows, which weights stand still; None never looks.
-    activations: names of modules whose outputs, and the gradients of them, are looked at in these steps too, by forward
-        hooks; `*` stands for anything within one part of a name, `**` across parts. Written names of a second model begin
+    activations: names of modules of which outputs, and their gradients, are looked at in these steps too, by forward
+        hooks; `*` matches anything within one part of a name, `**` across parts. Written names of a second model begin
         with its class.
     tracker: also called with the numbers of each step by name, and the number of the step; a tracker's own
         `log(values, step)` will do. What it raises is warned of once, and training goes on. None calls nothing.
 
     A disk that is full ends the record with a warning, and not the training. Nothing in a step waits for a device: there,
-    lines follow some steps later. `booster report FOLDER` shows it. Returns the record, whose `close()` ends it; the end of
+    lines follow some steps later. `booster report FOLDER` shows it. Returns the record; `close()` ends it, and the end of
     the process does too.
 
     Raises ValueError for a folder that this Booster writes to already, and unless every=None under release_gradients, where

@@ -38,7 +38,7 @@ def load_weights(
     storage_dtype: None stores parameters in the model's dtypes, which must be those of the file. torch.float32, torch.bfloat16
         or torch.float16 stores all floating parameters in it. "int8", "fp8" and "nf4" store the weights of linear layers in 8
         or 4 bits, with a float32 scale for each 128 or 64 numbers of a row; such a layer becomes a
-        `booster.frozen.FrozenLinear`, whose weight does not train and is unpacked in every pass. All else (biases, norms,
+        `booster.frozen.FrozenLinear`: its weight does not train and is unpacked in every pass. All else (biases, norms,
         embeddings) keeps the model's dtype, in which it must lose nothing; so do buffers always.
     compute_dtype: what frozen layers multiply in; None means the dtype of autocast, or of their input. With a floating
         storage_dtype that is another one, linear layers are frozen as well, and only their weights are stored in it.
@@ -97,7 +97,7 @@ def enable_lora(
 ) -> Any:
     """LoRA, QLoRA: freeze `model` and put low-rank adapters of peft around it, in place; returns the PeftModel, to boost.
 
-    pretrained_dir: a folder of `save_lora` or of peft, whose adapters train on; None makes new ones by `lora_config`.
+    pretrained_dir: a folder of `save_lora` or of peft: adapters from there train on. None makes new ones by `lora_config`.
     lora_config: a peft.LoraConfig, for new adapters; None where there is a folder.
     storage_dtype: how the weights of frozen linear layers are stored, as for `load_weights`: "nf4" (QLoRA), "int8", "fp8",
         torch.bfloat16 or torch.float16, from what they are now; all but those that others share, and what makes the logits.

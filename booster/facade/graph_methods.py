@@ -51,7 +51,7 @@ def capture(
     train_step: a function of a batch that makes a step with boosted objects: forward, `backward`, clip, `optimizer.step()`,
     `scheduler.step()` of a boosted scheduler, `zero_grad`; or a part of one, such as a micro-batch of `accumulate`. It may
     return tensors and results of steps, which come back as copies, without a graph of autograd. What it computes from
-    Python's numbers, and draws from Python's random ones, is the same in every replay. Numbers in the batch tell one kind
+    Python's numbers, and draws from Python's random ones, is the same in every replay. Numbers in the batch separate one kind
     of call from another, as do shapes, dtypes, modules in training or not, and gradients that wait. The first call of a
     kind runs `train_step`, the second is recorded, those after it are replayed; both run it for what it does besides.
     example_batch: one batch, on which it is looked at what a host would read.

@@ -141,7 +141,7 @@ def backward(
 def accumulate(
     self: BoosterState, model: nn.Module, optimizer: Optimizers, num_micro_batches: int, num_tokens: float | None = None
 ) -> AbstractContextManager[Any]:
-    """Context around one group of micro-batches whose gradients are summed before a step (gradient accumulation).
+    """Context around one group of micro-batches, of which gradients are summed before a step (gradient accumulation).
 
     model, optimizer: those that the group trains.
     num_micro_batches: how many backward passes the group has; each is divided by it, and only the last synchronises,

@@ -3,7 +3,7 @@
 The idea: a weight that does not train needs no gradient, no state and no float32 master; it is stored in 4 or 8 bits and
 unpacked where a product reads it, in forward and again in backward. No high-precision copy of it is kept.
 
-An example: a weight of 2 rows and 128 columns in "nf4", whose blocks of 64 numbers share a scale::
+An example: a weight of 2 rows and 128 columns in "nf4", which has a scale for each block of 64 numbers::
 
     row 0   | 64 bytes: two codes of 4 bits each | 4 bytes: scale of 0..63 | 4 bytes: scale of 64..127 |
     row 1   | the same, 72 bytes                                                                     |

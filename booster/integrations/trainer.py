@@ -173,7 +173,7 @@ def boosted_trainer(trainer: T) -> T:
     TrainingArguments, which start the process group; None for DistributedDataParallel on several ranks.
 
     It raises ValueError, when it is made, for arguments that contradict these two or that it cannot honour, and names them.
-    Logs hold besides `loss_scale`, `skipped_steps`, and in `culprit` the parameters whose gradients made the last skip.
+    Logs hold besides `loss_scale`, `skipped_steps`, and in `culprit` the parameters with the gradients that made the last skip.
     Checkpoints hold the weights that the forward reads, half ones where the precision stores them half, and in the folder
     `booster_optimizer` states, masters, loss scale, and where a schedule or an autopilot is. Raises TypeError where `trainer`
     is no Trainer.

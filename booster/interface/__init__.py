@@ -22,6 +22,6 @@ Files in reading order:
 
 What may be touched: a step passes here, so each call counts (`tests/unit/test_calls.py`). A wrapper sets its own attributes by
 `__dict__`, since plain assignment sets them on the user's model. Other rooms ask by functions (`update_of`, `gradients_of`,
-`extras_of`, `precision_of`), not by attributes, whose names belong to the user. mixed_precision/ makes the wrappers; facade/,
+`extras_of`, `precision_of`), not by attributes: their names belong to the user. mixed_precision/ makes the wrappers; facade/,
 checkpoint/ and numerics/ read them.
 """

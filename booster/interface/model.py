@@ -54,7 +54,7 @@ class _Forward:
 
 
 class PrecisionModule(TransparentModule):
-    """A model whose forward, and every method called through it, runs under a precision.
+    """A model that runs its forward, and every method called through it, under a precision.
 
     input_dtype: floating inputs of forward and of methods are cast to it, in whatever container; None leaves them.
 

@@ -32,6 +32,11 @@ from booster.update.update import Update
 _UPDATE, _GRADIENTS = attrgetter("_update"), attrgetter("_update.gradients")
 
 
+def _of_inner(name: str) -> property:
+    """Return what reads and writes the attribute `name` of the user's optimizer."""
+    return property(lambda self: getattr(self.optimizer, name), lambda self, new: setattr(self.optimizer, name, new))
+
+
 @accepts_found_inf  # so that `step` can refuse a GradScaler
 class OptimizerWrapper(Optimizer):
     """The user's optimizer, stepped on unscaled gradients or not at all.
@@ -301,13 +306,9 @@ class OptimizerWrapper(Optimizer):
         `LowLevelZeroPlugin` does; otherwise this does nothing. No collective."""
         self._update.shards.wait_for_weights()
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
+    # Rebound groups and defaults, as of a scheduler that replaces them, are those of the optimizer inside.
+    param_groups: Any = _of_inner("param_groups")
+    defaults: Any = _of_inner("defaults")
 
     @property
     def state(self) -> Any:
@@ -320,14 +321,6 @@ class OptimizerWrapper(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not yet set: pickle and copy look for attributes on an empty object

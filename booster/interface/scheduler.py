@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 
 
 class LRSchedulerWrapper:
-    """A scheduler whose `step()` advances only if the optimizer applied a step since the last call.
+    """A scheduler that advances by `step()` only if the optimizer applied a step since the last call.
 
     With arguments, such as an epoch or a metric, `step` says itself where to go or what was seen, and is passed on always.
     Attributes pass through to the scheduler inside. Where the outcome of the last optimizer step is still on a device,
@@ -89,7 +89,7 @@ class PendingSchedulerStep:
         self, scheduler: Any, optimizer: OptimizerWrapper, seen: _Seen, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.scheduler, self._seen, self._args, self._kwargs = scheduler, seen, args, kwargs
-        self._optimizer: Any = weakref.proxy(optimizer)  # whose history holds this
+        self._optimizer: Any = weakref.proxy(optimizer)  # weakly: its history holds this
 
     @property
     def has_arguments(self) -> bool:

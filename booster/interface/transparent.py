@@ -74,7 +74,7 @@ class TransparentModule(nn.Module):
             clear_unsharded_grads(module, set_to_none)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the user's model; arguments are those of its own load_state_dict."""
+        """Load into the user's model; arguments are those of that model's load_state_dict."""
         return self._whole().load_state_dict(*args, **kwargs)
 
     # parameters(), modules() and buffers() of nn.Module follow from this one.
@@ -194,7 +194,7 @@ class TransparentModule(nn.Module):
         return True
 
     def _whole(self) -> nn.Module:
-        """The user's model, whose weights are there."""
+        """The user's model, with its weights there."""
         wait_for_weights(self.module)
         return bare(self.module)
 

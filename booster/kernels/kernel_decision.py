@@ -219,7 +219,7 @@ def kernel_update(
 ) -> Update:
     """Make an update that steps by kernels as `rule` says, and by `application` what they do not know.
 
-    counts_zeros: tell how many elements of gradients are zero."""
+    counts_zeros: count the elements of gradients that are zero."""
     supported: SupportedParams
     if isinstance(application, MasterApplication):
         supported = SupportedMasters(context, rule, application.whole, counts_zeros=counts_zeros)

@@ -86,7 +86,7 @@ def _float64(pointer):
 def norm_of(sums, count, carried, pending, norm, previous):
     """Write the norm of true gradients, float64, clips that wait applied; `carried` and `pending` as of `decide`.
 
-    previous: beside `norm` goes what the next step is clipped by: the norm, or, where that is not finite, what is at
+    previous: with `norm` goes what the next step is clipped by: the norm, or, where that is not finite, what is at
     `previous`; None: nothing."""
     found = tl.sqrt(_sum(sums, count)) * _float64(pending) / _float64(carried)
     tl.store(norm, found)

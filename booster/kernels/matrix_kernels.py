@@ -26,7 +26,7 @@ def _tile(x, row, column, rows, columns, row_stride, column_stride, DTYPE: tl.co
 
 @triton.jit
 def _scale(largest, LARGEST: tl.constexpr, POWER: tl.constexpr):
-    """Scales of numbers whose largest magnitude has the bits `largest`; NaN where it is not finite."""
+    """Scales of numbers, of which the largest magnitude has the bits `largest`; NaN where it is not finite."""
     share = tl.div_rn(number_of(largest), tl.full(largest.shape, LARGEST, tl.float32))
     if POWER:
         bits = bits_of(share)
@@ -54,7 +54,7 @@ def _codes(x, MANTISSA: tl.constexpr, OFFSET: tl.constexpr, SUBNORMAL: tl.conste
     bits = bits_of(x)
     size = bits & 0x7FFFFFFF
     near = tl.minimum(number_of(tl.minimum(size, 0x7F800000)), LARGEST)
-    # Added to a number whose last bit is the smallest subnormal, they are rounded to it.
+    # Added to a number with the smallest subnormal as its last bit, they are rounded to it.
     low = bits_of(near + SUBNORMAL) - bits_of(tl.full(near.shape, SUBNORMAL, tl.float32))
     wide = bits_of(near)
     high = (wide + OFFSET + ((wide >> (23 - MANTISSA)) & 1)) >> (23 - MANTISSA)

@@ -42,7 +42,7 @@ Options = tuple[tuple[str, Any], ...]
 def like_torch(rule: Rule, optimizer: Optimizer, masters: Masters | None, device: torch.device) -> str | None:
     """Return None where steps of `optimizer` by kernels are those of torch on `device`, else what differs.
 
-    masters: tell the forms of weights and states. Tried once in a process for a rule, its flags and forms on a device."""
+    masters: they say the forms of weights and states. Tried once in a process for a rule, its flags and forms on a device."""
     dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
     options = None if masters is None else dataclasses.replace(masters.options, offload=False)
     for group in optimizer.param_groups:
@@ -72,7 +72,7 @@ def _tried(
 
 
 def _typical(kind: type[Optimizer], group: Mapping[str, Any]) -> Options:
-    """Return the options of `group` with typical numbers in place of its own: what is compiled depends on which are 0."""
+    """Return the options of `group` with typical numbers in place of those there: what is compiled depends on which are 0."""
     found: list[tuple[str, Any]] = []
     for name, parameter in inspect.signature(kind).parameters.items():
         value, typical = group.get(name), parameter.default

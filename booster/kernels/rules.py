@@ -192,7 +192,7 @@ _ADAGRAD = Rule(
 )
 
 # ---------------------------------------------------------------------- Lion, by name: torch has none
-# Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms"; of classes whose groups have lr, betas, weight_decay.
+# Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms"; of classes with lr, betas, weight_decay in their groups.
 
 
 def _refuses_lion(optimizer: Optimizer) -> str | None:

@@ -198,7 +198,7 @@ class KernelSteps:
         return known.tables
 
     def _make_tables(self, segments: Segments, dtypes: list[int], addresses: list[int]) -> Tables:
-        """Return tables of `segments`, whose gradients are of `dtypes` and at `addresses`; one for each device."""
+        """Return tables of `segments`, with gradients of `dtypes` at `addresses`; one for each device."""
         home, tables = device_of(self._optimizer, self._group), []
         by_device: dict[Any, list[int]] = {}
         for place, each in enumerate(segments.all):
@@ -285,7 +285,7 @@ class KernelSteps:
     ) -> torch.Tensor:
         """Decide and update what `supported`, a `SupportedParams`, has; returns what was decided.
 
-        is_part: of a step whose random numbers are those of its parts.
+        is_part: of a step that draws random numbers part by part.
 
         Each device decides by itself, from the same numbers: a launch costs less than to wait for another device."""
         if supported.rng is not None and not is_part:
@@ -324,7 +324,7 @@ class KernelSteps:
     ) -> tuple[torch.Tensor, Any, tuple[Any, ...], dict[str, Any]]:
         """Return what `decide` is to write to, what tells which kernel is compiled, its arguments, and its constants.
 
-        All tensors are on the device of `table`, whose step counts go on.
+        All tensors are on the device of `table`, and its step counts go on.
         """
         device, scale = table.device, scaler if type(scaler) is DeviceScale else None
         sums, zeros, found_in, carried, pending, seed, bound = inputs

@@ -30,7 +30,7 @@ NAMES = (
 """Names of all parts. Weights are named after the class of their format in `masters/formats.py`."""
 
 DECIDED: Mapping[str, KernelSwitch] = {}
-"""By name, what a run on a card decided. The others have run on none: they are on, behind a trial beside torch."""
+"""By name, what a run on a card decided. The others have run on none: they are on, behind a trial against torch."""
 
 
 def off(*names: str) -> str | None:

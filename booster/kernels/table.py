@@ -33,7 +33,7 @@ class LaunchGroup:
         names: of their states.
         stochastic: whether anything in them is rounded stochastically.
         constants: what is compiled into the kernel.
-        bucket: whose segments these are, where its states are offloaded.
+        bucket: the one of these segments, where its states are offloaded.
     """
 
     first: int
@@ -51,7 +51,7 @@ class Table:
     of all segments; those that are used here are copied.
 
     Attributes:
-        groups: what is launched; `here` are those whose states are on the device.
+        groups: what is launched; `here` are those with states on the device.
         buckets: that segments are in.
         params: by row.
         bytes_of_a_step: what `measure` and `update` read and write of tensors: gradients twice, all else there and back.

@@ -219,7 +219,7 @@ class Bucket:
     def divide(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None], state: Any) -> list[Bucket]:
         """Return two buckets, of the pieces with a gradient and of the others, or this one if all are alike.
 
-        state: the optimizer's, whose entries move along.
+        state: the optimizer's; its entries move along.
         """
         inside = [piece for piece in self.pieces if gradient_of(piece.param) is not None]
         if len(inside) in (0, len(self.pieces)):

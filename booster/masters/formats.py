@@ -8,7 +8,7 @@ forward and backward read what the master rounds to, the half weight.
 
 The bits
 --------
-A bfloat16 number is the upper half of a float32 number; a float16 number has exponents of its own::
+A bfloat16 number is the upper half of a float32 number; a float16 number has other exponents::
 
     float32    s eeeeeeee mmmmmmm mmmmmmmmmmmmmmmm
     bfloat16   s eeeeeeee mmmmmmm
@@ -115,7 +115,7 @@ class Format(ABC):
 
     @abstractmethod
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-        """Return a `residual` for `size` elements whose working weights are of `dtype`."""
+        """Return a `residual` for `size` elements with working weights of `dtype`."""
 
     @abstractmethod
     def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:

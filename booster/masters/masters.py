@@ -59,7 +59,7 @@ class Masters:
         layouts: by parameter with a master, the memory order that its bucket knows, as a meta tensor.
         gradient_of: what a step takes for the gradient of a parameter, in any floating dtype; its `.grad` by default.
         loaded_weights: gives, once, float32 values that `load_state_dict` brought for half-precision parameters, or None.
-        hosts: the host memory of each device whose states are offloaded.
+        hosts: the host memory of each device with offloaded states.
         num_removed: how many parameters with masters were in no group of the optimizer when `register_params` ran last.
 
     Raises ValueError for a form of masters that this optimizer cannot be stepped on.
@@ -145,7 +145,7 @@ class Masters:
 
         Masters become the float32 values that were loaded into their weights, see `LoadedWeights`. Where a parameter with a
         master changed its memory order, as by `model.to(memory_format=...)`, masters and state are laid anew. Raises
-        RuntimeError for one whose shape, dtype or device changed.
+        RuntimeError for one of another shape, dtype or device.
         """
         for param, known in self.layouts.items():  # which loops without a call do for every parameter in every step
             if param.stride() != known.stride() or param.shape != known.shape:

@@ -29,7 +29,7 @@ Ratios
 ------
 First moments in codes of one scale are too coarse where gradients of neighbours differ by 100 and more: a small one, divided by
 its own small second moment, makes a step of many learning rates. So what Adam and its kin divide is kept as the ratio to what
-it is divided by, about 1 whatever gradients are. Codes alone tell the divisor: a scale would be one factor for all.
+it is divided by, about 1 whatever gradients are. The divisor follows from codes alone: a scale would be one factor for all.
 Mean error of 30 updates where every second gradient is smaller, in brackets the largest in learning rates (float32: 1.0)::
 
     smaller by      1             100           10,000        1,000,000

@@ -78,7 +78,7 @@ class MasterStep:
     def step(self, scalars: StepScalars = NO_SCALARS) -> None:
         """Update masters and working weights by the working gradients, divided as `scalars`. Hooks fire once.
 
-        Tensors in it are for an optimizer whose kernel heeds them (`honours_grad_scale`) and has its states; nothing waits for
+        Tensors in it are for an optimizer with states and a kernel that heeds them (`honours_grad_scale`); nothing waits for
         them. Where nothing is to change, what was read is written back as it was, bit for bit, whatever the form of masters
         and states.
         """

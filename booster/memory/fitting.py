@@ -48,7 +48,7 @@ def samples(batch: Any) -> int | None:
 def largest_batch(
     peak_of: Callable[[int], int], limit: int, start: int = 1, *, known: Mapping[int, int] | None = None
 ) -> int:
-    """Return the largest batch whose peak is at most `limit` bytes, 0 if not even one sample fits; at most 2**24.
+    """Return the largest batch with a peak of at most `limit` bytes, 0 if not even one sample fits; at most 2**24.
 
     peak_of: bytes at the peak for a batch size, which grows with it.
     limit: bytes.

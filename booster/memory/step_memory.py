@@ -31,7 +31,7 @@ class StepMemory:
     Attributes:
         states, masters: that are held. Scratch that a small model keeps between steps on a CPU counts as masters.
         temporaries: what a step takes above these and the gradients.
-        at_once: elements whose gradients wait at most for each other, where the optimizer steps in backward.
+        at_once: elements of which gradients wait at most for each other, where the optimizer steps in backward.
         host: states and masters in the host's memory, which are in none of the others.
     """
 

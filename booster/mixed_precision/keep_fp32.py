@@ -295,7 +295,7 @@ def selected_buffers(model: nn.Module, entries: KeepFP32 | Iterable[KeepFP32], o
 
 
 def is_batch_norm(name: str, module: nn.Module) -> bool:
-    """A predicate for `keep_fp32`: BatchNorm of any dimension, whose running statistics half precision would spoil.
+    """A predicate for `keep_fp32`: BatchNorm of any dimension: half precision would spoil its running statistics.
 
     name: of the module in the model; it does not matter.
     module: what is asked about.

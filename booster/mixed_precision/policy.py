@@ -59,7 +59,7 @@ class DtypePolicy:
     they were registered in, and those of float32 do not widen halves that they meet, see `tensors/weak.py`; None also has kept
     modules return halves.
     fp32_buffers: names of float buffers that torch sees as they are, so that they do widen them.
-    fp8_weights: names of modules whose `weight` nothing reads but products that round it to e4m3 under one float32 scale of the
+    fp8_weights: modules with a `weight` that nothing reads but products that round it to e4m3 under one float32 scale of the
     whole. A plugin that shards weights gathers these as e4m3, so that the products read the same numbers. Where nothing is
     gathered it changes nothing.
 
@@ -252,7 +252,7 @@ def half_buffers(model: nn.Module, policy: DtypePolicy) -> list[torch.Tensor]:
 
 
 def gathered_modules(model: nn.Module, policy: DtypePolicy) -> frozenset[str]:
-    """Return the names of modules of `model` whose weights, stored in float32, a plugin is to gather in `policy.gather`.
+    """Return the names of modules of `model` with weights in float32 that a plugin is to gather in `policy.gather`.
 
     For plugins that shard weights, to be asked before they replace any. None where weights are computed in `policy.param`,
     which is what such a plugin gathers anyway.

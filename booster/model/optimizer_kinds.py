@@ -145,7 +145,7 @@ def register_elementwise(
     "fp32", which stays float32, as an average of weights should. Those not named, with None all, are found by trial steps, in
     which what stays near the weights is taken for an average of them.
 
-    rule: how Triton kernels step it on a GPU. "lion", for a class whose groups have lr, betas and a decoupled weight_decay, as
+    rule: how Triton kernels step it on a GPU. "lion", for a class with lr, betas and a decoupled weight_decay in its groups, as
     lion-pytorch's; or a function that is given `cls` and returns its `booster.kernels.rule.Rule`, called where kernels are
     asked for, so that only there Triton is imported. With None kernels know no rule for it, and its own `step` is called.
     """

@@ -91,7 +91,7 @@ def probe_of(optimizer: Optimizer, group: Mapping[str, object], weights: torch.T
 
 def snapshot_entries(optimizer: Optimizer, group: Any) -> Callable[[], None]:
     """Return a function that restores, in place, the entries of `group`, the numbers that are attributes of `optimizer`, and
-    what its state holds under names of its own.
+    what its state holds under names that it chose.
 
     The parameters of the group stay as they are then."""
     entries = {key: value for key, value in group.items() if key != "params"}

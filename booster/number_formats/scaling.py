@@ -248,7 +248,7 @@ def decode_blocks(packed: torch.Tensor) -> torch.Tensor:
 
 
 def encode_tensorwise(x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """Return `x` in e4m3, as `scale_to(..., E4M3, Scaling("tensor"))` rounds a tensor whose largest magnitude is `largest`.
+    """Return `x` in e4m3, as `scale_to(..., E4M3, Scaling("tensor"))` rounds a tensor of the largest magnitude `largest`.
 
     x: any shape, maybe a part of that tensor. largest: float32, of shape (); where it is inf or NaN all becomes NaN.
     """
@@ -259,7 +259,7 @@ def decode_tensorwise(values: torch.Tensor, largest: torch.Tensor, dtype: torch.
     """Return in `dtype` the numbers that `encode_tensorwise` made `values` of; of these it makes the same again.
 
     That is: `scale_to` of the result has the scale and the bytes of `scale_to` of the original, bit for bit. For a number a
-    and its scale s, a / 448 rounded, 448 s rounded and divided gives s again: it would not where 7 s lies half-way between two
+    and its scale s, a / 448 rounded, 448 s rounded and divided gives s again: it would not where 7 s is half-way between two
     numbers, but such an s is no quotient by 448.
     dtype: float32, or bfloat16 where it holds `largest`; `largest` above 2**-110, below which products with a scale underflow.
     """

@@ -268,7 +268,7 @@ class Shards:
         return entries
 
     def _of_params(self, change: Callable[..., dict[Any, State]], states: dict[int, State]) -> dict[int, State]:
-        """`change` states of parameters; what an optimizer keeps under names of its own stays as it is."""
+        """`change` states of parameters; what an optimizer keeps under other names stays as it is."""
         params = self._by_index()
         own = {key: value for key, value in states.items() if key not in params}
         return change({key: state for key, state in states.items() if key in params}, params) | own

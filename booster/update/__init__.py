@@ -4,7 +4,7 @@ The idea: gradients are read once and written as rarely as can be. They stay mul
 read of them, their norm, tells both whether something overflowed and by how much to clip; scale and clip are then one number,
 `grad_scale`, by which a fused optimizer divides while it steps.
 
-An example: a loss scale of 1024, `clip_grad_norm=1.0`, and gradients whose norm is 4096 as they are, so 4.0 in truth.
+An example: a loss scale of 1024, `clip_grad_norm=1.0`, and gradients with a norm of 4096 as they are, so 4.0 in truth.
 
     b.backward(loss, optimizer)     loss * 1024; autograd fills `.grad`              Gradients.scale = 1024
     optimizer.step()

@@ -65,7 +65,7 @@ class StepScalars:
         return self.found_inf is not None or isinstance(self.grad_scale, torch.Tensor)
 
     def step(self, call: Callable[[], Any], optimizer: Any, device: torch.device) -> None:
-        """Call `call`, a step of `optimizer`, whose fused kernel finds these numbers in its attributes meanwhile. A number is
+        """Call `call`, a step of `optimizer`; its fused kernel finds these numbers in its attributes meanwhile. A number is
         copied to each device once. An optimizer without such a kernel is stepped by `_step_divided`."""
         if type(optimizer) not in KERNELS or not all(
             map(_FUSED, optimizer.param_groups)
@@ -438,7 +438,7 @@ def begins(optimizer: Optimizer, group: Mapping[str, Any], tensor: torch.Tensor)
 
 
 def start_late_momentum(optimizer: Optimizer) -> None:
-    """Give zero momentum to parameters of a fused SGD whose first gradient comes after that of others.
+    """Give zero momentum to parameters of a fused SGD that have their first gradient after others.
 
     Torch's kernel starts all of a group at once or none. With dampening, zero would not be the right start.
     """

@@ -97,7 +97,7 @@ def deciding_device(context: UpdateContext) -> torch.device | None:
     if not context.shards.sharded or context.group is None:
         return next(iter(devices)) if fit and devices else None
     there = communication_device(torch.device("cpu"), context.group)
-    if there.type not in DECIDING:  # whose norms, summed over ranks, would have to be waited for
+    if there.type not in DECIDING:  # its norms, summed over ranks, would have to be waited for
         return None
     if agreement.largest(float(not fit), context.group):
         return None

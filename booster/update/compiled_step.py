@@ -29,11 +29,11 @@ COMPILER_OPTIONS: dict[str, Any] = {"cpp.simdlen": _VECTOR_BITS} if _VECTOR_BITS
 
 
 class CompiledApplication(Application):
-    """Steps any optimizer whose `step` torch.compile understands; build it where `can_compile` says so.
+    """Steps any optimizer with a `step` that torch.compile understands; build it where `can_compile` says so.
 
     The first step runs eagerly, because it creates the optimizer's state, which would be compiled for nothing. Learning
-    rates enter as tensors for the length of the call, so that a schedule does not recompile. Parameters whose memory order
-    changes later are stepped without the compiler, after a WARNING.
+    rates enter as tensors for the length of the call, so that a schedule does not recompile. Parameters that change their
+    memory order later are stepped without the compiler, after a WARNING.
     """
 
     compiled = True

@@ -53,7 +53,7 @@ class Norms(ABC):
 
     @abstractmethod
     def read(self, gradients: Any, norm_type: float) -> tuple[Any, Any]:
-        """Read `gradients` once. Returns what was read, whose `total` is the norm of what is in `.grad`, and the norm as it
+        """Read `gradients` once. Returns what was read, with the norm of what is in `.grad` as `total`, and the norm as it
         would be unscaled, clips applied. Inside `local()`."""
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Norms(ABC):
 
     @abstractmethod
     def clipped(self, norm: Any, max_norm: float, factor: Any) -> Any:
-        """The clip factor that waits after a clip of gradients whose true norm is `norm`: torch's max_norm / (norm + 1e-6).
+        """The clip factor that waits after a clip of gradients of the true norm `norm`: torch's max_norm / (norm + 1e-6).
 
         factor: the one that waited before, or None."""
 

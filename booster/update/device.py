@@ -48,7 +48,7 @@ class DeviceNorm(NamedTuple):
 
 
 class DeviceGradients(Gradients):
-    """Gradients whose scale and clip factor are computed where somebody asks for them: on a device each number is a launch.
+    """Gradients with a scale and clip factor that are computed when asked for: on a device each number is a launch.
 
     clip: the factor that waits, a number or tensor, or a `Clip` that makes it; None: none does.
     """
@@ -80,7 +80,7 @@ class DeviceGradients(Gradients):
 
 
 class Clip:
-    """A clip that waits: to `max_norm`, of gradients whose true norm is `norm`, 0-dim."""
+    """A clip that waits: to `max_norm`, of gradients of the true norm `norm`, 0-dim."""
 
     def __init__(self, norm: torch.Tensor, max_norm: float) -> None:
         self._norm, self._max_norm = norm, max_norm

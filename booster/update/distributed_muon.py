@@ -4,11 +4,11 @@ Torch steps Muon on DTensors, as `fully_shard` and tensor parallelism make them,
 iterations gather each matrix about thirty times, and all ranks compute most of it. Only the iteration needs the whole matrix;
 momentum, decay and step treat every element by itself. So, as in "Muon is Scalable for LLM Training" (arXiv 2502.16982):
 
-    1. each rank    momentum and update of its own elements, in float32
+    1. each rank    momentum and update of this rank's elements, in float32
     2. all-to-all   updates to the owners, in bfloat16: the iteration runs in it, so nothing is lost
     3. owner        Newton-Schulz iteration; matrices of one shape are one batch
     4. all-to-all   the result, in bfloat16, to the ranks that hold its elements
-    5. each rank    decay and step of its own elements
+    5. each rank    decay and step of this rank's elements
 
 An example: 4 matrices that cost 9, 4, 4 and 1, on 2 ranks. Rank 0 owns the first, rank 1 the others. Each sends 2 bytes for
 each of its elements that the other owns, and receives as many. States stay DTensors: checkpoints know no owners.
@@ -202,7 +202,7 @@ def newton_schulz(
 
 
 def _batched(wholes: list[torch.Tensor], iterate: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-    """Return what `iterate` makes of each matrix; a tall one lies across, and neighbours of one shape are one batch."""
+    """Return what `iterate` makes of each matrix; a tall one is transposed, and neighbours of one shape are one batch."""
     wide = [whole.mT if whole.shape[0] > whole.shape[1] else whole for whole in wholes]
     made = [
         each for _, alike in groupby(wide, key=lambda whole: whole.shape) for each in iterate(torch.stack([*alike]))

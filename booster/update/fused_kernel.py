@@ -25,7 +25,7 @@ def has_sound_kernel(optimizer: Optimizer) -> bool:
     """Return whether torch's fused kernel can be trusted with the parameters of `optimizer` as they are.
 
     That of SGD on CPU leaves most elements of float16 and bfloat16 parameters as they were (torch 2.13), and says nothing.
-    None steps parameters whose elements do not fill one stretch of memory, such as `nn.Parameter(weight[:, :3])`.
+    None steps parameters with elements that do not fill one stretch of memory, such as `nn.Parameter(weight[:, :3])`.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not all(map(is_dense, params)):
@@ -57,7 +57,7 @@ def implementation(optimizer: Optimizer) -> list[dict[str, bool | None]]:
 
 
 def keep_implementation(optimizer: Optimizer, before: list[dict[str, bool | None]]) -> None:
-    """After `optimizer.load_state_dict`, whose groups bring the writer's choice: use the implementation of `before`."""
+    """After `optimizer.load_state_dict`, as loaded groups bring the writer's choice: use the implementation of `before`."""
     for group, choice in zip(optimizer.param_groups, before, strict=True):
         group.update(choice)
     if honours_grad_scale(optimizer):
@@ -91,7 +91,7 @@ def _can_switch(optimizer: Optimizer, model: nn.Module | None) -> bool:
 def _lets_step(kind: Any, device: str) -> bool:
     """Return whether torch's `kind` lets its fused kernel step parameters on `device`: looked at once, with one of them.
 
-    A kernel does not tell: torch 2.11 has that of Adagrad for CUDA, and an Adagrad that refuses the device in its first step.
+    A kernel does not say so: torch 2.11 has that of Adagrad for CUDA, and an Adagrad that refuses the device in its first step.
     """
     try:
         param = nn.Parameter(torch.zeros(1, dtype=torch.float32, device=device))

@@ -41,7 +41,7 @@ class Gradients:
         scale: what they are multiplied by; None: there are none that we know of.
         factor: the product of the clip factors that wait; None: no clip does.
         bound: of a clip that waits unread for the decision.
-        read: norms taken since the last backward pass; they tell found_inf.
+        read: norms taken since the last backward pass; found_inf follows from them.
         norm: the first of them, as it would be unscaled.
         check: whether the next step reads its gradients without being asked.
         loss_scale: of this step's backward passes.
@@ -362,7 +362,7 @@ class Gradients:
         return norm if isinstance(norm, torch.Tensor) else torch.tensor(norm, dtype=torch.float32)
 
     def clip_by(self, max_norm: float, norm: float) -> None:
-        """Clip to `max_norm` gradients whose true norm is, or is taken to be, `norm`."""
+        """Clip to `max_norm` gradients of the true norm `norm`, or what is taken for it."""
         self.check = True
         self.factor = self.norms.clipped(norm, max_norm, self.factor)
 

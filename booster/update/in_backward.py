@@ -138,7 +138,7 @@ def stash_grads(leaves: Iterable[torch.Tensor]) -> Iterator[StashedGrads]:
 
 
 def leaves(loss: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors whose gradients a backward pass from `loss` fills. Raises RuntimeError for a graph with others
+    """Return the tensors that a backward pass from `loss` fills the gradients of. Raises RuntimeError for a graph with others
     inside, as reentrant checkpointing makes."""
     nodes: dict[Any, None] = {loss.grad_fn: None}
     waiting, found = [loss.grad_fn], [loss] if loss.grad_fn is None else []
@@ -166,7 +166,7 @@ def run_in_backward(
     *,
     retain_graph: bool,
 ) -> None:
-    """Run a backward pass whose gradients are used within it, in one go through the graph or two.
+    """Run a backward pass with gradients that are used within it, in one go through the graph or two.
 
     members: the gradients that take part in the pass, which has begun. engine: runs autograd from `loss`; its argument: whether
     the graph is used again. end: to be called when the gradients are known. A collective wherever backward and deciding on a

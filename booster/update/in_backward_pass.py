@@ -129,7 +129,7 @@ class InBackwardPass:
 
     @property
     def measured(self) -> list[torch.Tensor]:
-        """What this rank holds of the parameters whose gradients were looked at, in the order of the groups."""
+        """What this rank holds of the parameters with gradients that were looked at, in the order of the groups."""
         return [self._shards.shard_of(param) for param in self._with_norms]
 
     def stacked(self) -> torch.Tensor:

@@ -98,7 +98,7 @@ class StepResult:
     applied: whether the optimizer changed the parameters.
     skipped_reason: why it did not: None, "nonfinite_loss" (the forward pass made an inf or NaN) or "nonfinite_grad" (an
         overflow).
-    culprit: names of the parameters whose gradient held an inf or NaN.
+    culprit: names of the parameters with an inf or NaN in the gradient.
     grad_norm: of the unscaled gradients before clipping; None where the step did not look at them.
     loss_scale: the scale that this step's gradients carried; 1.0 without a loss scaler.
     loss: what the closure returned, where ranks share gradients the mean over them; None without one.
@@ -166,7 +166,7 @@ class StepResult:
 
     @property
     def culprit(self) -> tuple[str, ...]:
-        """Names of the parameters whose gradient held an inf or NaN when the step was skipped: on any rank where hosts
+        """Names of the parameters with an inf or NaN in the gradient when the step was skipped: on any rank where hosts
         decide, on this one where devices do."""
         return self._read().culprit
 
@@ -240,7 +240,7 @@ class StepHistory:
         self._is_syncing = False
 
     def record(self, result: StepResult) -> None:
-        """Record a step whose outcome need not be known yet."""
+        """Record a step; its outcome need not be known yet."""
         self.num_steps += 1
         self.last = result if result.loss is None else result.without_loss()
         self.waiting.append((self.last, []))
@@ -260,7 +260,7 @@ class StepHistory:
             self.num_steps += 1
             self.last = result if result.loss is None else result.without_loss()
             self.waiting.append((self.last, []))
-        if self._is_syncing:  # what waited wants to know of its own step
+        if self._is_syncing:  # what waited asks about the step it waited for
             return
         self._is_syncing = True
         self.num_syncs += not ready_only

@@ -28,7 +28,7 @@ def name_of_stranger(group: int, place: int) -> str:
     return f"group {group}, parameter {place}"
 
 
-FIRST, EVERY = 2, 100  # steps whose gradients `GradMutationCheck` compares: the first ones, and one in so many
+FIRST, EVERY = 2, 100  # steps at which `GradMutationCheck` compares gradients: the first ones, and one in so many
 
 
 class Parameters:
@@ -61,7 +61,7 @@ class Parameters:
                 raise RuntimeError(SPARSE.format(name=self.name_of(param), dtype=param.dtype) + KEPT_FLOAT32)
 
     def note_dtypes(self) -> None:
-        """Note whether parameters are float32 now, so that a step can tell if they were made half since."""
+        """Note whether parameters are float32 now, so that a step notices if they were made half since."""
         self.are_full = HALF_DTYPES.isdisjoint(map(_DTYPE, self.held()))
 
     def check_full(self, params: Sequence[torch.Tensor]) -> None:
@@ -96,7 +96,7 @@ class GradMutationCheck:
         self._sample = self._sampled()
 
     def mutated(self) -> list[torch.Tensor]:
-        """Return the parameters whose gradients were written in place since, or are other tensors; not those that have none
+        """Return the parameters with gradients that were written in place since, or are other tensors; not those that have none
         any more or zeros alone, and not what was written through `.data`, which torch does not count."""
         now = [(noted, _value(noted.param)) for noted in self._noted]
         found = [
@@ -117,7 +117,7 @@ class GradMutationCheck:
 
 def _value(param: torch.Tensor) -> torch.Tensor | None:
     grad = param.grad
-    if grad is None or grad.is_sparse:  # whose reader puts a coalesced one in its place
+    if grad is None or grad.is_sparse:  # its reader puts a coalesced one in its place
         return None
     return local_tensor(grad) if is_dtensor(grad) else grad
 

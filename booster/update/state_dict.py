@@ -137,7 +137,7 @@ def _few(names: Collection[str]) -> str:
 
 
 def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
-    """Raise ValueError if a tensor in `state_dict`, whose parameters are numbered, cannot be state of its parameter here.
+    """Raise ValueError if a tensor in `state_dict`, where parameters are numbered, cannot be state of its parameter here.
 
     Torch does not look at shapes, and its fused kernels read and write past the end of a state that is too small. Not
     inside `local()`. What is no state dict at all is left to torch.
@@ -181,7 +181,7 @@ def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
 
 
 def check_complete(update: Update, state_dict: Mapping[str, Any]) -> None:
-    """Raise ValueError if `state_dict`, whose parameters are numbered, holds a part of what a step of torch's reads of one.
+    """Raise ValueError if `state_dict`, where parameters are numbered, holds a part of what a step of torch's reads of one.
 
     What has no state at all begins anew, unless it would fail in its first step. Of optimizers not torch's this is not known.
     """

@@ -233,7 +233,7 @@ def has_torch_format(optimizer: Optimizer) -> bool:
 
 
 def _check_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Raise ValueError if groups or states are not those of the parameters of `optimizer`, whose numbers are the keys."""
+    """Raise ValueError if groups or states are not those of the parameters of `optimizer`; the keys are their numbers."""
     if not has_torch_format(optimizer):
         return
     sizes = [len(group["params"]) for group in optimizer.param_groups]

@@ -166,7 +166,7 @@ class Update:
         return result, pending and changed
 
     def _nonfinite(self) -> tuple[str, ...] | None:
-        """Return the parameters whose gradients are not finite, where a step looks at them and would be skipped; else None."""
+        """Return the parameters with gradients that are not finite, where a step looks and would be skipped; else None."""
         gradients = self.gradients
         if not gradients.check:
             return None

@@ -221,7 +221,7 @@ class _ModelState(Part):
     def _hand_over(self, undo: ExitStack) -> None:
         for name, each, state in self._states:
             undo.callback(each.load_state_dict, copy.deepcopy(each.state_dict()))
-            if changed := each.load_state_dict(state):  # layers whose choice was measured
+            if changed := each.load_state_dict(state):  # layers that were chosen by measuring
                 _logger.info(
                     "models %r: %d layers multiply as in the checkpoint, where they were measured otherwise here",
                     name,
@@ -230,7 +230,7 @@ class _ModelState(Part):
 
 
 class PinnedModules(_ModelState):
-    """Modules that were pinned to float32 during the run, or whose products an Autopilot made wide."""
+    """Modules that were pinned to float32 during the run, or had products made wide by an Autopilot."""
 
     key, what = "pins", "the modules pinned to float32"
     of = staticmethod(lambda model: extras_of(model).pins)

@@ -306,7 +306,7 @@ def masters_behind(objects: Objects, optimizers: Mapping[str, Any]) -> dict[str,
     """Return which master is behind which weight, by the names of both tensors in the checkpoint.
 
     By the parameters themselves: several models may have parameters of one name, and a tied weight has several names. Of two
-    optimizers of one parameter, whose masters both round to it, the first counts.
+    optimizers of one parameter, with masters that both round to it, the first counts.
     """
     masters: dict[torch.Tensor, str] = {}
     for name, optimizer in objects.optimizers.items():

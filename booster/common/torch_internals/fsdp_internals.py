@@ -63,7 +63,7 @@ def fsdp_states(modules: Iterable[Any]) -> Iterator[Any]:
 
 
 def gathered_name(group: Any) -> str | None:
-    """Return the name of the module whose parameters are gathered together in `group`; None where it is none, or not known."""
+    """Return the name of the module with the parameters that `group` gathers together; None where it is none, or not known."""
     return getattr(group, "_module_fqn", None) if type(group).__name__ == "FSDPParamGroup" else None
 
 

@@ -2,7 +2,7 @@
 
 The idea: apex differs from the other precisions in *when* it looks. It unscales and checks what each backward pass brings, at
 its end, and moves the loss scale there; an overflow skips the next step. Others look once, at the step. So gradients are
-unscaled between passes here, and the update has gradients and a decision of its own; norms, clips, masters and the step are
+unscaled between passes here, and the update has its gradients and decision here; norms, clips, masters and the step are
 those of the library.
 Recorded behaviour of apex (tests/data/apex_amp.json) wins over the rules of this library.
 

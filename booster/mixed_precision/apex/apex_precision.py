@@ -120,7 +120,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         dtype = self.options.model_dtype
         half = torch.float16 if self.options.patch_torch_functions else dtype
         self.half_products = HalfProducts(half)
-        # apex.amp refuses F.binary_cross_entropy with a message of its own, in cast_rules.
+        # apex.amp refuses F.binary_cross_entropy with another message, in cast_rules.
         self.half_products.refuses_probabilities = False
         output = cast_model_outputs or (torch.float32 if dtype is not None else None)
         self.policy = DtypePolicy(param=dtype, output=output, half_buffers=None)  # as apex casts

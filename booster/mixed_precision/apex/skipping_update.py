@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ApexUpdate(Update):
-    """An update whose step is skipped, once, after an overflow in one of the backward passes.
+    """An update that skips its step, once, after an overflow in one of the backward passes.
 
     verbose: log skipped steps.
     """

@@ -33,7 +33,7 @@ _LEAST = 0.5
 
 
 class Autopilot:
-    """A low precision whose layers go over to a wide dtype, product by product, where rounding spoils them, and come back.
+    """A low precision that takes layers to a wide dtype, product by product, where rounding spoils them, and back.
 
     low: the name or object of a low precision.
     high: what products are made in where they are wide.
@@ -44,7 +44,7 @@ class Autopilot:
 
     The noise of a product is the norm of the difference, its signal that of the wide one; of a forward without what all tokens
     have in common. What exceeds the ordinary noise of the format, and grew since the last look at the product, is taken to grow
-    on as fast until the next. A product whose noise is above 1 / sqrt(3) of the signal (arXiv 2505.19115), or will then be, is
+    on as fast until the next. A product with noise above 1 / sqrt(3) of the signal (arXiv 2505.19115), or will then be, is
     looked at once more in the next step, as a single batch may happen to be noisy: by the lesser noise of the two, if that is
     above too, it is made wide from then on, the worst first where the budget does not do for all. That step goes on with the
     wide product, and so does the first one of a run, of which nothing is known, unless the budget is 0. Where noise was below

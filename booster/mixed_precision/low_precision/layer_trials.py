@@ -77,7 +77,7 @@ def _differs(layer: LowPrecisionLinear, low: Mapping[str, Any], wide: Mapping[st
         if not bool(torch.isfinite(got).all()):
             return f"the {name}{how} has inf or NaN"
         error = float((got.float() - expected).norm() / expected.norm())
-        rounding = 2.0**-7  # of sums in bfloat16, for the bias, whose gradient no recipe rounds
+        rounding = 2.0**-7  # of sums in bfloat16, for the bias: no recipe rounds its gradient
         if error > bounds.get(name, rounding):
             return f"the {name}{how} is off by {error:.2g}, and at most {bounds.get(name, rounding):.2g} is right"
         if isinstance(low_ones.get(name), GemmConfig) and error == 0:

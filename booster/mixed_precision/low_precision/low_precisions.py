@@ -1,4 +1,4 @@
-"""Precisions whose linear layers multiply in 4 to 8 bits, inside a model of a higher precision."""
+"""Precisions with linear layers that multiply in 4 to 8 bits, inside a model of a higher precision."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class LowPrecision(HalfPrecision):
     input_grad: likewise of the product that makes the gradient of its input.
     weight_grad: likewise of the product that makes the gradient of its weight.
 
-    `keep=(Ends(), Blocks(last=0.15))` keeps the ends and the last blocks wide. Layers whose features are no multiple of what
-    the kernels want stay wide too, and so do subclasses of `nn.Linear`; one INFO line names them.
+    `keep=(Ends(), Blocks(last=0.15))` keeps the ends and the last blocks wide. Layers with features that are not a multiple of
+    what kernels want stay wide too, and so do subclasses of `nn.Linear`; one INFO line names them.
 
     `boost` checks each kind of layer against a plain one (`layer_trials.complaint`), and raises RuntimeError where they differ
     by more than the recipe may. Raises ValueError for a model of which no layer can be converted. Backward with

@@ -56,7 +56,7 @@ class CastConfig:
         format: the numbers it is rounded to.
         scaling: what shares a scale.
         stochastic: rounded stochastically, and not to the nearest.
-        delayed: the scale of earlier steps that takes the place of its own, or None.
+        delayed: the scale of earlier steps that is taken instead, or None.
     """
 
     format: NumberFormat

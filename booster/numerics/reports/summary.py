@@ -57,7 +57,7 @@ class OptimizerSummary:
     num_nonfinite: int = 0
 
     def skips(self) -> list[str]:
-        """A sentence for each reason of skipped steps, and one on culprits where there are many and none stands out."""
+        """A sentence for each reason of skipped steps, and one on culprits where there are many and none is worse."""
         said = [
             f"Skipped {counted(count, 'step')}, {reason}{': ' + _REASONS[reason] if reason in _REASONS else ''}."
             for reason, count in self.skips_by_reason.items()

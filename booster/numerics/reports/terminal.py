@@ -107,7 +107,7 @@ def _show_optimizer(console: Any, summary: OptimizerSummary, steps: Sequence[Ste
 
 
 def _show_tensors(console: Any, summary: OptimizerSummary) -> None:
-    """What underflows, has little room or stands still, the worst first; a table of tensors without any of it says nothing."""
+    """What underflows, has little room or does not move, the worst first; a table of tensors without any of it says nothing."""
     console.print()
     if summary.least_headroom is not None:
         room = summary.least_headroom
