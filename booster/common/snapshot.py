@@ -7,13 +7,14 @@
 Three things have to come back. What Python holds: attributes and the content of containers, found by walking from the roots.
 What tensors hold: the bytes of their memory. And where random generators are. A walk is cheap, since it copies references; the
 bytes are not, so they are copied at once for what the walk finds, or (`numbers=False`) only where `memory` learns of a write
-before it happens. `MemorySnapshot` alone serves who knows which tensors are written.
+before it happens. `MemorySnapshot` alone is for who knows which tensors are written; `attributes` sets a few for a while.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,21 @@ from booster.common.random_states import random_state, set_random_state
 from booster.common.torch_internals.tensor_internals import storage_key
 
 _OF_TORCH = (nn.Module, Optimizer, LRScheduler)
+
+
+@contextmanager
+def attributes(objects: Iterable[Any], **values: Any) -> Iterator[None]:
+    """Return a context in which attributes of all `objects` are `values`; afterwards they are what they were."""
+    before = [(each, {name: getattr(each, name) for name in values}) for each in objects]
+    for each, _ in before:
+        for name, value in values.items():
+            setattr(each, name, value)
+    try:
+        yield
+    finally:
+        for each, own in before:
+            for name, value in own.items():
+                setattr(each, name, value)
 
 
 class MemorySnapshot:

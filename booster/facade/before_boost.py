@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.common.snapshot import ContainerSnapshot
 from booster.mixed_precision import MixedPrecision
 from booster.mixed_precision.keep_fp32 import Float32Forward
 from booster.model.modules import bare
@@ -106,11 +107,10 @@ class BeforeBoost:
         Modules may be swapped, and forwards replaced: afterwards all is as before.
         """
         inner = bare(model)
-        children = list(inner.modules())
-        tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            (table, dict(table)) for child in children for table in (child._modules, child._parameters, child._buffers)
-        ]
-        forwards = [(child, child.__dict__.get("forward")) for child in children]
+        before = ContainerSnapshot()
+        for child in inner.modules():
+            for table in (child.__dict__, child._modules, child._parameters, child._buffers):
+                before.keep(table)
         try:
             self.remove_wrapped_forwards(model)
             precision.revert(model)
@@ -128,13 +128,7 @@ class BeforeBoost:
                             table[own] = done[tensor]
             yield
         finally:
-            for table, entries in tables:
-                table.clear()
-                table.update(entries)
-            for child, forward in forwards:
-                child.__dict__.pop("forward", None)
-                if forward is not None:
-                    child.forward = forward
+            before.restore()
 
     @torch.no_grad()
     def restore(self, model: nn.Module, masters: dict[torch.Tensor, torch.Tensor], *, for_masters: bool) -> Done:

@@ -18,6 +18,7 @@ from booster.interface.optimizer import OptimizerWrapper
 from booster.mixed_precision import MixedPrecision
 from booster.mixed_precision.low_precision.autopilot import Measurement
 from booster.mixed_precision.schedule import Phase
+from booster.model.dtensors import local_shard
 from booster.plugin import Plugin
 from booster.update.context import UpdateOptions
 
@@ -42,8 +43,7 @@ class DisplayedLoss:
 
     def keep(self, loss: torch.Tensor) -> None:
         """Keep `loss`, of one element, without its graph, until the next one."""
-        loss = loss.detach()
-        self._loss = loss.to_local() if hasattr(loss, "to_local") else loss  # of a DTensor: who reads it reads it alone
+        self._loss = local_shard(loss.detach())  # of a DTensor: who reads it reads it alone
 
     def text(self, *, now: bool = False) -> str:
         """Return the loss in words, as it was when it was last read; `now` reads it."""

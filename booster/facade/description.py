@@ -17,6 +17,7 @@ from booster.mixed_precision.keep_fp32 import Float32Forward
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.policy import DtypePolicy
 from booster.mixed_precision.products import multiplies
+from booster.model.dtensors import local_shard
 from booster.model.modules import bare, tensor_places
 
 _COLUMNS = ("module", "kind", "stored in", "loaded from", "computes in", "gradient in", "bytes")
@@ -117,7 +118,7 @@ def describe(model: nn.Module) -> Description:
                 loaded=_listed(origins.get(own_name) for own_name, _ in own),
                 computes=_computes(module, own, policy, products, module in in_float32),
                 gradient=_listed(tensor.dtype for _, tensor in own if tensor.requires_grad),
-                bytes=sum(_local(tensor).numel() * tensor.element_size() for tensor in counted),
+                bytes=sum(local_shard(tensor).numel() * tensor.element_size() for tensor in counted),
                 numbers=sum(_numbers(module, tensor) for tensor in counted if isinstance(tensor, nn.Parameter)),
             )
         )
@@ -139,14 +140,8 @@ def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part; no communication."""
-    local = tensor.detach()
-    return local.to_local() if hasattr(local, "to_local") else local
-
-
 def _numbers(module: nn.Module, param: torch.Tensor) -> int:
-    local = _local(param)
+    local = local_shard(param)
     if isinstance(module, FrozenLinear) and module.form is not None and param is module.weight:
         return local.shape[0] * module.in_features
     return local.numel()

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from booster.common.snapshot import attributes
 from booster.common.torch_internals.tensor_internals import storage_key, version
 from booster.tensors.trees import map_tensors, tensors
 
@@ -179,14 +180,9 @@ class CallLog:
         """Return the random state of now, for `end_pipeline`."""
         return _random(self._device)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Return a context in which nothing is kept."""
-        before, self._inside = self._inside, True
-        try:
-            yield
-        finally:
-            self._inside = before
+        return attributes([self], _inside=True)
 
     def stop(self) -> None:
         """Keep nothing from now on, and forget what was kept."""

@@ -14,6 +14,7 @@ from torch import nn
 from booster.common.torch_internals.tensor_internals import TorchDispatchMode, dense_parts
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.masters.quantized_state import QuantizedState
+from booster.model.dtensors import local_shard
 from booster.tensors import trees
 
 
@@ -79,9 +80,7 @@ def kept_tensors(optimizer: OptimizerWrapper) -> tuple[list[torch.Tensor], list[
 def _bytes(tensors: Iterable[Any], seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
-        local = tensor.detach()
-        local = local.to_local() if hasattr(local, "to_local") else local
-        for part in dense_parts(local):
+        for part in dense_parts(local_shard(tensor.detach())):
             storage = part.untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())

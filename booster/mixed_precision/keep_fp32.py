@@ -21,7 +21,7 @@ from booster.common.torch_internals.tensor_internals import BatchNorm
 from booster.model.modules import matcher, parents, repeated_blocks, tensor_places
 from booster.tensors.cast_regions import NewTensors, cast_floats, disabled
 from booster.tensors.trees import HALF_DTYPES
-from booster.tensors.weak import ForwardDepth, ForwardProxy, as_weak, strip_weak
+from booster.tensors.weak import ForwardDepth, ForwardProxy, as_weak, remove_forward, strip_weak
 
 _MARK = "booster_keep_fp32"
 
@@ -219,11 +219,7 @@ def compute_in_fp32(
 
 def compute_as_before(module: nn.Module) -> None:
     """Undo `compute_in_fp32`, in place."""
-    wrapped = module.__dict__.get("forward")
-    if isinstance(wrapped, Float32Forward):
-        del module.__dict__["forward"]
-        if getattr(wrapped.forward, "__func__", None) is not type(module).forward:  # the user had replaced its forward
-            module.forward = wrapped.forward
+    remove_forward(module, Float32Forward)
 
 
 def set_fp32_attr_to_module(module: nn.Module) -> None:

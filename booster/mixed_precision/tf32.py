@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from booster.common import arguments
+from booster.common.snapshot import attributes
 from booster.common.torch_internals.tensor_internals import TorchDispatchMode
 from booster.mixed_precision.fp32 import FP32
 from booster.mixed_precision.hardware import CUDA, missing, switched
@@ -119,12 +120,8 @@ def _rehearsed() -> Iterator[None]:
 
     @contextmanager
     def left() -> Iterator[None]:
-        operands.enabled = False
-        try:
-            with sdpa_kernel(backends):
-                yield
-        finally:
-            operands.enabled = True
+        with attributes([operands], enabled=False), sdpa_kernel(backends):
+            yield
 
     # By the math backend attention is made of products, which the mode sees.
     with surrounding(left), operands, sdpa_kernel(SDPBackend.MATH):

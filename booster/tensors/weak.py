@@ -482,10 +482,13 @@ def install_weak_buffers(
 def remove_weak_buffers(model: nn.Module) -> None:
     """Undo `install_weak_buffers`, in place."""
     for module in model.modules():
-        wrapped = module.__dict__.get("forward")
-        if isinstance(wrapped, WeakForward):
-            del module.__dict__["forward"]
-            if (
-                getattr(wrapped.forward, "__func__", None) is not type(module).forward
-            ):  # the user had replaced its forward
-                module.forward = wrapped.forward
+        remove_forward(module, WeakForward)
+
+
+def remove_forward(module: nn.Module, kind: type[ForwardProxy]) -> None:
+    """Take a forward of the class `kind`, if `module` has one, off it; what was inside is there again."""
+    wrapped = module.__dict__.get("forward")
+    if isinstance(wrapped, kind):
+        del module.__dict__["forward"]
+        if getattr(wrapped.forward, "__func__", None) is not type(module).forward:  # the user had replaced its forward
+            module.forward = wrapped.forward

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from booster.common.snapshot import StateSnapshot
-from booster.model.dtensors import is_dtensor
+from booster.model.dtensors import local_shard
 from booster.model.optimizer_states import state_differences
 from booster.ranks import agreement
 from booster.shards.flat_shard import FlatShard
@@ -187,8 +187,7 @@ def _why_no_master(weight: Any, dtypes: tuple[torch.dtype, ...]) -> str | None:
         return f"is of type {type(weight).__name__}, and must be a tensor"
     if weight.dtype not in dtypes:
         return f"is of {weight.dtype}, and must be of float32"
-    local: Any = weight.values if isinstance(weight, FlatShard) else weight
-    local = local.to_local() if is_dtensor(local) else local
+    local = local_shard(weight.values if isinstance(weight, FlatShard) else weight)
     return "holds NaN: the run has failed" if bool(local.isnan().any()) else None
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
+from booster.common.snapshot import attributes
 from booster.common.text import listed
 from booster.ranks import agreement
 from booster.update.decision import Decision
@@ -46,16 +47,10 @@ class Update:
         if self.gradients.in_backward is not None:
             self.gradients.in_backward.decision_is(self.decision)
 
-    @contextmanager
-    def for_replay(self, scale: float) -> Iterator[None]:
+    def for_replay(self, scale: float) -> AbstractContextManager[None]:
         """Inside, gradients are as before any pass, without listeners, and losses are multiplied by `scale`; afterwards all
         is what it was."""
-        before = self.gradients
-        self.gradients = before.for_replay(scale)
-        try:
-            yield
-        finally:
-            self.gradients = before
+        return attributes([self], gradients=self.gradients.for_replay(scale))
 
     def name_of(self, param: torch.Tensor) -> str:
         """The qualified name of `param`, for reports."""

@@ -20,13 +20,13 @@ from torch import nn
 
 from booster.common import arguments
 from booster.common.random_states import random_state, set_random_state
-from booster.common.snapshot import ContainerSnapshot, MemorySnapshot
+from booster.common.snapshot import ContainerSnapshot, MemorySnapshot, attributes
 from booster.common.store_barrier import StoreBarrier
 from booster.common.torch_internals.autograd_internals import compiler_is_loaded
 from booster.common.torch_internals.tensor_internals import default_store
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of
-from booster.model.dtensors import is_dtensor
+from booster.model.dtensors import local_shard
 from booster.model.modules import bare
 from booster.numerics.diagnosis.nonfinite_trace import NonFiniteInput, NonFiniteResult, NonFiniteTrace
 from booster.numerics.diagnosis.places import MemoryNames, PlaceFinder
@@ -66,38 +66,22 @@ def unchanged(modules: Iterable[nn.Module], updates: Iterable[Update], scale: fl
         for name, value in child.__dict__.items():
             if name not in _OF_TORCH:
                 _keep_all(containers, value)
-    attributes = [(child, dict(child.__dict__), dict(child._buffers)) for child in inner]
+        for own in (child.__dict__, child._buffers):
+            containers.keep(own)
     with ExitStack() as gradients:
         params = {param: None for module in modules for param in module.parameters()}
         held = [param for update in updates for group in update.optimizer.param_groups for param in group["params"]]
-        gradients.enter_context(_without_gradients([*params, *(param for param in held if param not in params)]))
+        gradients.enter_context(attributes([*params, *(param for param in held if param not in params)], grad=None))
         for update in updates:
             gradients.enter_context(update.shards.without_gradients())
             gradients.enter_context(update.for_replay(scale))
         try:
             yield memory
         finally:
-            for child, own, buffers in attributes:
-                child.__dict__.clear()
-                child.__dict__.update(own)
-                child._buffers.clear()
-                child._buffers.update(buffers)
             containers.restore()
             memory.restore()
             torch.clear_autocast_cache()
             set_random_state(random)
-
-
-@contextmanager
-def _without_gradients(params: Iterable[Any]) -> Iterator[None]:
-    held = [(param, param.grad) for param in params]
-    for param, _ in held:
-        param.grad = None
-    try:
-        yield
-    finally:
-        for param, grad in held:
-            param.grad = grad
 
 
 @dataclass
@@ -277,7 +261,7 @@ class Replay:
         for update in self._updates:
             with update.shards.local():
                 found += [grad.detach() for grad in update.gradients.values()]
-        return [_local(grad) for grad in found]
+        return [local_shard(grad) for grad in found]
 
 
 def replayed_scale(optimizers: Sequence[OptimizerWrapper]) -> float:
@@ -311,16 +295,12 @@ def _call(trace: NonFiniteTrace, function: Callable[[], Any]) -> Any:
         return function()
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
 def _names_of_memory(modules: Sequence[tuple[str, nn.Module]]) -> MemoryNames:
     names = MemoryNames()
     for label, module in modules:
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             name = name.replace("_orig_mod.", "")  # of what torch.compile wraps around a module
-            names.add(_local(tensor), f"{label}.{name}" if label else name)
+            names.add(local_shard(tensor), f"{label}.{name}" if label else name)
     return names
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.common.random_states import random_state, set_random_state
+from booster.common.snapshot import attributes
 from booster.common.text import dtype_name
 from booster.numerics.diagnosis.cause import Cause, cause_of
 from booster.numerics.diagnosis.diagnosis import Diagnosis, Kind
@@ -60,13 +61,8 @@ class _Switch:
 
     is_on = False
 
-    @contextmanager
-    def turned(self, on: bool) -> Iterator[None]:
-        before, self.is_on = self.is_on, on
-        try:
-            yield
-        finally:
-            self.is_on = before
+    def turned(self, on: bool) -> AbstractContextManager[None]:
+        return attributes([self], is_on=on)
 
 
 class _Float32Forward:

@@ -28,7 +28,7 @@ from booster.interface.model import ModelWrapper
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.operands import low, padded_and_rotated
 from booster.mixed_precision.low_precision.recipes import GemmConfig, HighPrecision
-from booster.model.dtensors import is_dtensor
+from booster.model.dtensors import local_shard
 from booster.model.modules import matcher
 from booster.numerics.record.samples import NUM_COUNTS, count_exponents, exponents_of
 from booster.tensors.trees import tensors
@@ -129,7 +129,7 @@ class ActivationCounts:
 
     @torch.no_grad()
     def _add(self, name: str, of: str, tensor: torch.Tensor) -> None:
-        local = (tensor.to_local() if is_dtensor(tensor) else tensor).detach()  # type: ignore[attr-defined]
+        local = local_shard(tensor.detach())
         if not local.numel():
             return
         wide = None if local.dtype == torch.float64 else torch.float32

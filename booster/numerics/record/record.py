@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from booster.common import arguments
 from booster.common.devices import HostCopy
 from booster.common.installed import version_of
+from booster.common.snapshot import attributes
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.mixed_precision import MixedPrecision
@@ -161,17 +162,9 @@ class Record:
             return policy.param if update.shards.sharded else param.dtype
         return torch.float16 if update.gradients.scaler.enabled else param.dtype
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """A context in which nothing is counted in layers."""
-        before = [counter.on for counter in self._counters]
-        for counter in self._counters:
-            counter.on = False
-        try:
-            yield
-        finally:
-            for counter, was_on in zip(self._counters, before, strict=True):
-                counter.on = was_on
+        return attributes(self._counters, on=False)
 
     @property
     def closed(self) -> bool:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from booster.common.snapshot import attributes
 from booster.common.torch_internals.autograd_internals import graph_task
 from booster.common.torch_internals.fsdp_internals import bucket_assignment
 from booster.model.modules import PlacedModule, bare
@@ -209,11 +210,6 @@ class ReducedModule(BucketedModule, PlacedModule):
                 output.register_hook(self.reducer.start_pass)
         return outputs
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Return a context: its backward passes leave gradients in `.grad`, which a later pass averages with its own."""
-        before, self.reducer.synchronises = self.reducer.synchronises, False
-        try:
-            yield
-        finally:
-            self.reducer.synchronises = before
+        return attributes([self.reducer], synchronises=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from booster.common.snapshot import attributes
 from booster.plugin.tensor_parallel import boundary
 from booster.tensors.weak import ForwardProxy
 
@@ -132,13 +133,8 @@ class SharedInputGrad:
         self._copies.append((x, made))
         return made
 
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        before, self._copies = self._copies, []
-        try:
-            yield
-        finally:
-            self._copies = before
+    def open(self) -> AbstractContextManager[None]:
+        return attributes([self], _copies=[])
 
 
 class SharingForward(ForwardProxy):
