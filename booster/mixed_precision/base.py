@@ -45,7 +45,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.common import arguments
-from booster.interface.model import CriterionWrapper, ModelWrapper
+from booster.interface.model import CriterionWrapper, ForwardPrecision, ModelWrapper
 from booster.loss_scaler import LossScaler, NoScale
 from booster.masters.compiled import can_compile_masters
 from booster.masters.masters import Masters
@@ -387,6 +387,11 @@ class MixedPrecision:
     ) -> ModelWrapper | CriterionWrapper | None:
         if criterion is None:
             return None
+        precision = self._around_criterion()
         if isinstance(criterion, nn.Module):
-            return ModelWrapper(criterion.to(device), self)
-        return CriterionWrapper(criterion, self)
+            return ModelWrapper(criterion.to(device), precision)
+        return CriterionWrapper(criterion, precision)
+
+    def _around_criterion(self) -> ForwardPrecision:
+        """What criteria run under."""
+        return self

@@ -172,15 +172,8 @@ class FP16ApexMixedPrecision(MixedPrecision):
     def wrap_model(self, placed: nn.Module) -> ModelWrapper:
         return ApexModel(placed, self, input_dtype=self.input_dtype)
 
-    def _wrap_criterion(
-        self, criterion: Callable[..., Any] | None, device: torch.device
-    ) -> ModelWrapper | CriterionWrapper | None:
-        if criterion is None:
-            return None
-        precision = CriterionPrecision(self)
-        if isinstance(criterion, nn.Module):
-            return ModelWrapper(criterion.to(device), precision)
-        return CriterionWrapper(criterion, precision)
+    def _around_criterion(self) -> ForwardPrecision:
+        return CriterionPrecision(self)
 
     def configure(
         self,
