@@ -15,6 +15,7 @@ from booster.facade.switch import BoostRecord, Switch, switch_all
 from booster.interface.model import ModelWrapper, extras_of
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule, make
+from booster.mixed_precision.configure import choose_half_products
 from booster.mixed_precision.low_precision.autopilot import Measurement, PrecisionController
 from booster.mixed_precision.low_precision.conversion import LinearConversion
 from booster.mixed_precision.schedule import Phase
@@ -155,7 +156,7 @@ class PrecisionRun:
     def _made(self, given: str | MixedPrecision | None) -> MixedPrecision:
         """Return the precision, or one like it, with the states and products of halves of this run, bound to its device."""
         precision = make(given).with_kept(**self._kept)  # type: ignore[arg-type]
-        precision.choose_half_products(self._half_products, self._device)
+        choose_half_products(precision, self._half_products, self._device)
         precision.bind(self._device)
         return precision
 

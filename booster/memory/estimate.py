@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -129,7 +130,8 @@ def estimate(
     gradient_shards, state_shards = (world_size if sharded else 1 for sharded in PLUGINS[plugin])
     fully_sharded = plugin == "fsdp"
     device = checked_device(device)
-    own = make(precision, "precision").on(device)
+    own = copy.copy(make(precision, "precision"))
+    own._device = device  # which need not be there, nor run it
     arguments.choice("release_gradients", release_gradients, (False, "exact", "previous_norm"))
     arguments.flag("clips", clips)
     bucket_bytes = arguments.number("bucket_cap_mb", bucket_cap_mb, above=0) * 2**20

@@ -17,6 +17,7 @@ from booster.memory.fully_sharded_memory import FullySharded
 from booster.memory.gradient_arrivals import GradientArrivals, Sizes, StepsInBackward
 from booster.memory.measured_memory import StorageTracker
 from booster.mixed_precision.base import MixedPrecision
+from booster.mixed_precision.configure import wrap_criterion
 from booster.mixed_precision.policy import cast_parameters
 from booster.model.meta import copy_on_meta
 from booster.tensors import trees
@@ -82,7 +83,7 @@ def run_passes(
         sharded = None if shards is None else FullySharded(placed, policy, shards, device)
         if shards is None and precision.conversion is not None:
             precision.conversion.cache_weights(placed)
-        wrapped, loss_of = precision.wrap_model(placed), precision._wrap_criterion(own_criterion, device)
+        wrapped, loss_of = precision.wrap_model(placed), wrap_criterion(precision, own_criterion, device)
         params, buffers = list(placed.parameters()), list(placed.buffers())
         trained = [param for param in params if param.requires_grad]
         reached: set[torch.Tensor] = set()

@@ -33,6 +33,7 @@ from booster.mixed_precision.apex.apex_gradients import ApexGradients
 from booster.mixed_precision.apex.apex_precision import FP16ApexMixedPrecision
 from booster.mixed_precision.apex.master_gradients import ApexMasterGradients
 from booster.mixed_precision.apex.o1 import Registered, float_function, half_function, promote_function
+from booster.mixed_precision.configure import choose_half_products
 from booster.model.params import describe_optimizer_wrapper
 from booster.tensors.cast_regions import both
 from booster.update.backward import BackwardPass
@@ -211,7 +212,7 @@ def initialize(
         precision.check(model)
     param = next((param for model in given_models for param in model.parameters()), None)
     device = torch.device("cpu") if param is None else param.device
-    precision.choose_half_products(half_products, device)
+    choose_half_products(precision, half_products, device)
     for optimizer in given_optimizers:
         precision.check_optimizer(optimizer, given_models, device)
     _session.check_entry(precision, device.type)

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -48,13 +47,12 @@ from booster.common import arguments
 from booster.interface.model import CriterionWrapper, ForwardPrecision, ModelWrapper
 from booster.loss_scaler import LossScaler, NoScale
 from booster.masters.compiled import can_compile_masters
-from booster.masters.masters import Masters
 from booster.masters.offload import can_offload
 from booster.masters.options import STATES, MasterOptions
 from booster.masters.quantized_state import States
 from booster.masters.update import choose_master_update
-from booster.mixed_precision.configure import configure
-from booster.mixed_precision.half_products.product_choice import CHOICES, Choice, HalfProducts
+from booster.mixed_precision.configure import configure, master_update
+from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.keep_fp32 import KeepFP32
 from booster.mixed_precision.policy import Conversion, DtypePolicy, Placement
 from booster.tensors.trees import HALF_DTYPES
@@ -164,6 +162,10 @@ class MixedPrecision:
         """The boosted model around `placed`."""
         return ModelWrapper(placed, self, input_dtype=self.input_dtype)
 
+    def around_criterion(self) -> ForwardPrecision:
+        """What criteria run under: this precision, unless they are to return another dtype."""
+        return self
+
     # ---- what a precision may override: optimizers
 
     def make_scaler(self) -> LossScaler:
@@ -189,7 +191,7 @@ class MixedPrecision:
 
         names: of the placed parameters. weights: what `keep_weights` gave, by placed parameter. compiled: to be compiled.
         """
-        return self._master_update(optimizer, names, weights, compiled=compiled)
+        return master_update(self, optimizer, names, weights, compiled=compiled)
 
     def masters_on(self, device: torch.device) -> MasterOptions | None:
         """What the step of an optimizer goes through for parameters on `device`; None where it steps them as they are."""
@@ -271,38 +273,6 @@ class MixedPrecision:
         """Where models under this precision run; the CPU as long as no `Booster` has it."""
         return self._device or torch.device("cpu")
 
-    def on(self, device: torch.device) -> MixedPrecision:
-        """A strategy like this one that reckons with `device`, which need not be there or able to run it."""
-        clone = copy.copy(self)
-        clone._device = device
-        return clone
-
-    def choose_half_products(self, choice: Choice, device: torch.device) -> None:
-        """Learn how products of halves are to be computed; `Booster` calls it, before `bind`.
-
-        choice: see `half_products` of `Booster`.
-        device: where they are computed.
-
-        Raises ValueError where another `Booster` chose otherwise for the strategy, and for "float32" where it could not be.
-        """
-        arguments.choice("half_products", choice, CHOICES)
-        products = self.half_products
-        half = not HALF_DTYPES.isdisjoint((self.policy.compute, self.policy.param))
-        if choice == "float32" and (device.type != "cpu" or (products is None and half)):
-            own = f"{type(self).__name__} keeps no HalfProducts as its half_products"
-            where = f"the device is {device}" if device.type != "cpu" else own
-            raise ValueError(
-                f"half_products='float32' needs a CPU and a precision that widens, and {where}; leave it out"
-            )
-        if products is None or products.choice == choice:
-            return
-        if self._device is not None:
-            raise ValueError(
-                f"half_products={choice!r}, but this {type(self).__name__} object runs with {products.choice!r} already; make "
-                "another one"
-            )
-        products.choose(choice)
-
     def with_kept(self, *, states: States | None = None, offload: bool = False) -> MixedPrecision:
         """A strategy like this one that keeps states of optimizers so, see `MasterOptions`; this one, where it does already.
 
@@ -365,33 +335,3 @@ class MixedPrecision:
         in place: parameters move to the device, optimizers may switch to their fused kernels.
         """
         return configure(self, model, optimizer, criterion, placement, options)
-
-    def _master_update(
-        self,
-        optimizer: Optimizer,
-        names: Mapping[torch.Tensor, str],
-        weights: MutableMapping[torch.Tensor, torch.Tensor],
-        *,
-        compiled: bool = False,
-        released: bool = False,
-    ) -> Callable[[UpdateContext], Update] | None:
-        """As `make_update`. released: it steps within backward, in parts."""
-        options = self.masters_on(self.device)
-        if options is None:
-            return None
-        masters = Masters(optimizer, names, options, sources=weights, compiled=compiled, released=released)
-        return functools.partial(self._choose_update, masters=masters, compiled=compiled)
-
-    def _wrap_criterion(
-        self, criterion: Callable[..., Any] | None, device: torch.device
-    ) -> ModelWrapper | CriterionWrapper | None:
-        if criterion is None:
-            return None
-        precision = self._around_criterion()
-        if isinstance(criterion, nn.Module):
-            return ModelWrapper(criterion.to(device), precision)
-        return CriterionWrapper(criterion, precision)
-
-    def _around_criterion(self) -> ForwardPrecision:
-        """What criteria run under."""
-        return self

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +23,20 @@ from booster.common import arguments
 from booster.interface.model import CriterionWrapper, ModelWrapper, avoid_fast_path, extras_of
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.kernels.eligibility import ASKED, by_kernels
+from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
+from booster.mixed_precision.half_products.product_choice import CHOICES, Choice
 from booster.mixed_precision.policy import InProcess, Placement
 from booster.model.modules import PlacedModule, bare, fast_path_changes_dtype
 from booster.model.params import as_one_module, name_prefixes, named_parameters, placed_parameters, rebind
 from booster.shards import Shards
+from booster.tensors.trees import HALF_DTYPES
 from booster.tensors.weak import reading_weakly
 from booster.update.choice import COMPILED, PARAMETERS, choose_update
 from booster.update.compiled_step import can_compile
 from booster.update.context import UpdateContext, UpdateOptions
 from booster.update.fused_kernel import switch_to_fused
+from booster.update.update import Update
 
 
 def configure(
@@ -75,7 +79,7 @@ def configure(
             weights |= {prefix + name: kept for name, kept in precision.keep_weights(each, placement).items()}
         placed.append(placement.place(precision.convert(each), policy, precision.device))
     boosted = [precision.wrap_model(each) for each in placed]
-    boosted_criterion = precision._wrap_criterion(criterion, precision.device)
+    boosted_criterion = wrap_criterion(precision, criterion, precision.device)
     casts = precision.policy.compute is not None or (precision.products is not None and precision.is_rehearsal)
     for wrapper in boosted:
         if fast_path_changes_dtype(bare(wrapper.module), casts=casts):
@@ -132,7 +136,7 @@ def _wrap_optimizer(
         shards.set_names(named)
         own = rebound.take(weights)
         if options.release_gradients:
-            make_update = precision._master_update(optimizer, named, own, released=True)
+            make_update = master_update(precision, optimizer, named, own, released=True)
         else:
             make_update = precision.make_update(optimizer, named, own, compiled=compiled)
     context = UpdateContext(
@@ -221,3 +225,57 @@ def tensor_names(
     if isinstance(criterion, ModelWrapper):
         names |= {param: f"criterion.{name}" for name, param in criterion.named_parameters()}
     return names
+
+
+def choose_half_products(precision: Any, choice: Choice, device: torch.device) -> None:
+    """Have `precision` learn how products of halves are to be computed; `Booster` does it, before `bind`.
+
+    choice: see `half_products` of `Booster`.
+    device: where they are computed.
+
+    Raises ValueError where another `Booster` chose otherwise for the strategy, and for "float32" where it could not be.
+    """
+    arguments.choice("half_products", choice, CHOICES)
+    products = precision.half_products
+    half = not HALF_DTYPES.isdisjoint((precision.policy.compute, precision.policy.param))
+    if choice == "float32" and (device.type != "cpu" or (products is None and half)):
+        own = f"{type(precision).__name__} keeps no HalfProducts as its half_products"
+        where = f"the device is {device}" if device.type != "cpu" else own
+        raise ValueError(f"half_products='float32' needs a CPU and a precision that widens, and {where}; leave it out")
+    if products is None or products.choice == choice:
+        return
+    if precision._device is not None:
+        raise ValueError(
+            f"half_products={choice!r}, but this {type(precision).__name__} object runs with {products.choice!r} already; make "
+            "another one"
+        )
+    products.choose(choice)
+
+
+def master_update(
+    precision: Any,
+    optimizer: Optimizer,
+    names: Mapping[torch.Tensor, str],
+    weights: MutableMapping[torch.Tensor, torch.Tensor],
+    *,
+    compiled: bool = False,
+    released: bool = False,
+) -> Callable[[UpdateContext], Update] | None:
+    """As `MixedPrecision.make_update`. released: it steps within backward, in parts."""
+    options = precision.masters_on(precision.device)
+    if options is None:
+        return None
+    masters = Masters(optimizer, names, options, sources=weights, compiled=compiled, released=released)
+    return functools.partial(precision._choose_update, masters=masters, compiled=compiled)
+
+
+def wrap_criterion(
+    precision: Any, criterion: Callable[..., Any] | None, device: torch.device
+) -> ModelWrapper | CriterionWrapper | None:
+    """The boosted criterion under `precision`; None for None."""
+    if criterion is None:
+        return None
+    around = precision.around_criterion()
+    if isinstance(criterion, nn.Module):
+        return ModelWrapper(criterion.to(device), around)
+    return CriterionWrapper(criterion, around)

@@ -24,6 +24,7 @@ from booster.mixed_precision import (
     FP16TorchMixedPrecision,
     hardware,
 )
+from booster.mixed_precision.configure import choose_half_products
 from booster.mixed_precision.half_products import float32_products
 from booster.mixed_precision.half_products.float32_products import Float32Products, Recomputation
 from booster.mixed_precision.half_products.product_choice import HalfProducts
@@ -876,7 +877,7 @@ def test_half_products_is_checked():
     ):
         Booster("cpu", precision, half_products="native")
     with pytest.raises(ValueError, match="half_products='float32' needs a CPU"):
-        BF16MixedPrecision().choose_half_products("float32", torch.device("cuda"))
+        choose_half_products(BF16MixedPrecision(), "float32", torch.device("cuda"))
 
 
 # ---------------------------------------------------------------------- compiled

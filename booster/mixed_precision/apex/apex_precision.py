@@ -172,7 +172,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
     def wrap_model(self, placed: nn.Module) -> ModelWrapper:
         return ApexModel(placed, self, input_dtype=self.input_dtype)
 
-    def _around_criterion(self) -> ForwardPrecision:
+    def around_criterion(self) -> ForwardPrecision:
         return CriterionPrecision(self)
 
     def configure(

@@ -21,6 +21,7 @@ from booster.common.installed import ApexFinding, find_apex
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import LossScaler
+from booster.mixed_precision.configure import wrap_criterion
 from booster.mixed_precision.fp32 import FP32
 from booster.mixed_precision.policy import Placement
 from booster.model.params import named_parameters
@@ -175,7 +176,7 @@ def configure(
     plain = FP32()  # apex casts by itself
     policy = plain.policy_for(model)
     boosted = ModelWrapper(placement.place(model, policy, device), plain)
-    boosted_criterion = plain._wrap_criterion(criterion, device)
+    boosted_criterion = wrap_criterion(plain, criterion, device)
     names = {param: name for name, param in named_parameters(boosted).items()}
     update = functools.partial(make_real_update, amp=amp)
     wrapped = [
