@@ -201,6 +201,7 @@ class LRLookahead:
             if self._copies is None:
                 del self._ahead[1:]
                 self._copies = _ScheduleCopies(schedules, self._optimizer)
+            # Twice as many as are needed now, so that the host copies rates seldom.
             while len(self._ahead) + len(new) < min(2 * count + 1, AHEAD):
                 new.append(self._copies.step())
         except Exception:  # a schedule that cannot be copied, or ends; where it is due its own step says so

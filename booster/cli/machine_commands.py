@@ -59,6 +59,7 @@ def _timed(precision: str, operation: str, build: Callable[[], _Built], device: 
         _wait(device)
         times: list[float] = []
         start = time.perf_counter()
+        # Three at least, so that the best of them is no accident; fifty say all there is to say.
         while len(times) < 3 or (time.perf_counter() - start < seconds and len(times) < 50):
             before = time.perf_counter()
             once()

@@ -222,6 +222,7 @@ def _here(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             return 1
         port = port or DEFAULT_MASTER_PORT
         say(f"node {options.node_rank} of {options.nnodes} meets the others at {options.master_addr} port {port}")
+    # Asked here, where the message can name the option.
     if port is not None and options.node_rank == 0 and not _port_is_free(port):
         default = ", or leave it out: a free port is taken by default" if options.nnodes == 1 else ""
         say(f"error: port {port} is in use on this machine (another job?); choose another --master_port{default}")

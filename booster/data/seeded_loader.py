@@ -53,6 +53,7 @@ class SeededDataLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`; `booster.data.DataLoaderWrapper` calls it by itself."""
         self._order.manual_seed(self._seed + epoch)
+        # Of the workers: each rank's draw otherwise, while the order above is the same on all.
         self.generator.manual_seed(_mix(self._seed, self._rank, epoch))
         self._rest.consumed = 0
 

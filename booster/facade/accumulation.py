@@ -48,6 +48,7 @@ class Accumulation:
         self._unsynchronised = ExitStack()
 
     def __enter__(self) -> Accumulation:
+        # With a single micro-batch its pass is the last one, which synchronises.
         if self._num_micro_batches > 1:
             self._unsynchronised.enter_context(self._no_sync())
         self._await_last()

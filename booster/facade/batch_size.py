@@ -47,6 +47,7 @@ class AbortablePass(TorchDispatchMode):
             if group is not None and dist.get_world_size(group) > 1:
                 number = self._counts[group.group_name] = self._counts.get(group.group_name, 0) + 1
                 key = f"{self._name}/{group.group_name}/{number}"
+                # The last that comes writes first that all are here, unless somebody wrote that a rank has left.
                 if self._store.add(f"{key}/come", 1) == dist.get_world_size(group):
                     self._store.compare_set(key, "", "all")
                 pause = 1e-4

@@ -124,6 +124,7 @@ class Switch:
                 scale.load_state_dict(update.gradients.scaler.state_dict())
         if (why := boosting.built.replaced_forward(placed)) is not None:
             raise RuntimeError(self._refusal(why))
+        # Names and types that keep_fp32 selects are those of the model as its user built it.
         with boosting.built.as_built(placed, self._old):
             self._new.check(bare(placed))
             if isinstance(boosting.criterion, ModelWrapper):

@@ -210,6 +210,7 @@ class CallLog:
             return None
         if tensor is output:
             return found
+        # Memory that was freed and used anew, or a view of another dtype, leads to no output.
         if tensor.dtype != output.dtype or tensor._base is not (output if output._base is None else output._base):
             return None
         return OutputRef(found.call, found.output, (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())))

@@ -55,6 +55,7 @@ class LRSchedulerWrapper:
         else:
             if others := _other_options(self.scheduler, state_dict):
                 _logger.warning("%s", printable(others))
+            # torch writes entries as it reads them: a state that fails half-way is taken back.
             before = dict(vars(self.scheduler))
             try:
                 self.scheduler.load_state_dict(state_dict)

@@ -67,6 +67,7 @@ def largest_batch(
         # A line that cuts off little on one side is followed by a cut in the middle.
         halves = not halves and high <= _LARGEST and 2 * (high - low) > width
         size = (low + high) // 2 if halves else _on_line(points, limit)
+        # As long as no size is known that does not fit, sizes grow by an eighth at least.
         step = low // 8 if high > _LARGEST else 0
         size = min(max(size, low + 1 + step), high - 1)
     return low

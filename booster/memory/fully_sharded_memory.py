@@ -212,6 +212,7 @@ class _ParamGroup:
         own = {id(p): p for module in group.members for p in module.parameters(recurse=False)}
         self.modules, self.stays = group.modules, group.stays
         self.params = list(own.values())
+        # fully_shard divides the first dimension, and fills up the shards of the last ranks.
         self.shards = [-(-p.shape[0] // world_size) * p.shape[1:].numel() for p in self.params]
         self.elements = sum(self.shards)
         self.in_fp8 = [id(param) in in_fp8 for param in self.params]

@@ -86,6 +86,7 @@ class ApexGradients(Gradients):
         self.read = []
         self.norm = None
         self.joint.found = None
+        # Of a pass that adds to scaled gradients nothing is set aside: its sum is checked when the last one comes.
         if self._delayed is None and not self._nothing_to_do(this):
             self._stash_grads()
 
@@ -121,6 +122,7 @@ class ApexGradients(Gradients):
         looking = [
             member for member in this.members if isinstance(member, ApexGradients) and not member._nothing_to_do(this)
         ]
+        # The last optimizer of the pass decides for all of them.
         if this.checked and len(this.found) == len(looking):
             self._update_scales(looking, this, loss)
 

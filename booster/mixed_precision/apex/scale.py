@@ -60,6 +60,7 @@ class ApexScale:
                 )
         else:
             self.unskipped += 1
+        # As apex, which counts clean passes of a static scale too, and never moves it.
         if self.unskipped == self._window and self.dynamic:
             self.scale = min(self._maximum, self.scale * 2.0)
             self.unskipped = 0

@@ -166,6 +166,7 @@ class _Search:
         without = self._error(())
         if without.relative <= self._bound:
             return self._found((), without, without, ())
+        # Searching blocks first, and inside of those that are needed later, keeps the number of passes small.
         units = list(_units(self._model, [name for name, _ in _blocks(self._model, "")]))
         alone = {unit: self._alone(unit, units) for unit in units}
         order = sorted(units, key=lambda unit: (-alone[unit], unit))

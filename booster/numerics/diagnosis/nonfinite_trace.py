@@ -211,6 +211,7 @@ class NonFiniteTrace(TorchDispatchMode):
         results = [tensor for tensor in tensors(result) if _is_plain(tensor)]
         old = {storage_key(tensor) for tensor in given}
         made = [tensor for tensor in results if storage_key(tensor) not in old]
+        # Memory that the replay made need not be restored, and holds no number that was given to it.
         self._made.update(storage_key(tensor) for tensor in made)
         if not func.is_view:
             for tensor in made:
@@ -246,6 +247,7 @@ class NonFiniteTrace(TorchDispatchMode):
             ):
                 before, origin = parent.inputs[0].dtype, parent.parents[0] if len(parent.parents) == 1 else None
                 if parent.output.dtype == "float32" and before in _HALVES and isinstance(origin, NonFiniteInput):
+                    # The widened copy made nothing bad: the half that it was made of did, and is named instead.
                     half, read = _HALVES[before], origin
                     self.results = [each for each in self.results if each is not parent]
             if all(read is not other for other in found):

@@ -93,6 +93,7 @@ class PlaceFinder:
         if leaf is not None and leaf in self._params:
             of, owner = self._params[leaf]
             made = Place((owner,), not owner.startswith("criterion"))
+        # A custom backward of the user's is on the stack; that of torch has its forward's line alone.
         made = dataclasses.replace(made, source=place.source or made.source)
         if torch.is_grad_enabled():  # activations are computed again outside of a module, or gradients have a graph
             self._made.setdefault(newest_node_number(), (made, operation))

@@ -241,6 +241,7 @@ class Replay:
         largest = max((float(grad.abs().max()) for grad in gradients if grad.numel()), default=0.0)
         made_by = [trace.origin_of(tensor) for tensor in (bad_roots or bad)]
         sinks = [origin for origin in made_by if origin is not None]
+        # Events of the forward pass for a bad loss, of the backward pass for bad gradients.
         if not sinks and (bad_roots or bad):  # it reached them by ways that no operation shows
             sinks = [event for event in trace.results if event.place.backward is not bool(bad_roots)] or [
                 *trace.results

@@ -216,6 +216,7 @@ class ReplayTrials:
         """Return the largest loss scale found, a power of two below this one and at least 1, at which all is finite."""
         scale, overflow = self._replay.scale, cause
         for _ in range(_MAX_SCALES):
+            # Scales are powers of two, which lose no bits; the overflow says how many of them are too many.
             scale = 2.0 ** math.floor(math.log2(scale)) / 2.0 ** _excess(overflow)
             if scale < 1.0:
                 return None

@@ -117,6 +117,7 @@ class ActivationCounts:
         # A copy of a model brings its hooks along.
         if not self.on or not module.training or not torch.is_grad_enabled() or module is not hooked():
             return
+        # No backward pass runs: this is the forward pass itself.
         if graph_task() == -1:
             self._in_forward.add(name)
         elif name in self._in_forward:

@@ -125,6 +125,7 @@ class Record:
         except OSError as error:  # as of a full disk
             # Close the file, say why, and let the training go on
             _logger.warning("the record in %s ends here, and training goes on: %s", self.folder, error)
+            # Else the end of the process would try to write the rest.
             self._close.detach()
             self._pending.clear()
             self._file.close()
@@ -260,6 +261,7 @@ class _PendingStep:
             line["num_zeros_in_grad"] = result.num_zeros_in_grad
         if not result.applied:
             line["reason"], line["culprit"] = result.skipped_reason, list(result.culprit)
+        # A clip that did not bind is left out, as a step without one.
         if line.get("clip") == 1.0:
             del line["clip"]
         if self._sample is None:

@@ -257,6 +257,7 @@ class _RankFile:
         """
         for later in spans:
             since = later.about.get("time", -math.inf)
+            # This rank took part in the later process too, and its own file says what was made again.
             if self.about.get("rank", 0) < later.about.get("world_size", math.inf):
                 continue
             for optimizer, begin in later.begins.items():

@@ -111,6 +111,7 @@ def exponents_of(counts: list[float]) -> Exponents:
     """Return what the numbers of `count_exponents` say."""
     zeros = counts[256]
     by_exponent = [int(count) for count in counts[:255]]
+    # A zero has the exponent field of the smallest numbers, so it was counted with them.
     by_exponent[0] -= int(zeros)
     present = [place for place, count in enumerate(by_exponent) if count]
     if not present:
@@ -251,6 +252,7 @@ def _stored(update: Update, wanted: Mapping[torch.Tensor, Any]) -> dict[torch.Te
                 continue
             for piece, values in zip(bucket.pieces, bucket.pieces_of(bucket.masters()), strict=True):
                 stride = _stride(piece.param.numel())
+                # Places count from where the weight begins, whichever piece of it this bucket has.
                 own = values[-piece.start % stride :: stride].clone()
                 pieces.setdefault(piece.param, []).append((piece.start, own))
                 formats[piece.param] = _name_of_format(bucket.format, piece.param.dtype)

@@ -144,6 +144,7 @@ def _thinning(spread: Exponents, floor: int) -> float:
             places.append(math.log2(low * high) / 2)
             densities.append(math.log(count / math.log2(high / low)))
             weights.append(math.sqrt(min(count, 1e4)))
+    # Nothing is at the edge of the format, so nothing can have been lost below it.
     if not _count(spread, floor):
         return 0.0
     if len(places) < 3:  # all numbers are at the edge of the format
