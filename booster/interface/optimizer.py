@@ -160,7 +160,13 @@ class OptimizerWrapper(Optimizer):
             waits = update.decision.on_device
             if gradients.listeners or self._after_step is not None or waits:
                 history.record(result)
-                self._notify(result)
+                if gradients.listeners or self._after_step is not None:  # they may read weights
+                    self.wait_for_weights()
+                for listener in gradients.listeners:
+                    listener.after_step(update, history.num_steps, result)
+                if self._after_step is not None:
+                    with torch.no_grad():
+                        self._after_step(result.decision)
                 if not waits:
                     history.sync()
             else:
@@ -448,17 +454,6 @@ class OptimizerWrapper(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
-
-    def _notify(self, result: StepResult) -> None:
-        """Call the listeners of the step that was made or skipped."""
-        update, listeners = self._update, self._update.gradients.listeners
-        if listeners or self._after_step is not None:  # they may read weights
-            self.wait_for_weights()
-        for listener in listeners:
-            listener.after_step(update, self._history.num_steps, result)
-        if self._after_step is not None:
-            with torch.no_grad():
-                self._after_step(result.decision)
 
     def _ready(self, call: str) -> Gradients:
         """Return the gradients for `call`, which needs them as the backward pass left them."""
