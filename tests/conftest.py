@@ -93,12 +93,44 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+class _File(pytest.Module):
+    """A file of tests. Where all of them would be skipped for one reason it is skipped itself, and its cases are not made."""
+
+    def collect(self) -> Any:
+        marks = getattr(self.obj, "pytestmark", [])
+        for mark in marks if isinstance(marks, list) else [marks]:
+            if mark.name == "gpu" and not torch.cuda.is_available():
+                pytest.skip("needs a CUDA device", allow_module_level=True)
+            if mark.name == "skipif" and mark.args[0] is True:
+                pytest.skip(mark.kwargs["reason"], allow_module_level=True)
+        return super().collect()
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return _File.from_parent(parent, path=module_path)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Tests that `make kernels` runs are skipped in one line, not in one of each file."""
+    """Tests that want a card or Triton are skipped in one line of the summary each, not in one of each file and place."""
     for report in terminalreporter.stats.get("skipped", ()):
-        if isinstance(report.longrepr, tuple) and "`make kernels` runs it" in report.longrepr[2]:
-            report.longrepr = str(Path(__file__).parent), None, "Skipped: needs Triton; `make kernels` runs it"
+        for reason in ("needs a CUDA device", "needs Triton"):
+            if isinstance(report.longrepr, tuple) and reason in report.longrepr[2]:
+                report.longrepr = str(Path(__file__).parent), None, f"Skipped: {reason}"
+
+
+def _make_named_cases_slow(items: list[pytest.Function], *, check: bool) -> None:
+    """Mark the cases as slow that `slow_cases` names. check: raise if no case has a name, as after it was renamed."""
+    unknown: dict[str, set[str]] = {}
+    for item in items:
+        names = {name for mark in item.iter_markers("slow_cases") for name in mark.args}
+        found = {name for name in names if f"-{name}-" in f"-{item.callspec.id}-"}
+        if found:
+            item.add_marker(pytest.mark.slow)
+        test = item.nodeid.partition("[")[0]
+        unknown[test] = unknown.get(test, names) - found
+    if check and (wrong := {test: names for test, names in unknown.items() if names}):
+        raise pytest.UsageError(f"slow_cases names what no case has: {wrong}")
 
 
 def _make_slow(crossed: list[pytest.Function]) -> None:
@@ -136,7 +168,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 str(item.path),
             )
         )
-    _make_slow([item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("crossed")])
+    functions = [item for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    _make_slow([item for item in functions if item.get_closest_marker("crossed")])
+    all_collected = PARTED in config.stash or config.args == config.getini("testpaths")
+    named = [item for item in functions if item.get_closest_marker("slow_cases")]
+    _make_named_cases_slow(named, check=all_collected and not config.getoption("lf", False))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -174,6 +174,7 @@ def after_events(rank, world_size, plugin, precision, events):
     return found
 
 
+@pytest.mark.slow_cases("fsdp kept", "dp")
 @pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_naive"])
 @pytest.mark.parametrize("plugin", [name for name in PLUGINS if name not in ("ddp", "zero1", "single")])
@@ -250,6 +251,7 @@ def written_between_passes(rank, world_size, plugin, precision):
     return {(how, then): float((run(how, then, idle=True) - plain[then]).abs().max()) for how, then in ways}
 
 
+@pytest.mark.slow_cases("fsdp kept", "dp")
 @pytest.mark.crossed
 @pytest.mark.parametrize(("precision", "allowed"), [("fp32", 0.0), ("bf16", 2e-3)])
 @pytest.mark.parametrize("plugin", ["zero2", *SHARDED])
@@ -275,6 +277,7 @@ def written_to_the_optimizers(rank, world_size, plugin):
     return float((runs[1] - runs[0]).abs().max())
 
 
+@pytest.mark.slow_cases("fsdp kept", "dp")
 @pytest.mark.parametrize("plugin", SHARDED)
 def test_what_is_written_to_the_parameters_of_the_optimizer_counts_in_the_next_pass(ranks2, plugin):
     assert ranks2(written_to_the_optimizers, plugin) == [0.0, 0.0]
@@ -293,6 +296,7 @@ def dtypes(rank, world_size, precision):
     return shown, distance
 
 
+@pytest.mark.slow_cases("bf16", "bf16_naive split")
 @pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "fp8 gathered"])
 def test_inside_forward_a_weight_shows_the_dtype_it_computes_in(ranks2, precision):
     computed = {"fp32": "torch.float32", "bf16": "torch.float32", "fp16_apex O2": "torch.float16"}.get(
@@ -362,6 +366,7 @@ def frozen_between_passes(rank, world_size, plugin, precision):
     return found
 
 
+@pytest.mark.slow_cases("fsdp kept", "dp")
 @pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive", "fp16_apex O2"])
 @pytest.mark.parametrize("plugin", SHARDED)
@@ -388,6 +393,7 @@ def joins_between_passes(rank, world_size, plugin, precision):
     return float((runs[1] - runs[0]).abs().max()), not torch.equal(flat(model.blocks[1]), before)
 
 
+@pytest.mark.slow_cases("fsdp kept", "dp")
 @pytest.mark.parametrize("plugin", SHARDED)
 def test_a_group_that_is_added_after_a_forward_pass_without_a_backward_trains(ranks2, plugin):
     assert ranks2(joins_between_passes, plugin, "fp32") == [(0.0, True)] * 2
@@ -419,6 +425,7 @@ def zeroed(rank, world_size, plugin, precision, set_to_none):
     return found
 
 
+@pytest.mark.slow_cases("fsdp kept", "dp")
 @pytest.mark.crossed
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("plugin", ["fsdp", "fsdp kept", "dp", "zero2"])

@@ -186,6 +186,7 @@ def staged(rank, world_size, seeds, style, zero_stage, precision):
     return worst
 
 
+@pytest.mark.slow_cases("gpipe", "1f1b")
 @pytest.mark.crossed
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("zero_stage", [0, 1])
@@ -260,6 +261,7 @@ def test_a_parameter_without_elements_lies_beside_others(ranks2, plugin, precisi
     assert ranks2(with_empty, plugin, precision) == [[True] * 4] * 2
 
 
+@pytest.mark.slow_cases("hybrid", "zero1")
 @pytest.mark.crossed
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("plugin", PLUGINS)

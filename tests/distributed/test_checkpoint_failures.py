@@ -115,6 +115,7 @@ def loads_past_damage(rank, world_size, layout, folder):
     return run.load(folder).step, differing(run.state(), expected)
 
 
+@pytest.mark.slow_cases("DDP")
 @pytest.mark.parametrize("layout", ["DDP", "ZeRO-2"])
 def test_damage_that_one_rank_finds_is_an_error_on_all(ranks2, tmp_path, layout):
     assert ranks2(loads_past_damage, layout, str(tmp_path)) == [(1, [])] * 2

@@ -114,6 +114,7 @@ def check_move(run_on_ranks, saved, source, target, precision, other):
         assert own == pytest.approx(losses, abs=2 * tolerance, rel=0), "the steps after it use the optimizer's state"
 
 
+@pytest.mark.slow_cases("PP@2 to hybrid@2", "hybrid@2 to DDP@2")
 @pytest.mark.parametrize(("source", "target"), [case(pair, CORE) for pair in ONE_DIFFERS + ALL_DIFFERS])
 def test_a_run_goes_on_in_another_layout(run_on_ranks, saved, source, target):
     check_move(run_on_ranks, saved, source, target, "fp32", "fp32")
@@ -154,6 +155,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.slow_cases("fp16_apex O2-fp16_naive", "fp16_apex O2-bf16")
 @pytest.mark.crossed
 @pytest.mark.parametrize(("precision", "other"), CHANGES)
 @pytest.mark.parametrize(("source", "target"), [case(pair, [(("ZeRO-2", 2), ("TP", 2))]) for pair in MOVES])

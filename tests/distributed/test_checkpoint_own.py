@@ -91,6 +91,7 @@ def resumed(rank, world_size, placement, precision, folder):
     return wrong + [f"later {name}" for name, value in state(second).items() if not torch.equal(value, after[name])]
 
 
+@pytest.mark.slow_cases("hybrid", "zero1")
 @pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 @pytest.mark.parametrize("placement", list(PLACEMENTS)[1:])

@@ -67,6 +67,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.slow_cases("DDP", "ZeRO-1")
 @pytest.mark.crossed
 @pytest.mark.parametrize(("precision", "layout"), CELLS)
 def test_an_interrupted_run_continues_to_the_bit(run_on_ranks, record_resume, tmp_path, precision, layout):

@@ -16,6 +16,7 @@ def under_ddp(rank, world_size, precision):
     return test_ddp.train(rank, world_size, precision, model=torch.compile(test_ddp.net(), backend="eager"))[0]
 
 
+@pytest.mark.slow_cases("fp32", "bf16")
 @pytest.mark.parametrize("precision", test_ddp.PRECISIONS)
 def test_a_compiled_model_trains_under_ddp(ranks2, precision):
     losses, *_ = test_ddp.train(0, 1, precision)

@@ -84,6 +84,7 @@ def train_all(rank, world_size, placement, precision):
     return {kind: train(kind, precision, PLACEMENTS[placement]()) for kind in kinds}
 
 
+@pytest.mark.slow_cases("DDP", "ZeRO-1")
 @pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 @pytest.mark.parametrize("placement", PLACEMENTS)

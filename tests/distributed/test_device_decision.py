@@ -40,6 +40,7 @@ def compare(found, precision):
         assert {by_device.reasons[step] for _, by_device in found} == {"nonfinite_grad"}
 
 
+@pytest.mark.slow_cases("ZeRO-1", "DDP")
 @pytest.mark.crossed
 @pytest.mark.parametrize(("precision", "column"), TRAINED)
 def test_ranks_that_decide_on_devices_train_and_skip_as_hosts_do(ranks2, precision, column):
@@ -107,6 +108,7 @@ COUNTED = [
 ]
 
 
+@pytest.mark.slow_cases("ZeRO-2", "DDP")
 @pytest.mark.crossed
 @pytest.mark.parametrize(("precision", "column"), COUNTED)
 def test_a_clipped_step_of_ranks_reads_nothing_and_sends_one_number(ranks2, precision, column):
@@ -116,6 +118,7 @@ def test_a_clipped_step_of_ranks_reads_nothing_and_sends_one_number(ranks2, prec
         assert short == 1
 
 
+@pytest.mark.slow_cases("ZeRO-2", "DDP")
 @pytest.mark.parametrize("column", ["DDP", *SHARDED])
 def test_hosts_that_decide_read_one_number_and_send_one(ranks2, column):
     for applied, reads, short in ranks2(costs, "fp16", column, False):

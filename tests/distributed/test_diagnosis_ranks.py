@@ -144,6 +144,7 @@ def wrong(plugin, name, found):
     return problems and (problems, str(found[0]))
 
 
+@pytest.mark.slow_cases("DP", "ZeRO-1")
 @pytest.mark.parametrize(
     ("plugin", "names"),
     [pytest.param(plugin, QUICK[plugin], id=plugin) for plugin in PLUGINS]
@@ -175,6 +176,7 @@ def diagnose_sum(rank, world_size, precision):
     )
 
 
+@pytest.mark.slow_cases("fp16")
 @pytest.mark.parametrize("precision", ["fp16", "fp16_naive"])
 def test_a_sum_over_ranks_that_overflows_is_named_where_the_part_of_each_rank_is_finite(ranks2, precision):
     (one, operation, text), (other, _, same) = ranks2(diagnose_sum, precision)
@@ -223,6 +225,7 @@ def compare(rank, world_size, plugin, precision):
     return (found.kind, found.rank, found.stage, found.rows, found.certain), str(found)
 
 
+@pytest.mark.slow_cases("ZeRO-2")
 @pytest.mark.parametrize(
     ("plugin", "precision"),
     [("ZeRO-2", "fp16"), ("PP", "fp16_naive")]

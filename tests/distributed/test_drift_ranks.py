@@ -137,9 +137,11 @@ def test_what_has_drifted_apart_is_named_on_every_rank(ranks2):
         assert found == DRIFTS
 
 
-def test_what_copies_of_shards_and_of_stages_hold_is_compared_among_them(ranks4):
-    for found in ranks4(drifts, list(OF_FOUR)):
-        assert found == OF_FOUR
+@pytest.mark.slow_cases("alike")
+@pytest.mark.parametrize("how", ["weight", ""], ids=["weight", "alike"])
+def test_what_copies_of_shards_and_of_stages_hold_is_compared_among_them(ranks4, how):
+    expected = {case: found for case, found in OF_FOUR.items() if case[1] == how}
+    assert ranks4(drifts, list(expected)) == [expected] * 4
 
 
 def alike(rank, world_size, precision):

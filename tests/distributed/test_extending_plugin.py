@@ -58,6 +58,7 @@ def against_ddp(rank, world_size, precision):
     return weights, float((weights - expected).abs().max())
 
 
+@pytest.mark.slow_cases("nvfp4", "int8", "tf32", "bf16", "fp16_apex O1", "mxfp8")
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 def test_the_plugin_of_the_example_trains_as_ddp(ranks2, precision):
     (weights, distance), (other, _) = ranks2(against_ddp, precision)

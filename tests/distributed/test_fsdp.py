@@ -150,6 +150,7 @@ def test_parameters_equal_those_of_one_process_under_any_option(ranks2, options)
         assert (other_params - params).abs().max() <= 2e-6
 
 
+@pytest.mark.slow_cases("fp16")
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive"])
 def test_hybrid_sharding_on_two_by_two_ranks_equals_one_process(ranks4, precision):
     losses, norms, *_ = train(0, 1, precision, 0.5, steps=4)
@@ -410,6 +411,7 @@ def unfrozen(rank, world_size, precision):
     return torch.stack(losses), whole(model.blocks[0].up.weight)
 
 
+@pytest.mark.slow_cases("fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 def test_a_frozen_block_trains_once_it_is_unfrozen(ranks2, precision):
     losses, weight = unfrozen(0, 1, precision)
@@ -538,6 +540,7 @@ def accumulate(rank, world_size, precision, options=None):
     return flat(model)
 
 
+@pytest.mark.slow_cases("fp16")
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive"])
 def test_accumulation_reduces_once_and_equals_one_process(ranks2, precision):
     params = accumulate(0, 1, precision)
@@ -593,6 +596,7 @@ def leftovers(rank, world_size, options):
     return torch.equal(*flats)
 
 
+@pytest.mark.slow_cases("{}")
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
 def test_a_forward_without_backward_leaves_no_stale_parameters(ranks2, options):
     assert ranks2(leftovers, options) == [True, True]
@@ -620,6 +624,7 @@ def holdings(rank, world_size, precision):
     return [round(number / num, 1) for number in (params, grads, states)], len(weights)
 
 
+@pytest.mark.slow_cases("bf16", "fp16_naive")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_naive", "fp16_naive"])
 def test_parameters_gradients_and_states_divide_by_the_ranks(ranks2, ranks4, precision):
     # 4 bytes of float32 shards, 4 of gradients and 8 of AdamW, divided; what padding costs is below a tenth here.
@@ -651,6 +656,7 @@ def resume(rank, world_size, precision):
     return torch.equal(torch.stack(losses), torch.stack(expected)), torch.equal(flat(other), flat(model))
 
 
+@pytest.mark.slow_cases("fp32", "bf16_naive")
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive", "fp16_naive split"])
 def test_training_goes_on_from_a_checkpoint_to_the_bit(ranks2, precision):
     assert ranks2(resume, precision) == [(True, True)] * 2
@@ -726,6 +732,7 @@ def from_meta(rank, world_size, precision, replicate_size=1):
     return torch.stack(losses), start
 
 
+@pytest.mark.slow_cases("fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 def test_a_model_on_the_meta_device_gets_equal_initial_values_on_all_ranks(ranks2, precision):
     (losses, start), (other_losses, other_start) = ranks2(from_meta, precision)
@@ -756,6 +763,7 @@ def alone(rank, world_size, precision):
     return torch.stack([one_step(booster, model, optimizer, step, 0, 1)[0] for step in range(STEPS)])
 
 
+@pytest.mark.slow_cases("fp32", "bf16_naive")
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive", "fp16_naive split"])
 def test_a_world_of_one_equals_a_single_device(run_on_ranks, precision):
     losses, *_ = train(0, 1, precision)
@@ -833,6 +841,7 @@ def upon_tensor_parallelism(rank, world_size, half, data_shape):
     return loss.detach(), whole(model.blocks[1].up.weight.grad), whole(model.embedding.weight.grad)
 
 
+@pytest.mark.slow_cases("False-(2, 1)")
 @pytest.mark.crossed
 @pytest.mark.parametrize("data_shape", [(2,), (1,), (2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("half", [False, True])

@@ -132,6 +132,7 @@ def test_sums_of_which_each_rank_has_a_part_cannot_be_shown_nor_changed(ranks2):
         assert all("b.accumulate()" in text for text in told)
 
 
+@pytest.mark.slow_cases("DDP")
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_the_step_is_that_of_the_gradients_which_were_put_there(ranks2, plugin):
     for found in ranks2(every_case, plugin):

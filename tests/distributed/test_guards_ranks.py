@@ -98,6 +98,7 @@ def guarded(rank, world_size, precision, plugin):
         optimizer.zero_grad()
 
 
+@pytest.mark.slow_cases("fp16")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_guards_hold_on_every_plugin_and_say_nothing_of_plain_training(ranks2, precision):
     for plugin in PLUGINS:

@@ -90,6 +90,7 @@ def accumulate(rank, world_size, tp_size=2, zero_stage=0):
     return weights(model)
 
 
+@pytest.mark.slow_cases("1")
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_accumulated_micro_batches_equal_one_process(run_on_ranks, zero_stage):
     found = run_on_ranks(accumulate, 4, 2, zero_stage)
@@ -125,6 +126,7 @@ def half():
     return BF16NaiveMixedPrecision(master_weights="split")
 
 
+@pytest.mark.slow_cases("1-2", "half-0")
 @pytest.mark.crossed
 @pytest.mark.parametrize(
     ("precision", "zero_stage"),
@@ -248,6 +250,7 @@ def scheduled(rank, world_size, precision, options, num_layers):
     return losses, norms, shape
 
 
+@pytest.mark.slow_cases("zbv", "bf16_naive")
 @pytest.mark.crossed
 @pytest.mark.parametrize(
     ("precision", "tolerance"),
@@ -450,6 +453,7 @@ def taken(rank, world_size, tp_size, pp_size):
     return between / count, (between + more) / count, (between + highest) / count
 
 
+@pytest.mark.slow_cases("1-2")
 @pytest.mark.parametrize(("tp_size", "pp_size"), PURE)
 def test_half_weights_without_data_parallelism_take_what_they_take_on_one_device(ranks2, tp_size, pp_size):
     for between, held, highest in ranks2(taken, tp_size, pp_size):
@@ -545,6 +549,7 @@ def sequence(rank, world_size, precision, events, zero_stage=0):
     return losses, applied, sums
 
 
+@pytest.mark.slow_cases("bf16_naive")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 def test_norms_gradients_are_summed_over_the_ranks_once_a_step(ranks2, precision):
     losses, _, _ = sequence(0, 1, precision, ())

@@ -149,6 +149,7 @@ OTHERS_ON_RANKS = [
 ]
 
 
+@pytest.mark.slow_cases("fp16-plain", "bf16-plain", "bf16_naive-plain")
 @pytest.mark.parametrize(("precision", "options", "record"), ONE_DEVICE)
 def test_deleting_frees_all_at_once_with_the_collector_off(precision, options, record):
     assert survivors(0, 1, precision, "single", OPTIONS[options], record) == []
@@ -170,6 +171,7 @@ def test_deleting_a_captured_step_frees_all_at_once(precision):
         assert survivors(0, 1, precision, of=captured) == []
 
 
+@pytest.mark.slow_cases("DDP", "ZeRO-1")
 @pytest.mark.parametrize(
     ("layout", "precision", "options", "record"),
     [*ON_RANKS, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS_ON_RANKS)],

@@ -136,6 +136,7 @@ def test_no_mode_that_is_active_in_backward_sees_what_is_done_for_a_gradient(ran
         assert few == many
 
 
+@pytest.mark.slow_cases("ZeRO-1 reduce_scatter", "ZeRO-1")
 @pytest.mark.parametrize(
     ("name", "precision"),
     [

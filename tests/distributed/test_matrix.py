@@ -98,6 +98,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.slow_cases("bf16_naive-DP x TP", "fp16-PP x DP")
 @pytest.mark.parametrize(("precision", "parallelism"), CELLS)
 def test_cell(run_on_ranks, record_cell, precision, parallelism):
     steps = ("AdamW", LOW_STEPS, LOW_OVERFLOWS) if precision in LOW else ()
@@ -135,6 +136,7 @@ def test_other_parts_of_a_batch_move_the_reference_itself(precision):
     assert moved < TOLERANCE[precision]
 
 
+@pytest.mark.slow_cases("DP x TP", "PP x DP")
 @pytest.mark.crossed
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("parallelism", [name for name, column in PARALLELISMS.items() if column.world_size <= 4])

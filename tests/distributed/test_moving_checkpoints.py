@@ -86,6 +86,7 @@ def through_torch(rank, world_size, name, folder):
 SLICES = pytest.param("zero1 in slices", marks=pytest.mark.slow)
 
 
+@pytest.mark.slow_cases("ddp", "zero2")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch.distributed.checkpoint
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1", SLICES, "zero2", "tp", "pp"])
 def test_states_that_torch_writes_and_reads_load(run_on_ranks, tmp_path, name):

@@ -119,6 +119,7 @@ def moved(rank, world_size, precision, source):
     return wrong
 
 
+@pytest.mark.slow_cases("ddp", "single")
 @pytest.mark.crossed
 @pytest.mark.parametrize("source", LAYOUTS)
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -126,39 +127,39 @@ def test_whole_state_keeps_the_masters_in_every_layout(ranks2, precision, source
     assert ranks2(moved, precision, source) == [[], []]
 
 
-def frozen_at_load(rank, world_size, precision, layouts, folder):
-    """Where a run goes on otherwise whose first block was frozen while its checkpoint was loaded, from boost on or since."""
-    wrong = []
-    for layout in layouts:
-        first = built(precision, layout)
-        steps(first, 0, 3)
-        first[0].save(f"{folder}/{layout}", *first[1:3])
-        shown, others = wholes(first[1].state_dict()), {}
-        for since in ("boost", "load"):
-            others[since] = built(precision, layout, frozen=since == "boost")
-            booster, model, made, _ = others[since]
-            block = list(booster.unwrap(model)[0].parameters())
-            for param in block:
-                param.requires_grad_(False)
-            booster.load(f"{folder}/{layout}", model, made)
-            wrong += [f"{layout}: {name} is shown" for name in differing(shown, wholes(model.state_dict()))]
-            booster.save(f"{folder}/{layout} {since}", model, made)
-            others[since, "later"] = later = built(precision, layout)
-            later[0].load(f"{folder}/{layout} {since}", *later[1:3])
-            for param in block:
-                param.requires_grad_(True)
-        if layout in ("ddp", "zero1", "zero2"):  # their ranks must share its gradients from boost on
-            with pytest.raises(RuntimeError, match="frozen when"):
-                steps(others["boost"], 3, 4)
-            del others["boost"]
-        for each in (first, *others.values()):
-            steps(each, 3, 5)
-        for since, each in others.items():
-            wrong += [f"{layout}, {since}: {name}" for name in differing(masters(first), masters(each))]
-            wrong += [f"{layout}, {since}: moment {name}" for name in differing(moments(first), moments(each))]
+def frozen_at_load(rank, world_size, precision, layout, folder):
+    """Where a run goes on otherwise if its first block was frozen while its checkpoint was loaded, from boost on or since."""
+    first = built(precision, layout)
+    steps(first, 0, 3)
+    first[0].save(f"{folder}/first", *first[1:3])
+    wrong, shown, others = [], wholes(first[1].state_dict()), {}
+    for since in ("boost", "load"):
+        others[since] = built(precision, layout, frozen=since == "boost")
+        booster, model, made, _ = others[since]
+        block = list(booster.unwrap(model)[0].parameters())
+        for param in block:
+            param.requires_grad_(False)
+        booster.load(f"{folder}/first", model, made)
+        wrong += [f"{name} is shown" for name in differing(shown, wholes(model.state_dict()))]
+        booster.save(f"{folder}/{since}", model, made)
+        others[since, "later"] = later = built(precision, layout)
+        later[0].load(f"{folder}/{since}", *later[1:3])
+        for param in block:
+            param.requires_grad_(True)
+    if layout in ("ddp", "zero1", "zero2"):  # their ranks must share its gradients from boost on
+        with pytest.raises(RuntimeError, match="frozen when"):
+            steps(others["boost"], 3, 4)
+        del others["boost"]
+    for each in (first, *others.values()):
+        steps(each, 3, 5)
+    for since, each in others.items():
+        wrong += [f"{since}: {name}" for name in differing(masters(first), masters(each))]
+        wrong += [f"{since}: moment {name}" for name in differing(moments(first), moments(each))]
     return wrong
 
 
+@pytest.mark.slow_cases("ddp", "zero2")
+@pytest.mark.parametrize("layout", [*LAYOUTS][1:])
 @pytest.mark.parametrize("precision", QUICK_FIRST)
-def test_blocks_that_are_frozen_at_a_load_go_on_to_the_bit_once_they_train(run_on_ranks, tmp_path, precision):
-    assert run_on_ranks(frozen_at_load, 2, precision, [*LAYOUTS][1:], str(tmp_path)) == [[], []]
+def test_blocks_that_are_frozen_at_a_load_go_on_to_the_bit_once_they_train(ranks2, tmp_path, precision, layout):
+    assert ranks2(frozen_at_load, precision, layout, str(tmp_path)) == [[], []]

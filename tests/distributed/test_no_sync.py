@@ -78,6 +78,7 @@ def orders(rank, world_size, precision):
     return found
 
 
+@pytest.mark.slow_cases("bf16_naive")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 def test_gradients_of_every_order_arrive_or_the_step_says_that_they_do_not(ranks2, precision):
     for found in ranks2(orders, precision):

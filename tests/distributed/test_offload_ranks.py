@@ -57,6 +57,7 @@ def alike(stays, moved, divided):
     return all(torch.allclose(x, y, rtol=1e-6, atol=1e-8) for x, y in zip(stays, moved, strict=True))
 
 
+@pytest.mark.slow_cases("zero1", "ddp")
 @pytest.mark.crossed
 @pytest.mark.parametrize(
     "form", ["split24", pytest.param("auto", marks=pytest.mark.slow), pytest.param("autocast", marks=pytest.mark.slow)]

@@ -73,11 +73,13 @@ def errors_by_plan(rank, world_size, precision, options):
     return found
 
 
+@pytest.mark.slow_cases("bf16", "fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_naive"])
 def test_parameters_with_the_terms_of_this_rank_s_heads_are_named_before_the_first_step(ranks2, precision):
     assert ranks2(errors_by_plan, precision, {}) == [LEFT_OUT] * 2
 
 
+@pytest.mark.slow_cases("1")
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_they_are_named_where_data_parallel_ranks_divide_them_once_more(ranks4, zero_stage):
     assert ranks4(errors_by_plan, "fp32", {"zero_stage": zero_stage}) == [LEFT_OUT] * 4

@@ -903,6 +903,7 @@ def one_each_time(*quick):
     ]
 
 
+@pytest.mark.slow_cases("1f1b", "float32")
 @pytest.mark.parametrize(("style", "policy"), one_each_time(("1f1b", "float32"), ("interleaved", "bfloat16")))
 def test_stages_may_be_sharded_over_the_data_parallel_ranks(ranks4, style, policy):
     ranks4(sharded, (2, 2), style, policy)
@@ -999,6 +1000,7 @@ def gradients_over_first_runs(rank, world_size, style):
     return distance(evaluated, whole), distance(both, {name: short[name] + whole[name] for name in short})
 
 
+@pytest.mark.slow_cases("gpipe", "1f1b")
 @pytest.mark.parametrize("style", STYLES)
 def test_gradients_outlast_an_evaluation_and_the_first_batch_of_another_shape(ranks2, style):
     for evaluated, both in ranks2(gradients_over_first_runs, style):

@@ -63,6 +63,7 @@ def refused(rank, world_size, precision, plugin):
     return wrong
 
 
+@pytest.mark.slow_cases("ddp", "zero1")
 @pytest.mark.crossed
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -146,6 +146,7 @@ ELSEWHERE = [
 CASES = [*HERE, *(pytest.param(*case, marks=slow) for case in ELSEWHERE)]
 
 
+@pytest.mark.slow_cases("ZeRO-1")
 @pytest.mark.crossed
 @pytest.mark.parametrize(("precision", "options"), CASES, ids=str)
 @pytest.mark.parametrize("plugin", PLUGINS)
@@ -161,6 +162,7 @@ def test_exact_is_so_on_four_ranks_whose_sums_have_an_order(ranks4, plugin, prec
     assert_same(ranks4(both, plugin, precision, options), options.get("spoil", ()))
 
 
+@pytest.mark.slow_cases("DDP")
 @pytest.mark.parametrize(
     ("plugin", "precision"),
     [
@@ -305,6 +307,7 @@ def growth(rank, world_size, plugin, precision):
     return levels[-2] - levels[4]
 
 
+@pytest.mark.slow_cases("DDP")
 @pytest.mark.parametrize("plugin", ["FSDP", "DDP", pytest.param("ZeRO-1", marks=slow)])
 def test_a_small_gradient_that_waits_keeps_no_large_ones_in_memory(ranks2, plugin):
     for found in ranks2(growth, plugin, "bf16_naive split24 8bit"):

@@ -109,6 +109,7 @@ TOLERANCES = {"fp32": 1e-5, "bf16": 0.1, "bf16_naive": 0.1}
 CASES = [*product(PLUGINS, PRECISIONS)]
 
 
+@pytest.mark.slow_cases("zero1")
 @pytest.mark.crossed
 @pytest.mark.parametrize(("name", "precision"), CASES)
 def test_two_models_train_by_one_optimizer_as_by_hand_and_resume_to_the_bit(ranks2, tmp_path, name, precision):

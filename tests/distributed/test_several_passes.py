@@ -99,6 +99,7 @@ HALVES = [
 ]
 
 
+@pytest.mark.slow_cases("ZeRO-1")
 @pytest.mark.parametrize(("plugin", "first"), HALVES)
 def test_several_passes_before_a_step_add_up_as_in_one_process(ranks2, in_one_process, plugin, first):
     wrong = []

@@ -32,6 +32,7 @@ def moved(rank, world_size, name, old, news, folder):
 QUICK = [(list(PLUGINS)[i % len(PLUGINS)], old, PRECISIONS[i % 3 :: 3]) for i, old in enumerate(PRECISIONS)]
 
 
+@pytest.mark.slow_cases("zero1", "fp16_naive")
 @pytest.mark.parametrize(
     ("name", "old", "news"),
     [

@@ -519,6 +519,7 @@ TWICE = {"strings", "tied", "gpt sequence", "timm", "timm rich", "encoder", "gpt
 
 
 # torch's own styles (2.13) lose what comes back to the gradients that they sum.
+@pytest.mark.slow_cases("mixtral", "timm rich", "bloom", "gpt2")
 @pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="of torch 2.11, whose DTensors differentiate once")
 @pytest.mark.parametrize(
     "name",
@@ -529,6 +530,7 @@ def test_gradients_of_gradients_are_those_of_the_whole_model(ranks2, name):
 
 
 # Four ranks would import transformers each, which takes longer than all cases of the others.
+@pytest.mark.slow_cases("encoder")
 @pytest.mark.parametrize(
     "name",
     ["strings", "gpt sequence", "encoder", *(pytest.param(name, marks=pytest.mark.slow) for name in ("timm", "gpt2"))],
@@ -819,6 +821,7 @@ def check_fsdp(rank, world_size, name, replicate):
     compare(model, reference, args, kwargs, 1e-6)  # every rank has the whole batch: the mean is what each has
 
 
+@pytest.mark.slow_cases("tied")
 @pytest.mark.crossed
 @pytest.mark.parametrize("replicate", [False, True], ids=["shard", "replicate"])
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ def check_against_one_process(end, precision, num_blocks=2):
     return start.keys()
 
 
+@pytest.mark.slow_cases("interleaved", "zero1")
 @pytest.mark.crossed
 @pytest.mark.parametrize(("name", "precision"), CASES)
 def test_muon_and_adamw_train_one_model_as_one_process_does(ranks2, name, precision):

@@ -105,6 +105,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.slow_cases("tp and zero")
 @pytest.mark.parametrize(
     ("plugin", "precision", "names"),
     [

@@ -651,6 +651,7 @@ def interrupted(rank, world_size, precision, stage, optimizer):
     return saved, final[0]
 
 
+@pytest.mark.slow_cases("1-bf16", "1-fp32")
 @pytest.mark.crossed
 @precisions
 @stages

@@ -52,6 +52,7 @@ def packed(model):
     return {name: param.clone() for name, param in model.named_parameters() if param.dtype == torch.uint8}
 
 
+@pytest.mark.slow_cases("tf32-nf4", "fp16_apex O1-nf4", "fp16-nf4")
 @pytest.mark.parametrize(
     ("precision", "form"), [*((name, "nf4") for name in PRECISIONS), *(("bf16", form) for form in ("int8", "fp8"))]
 )

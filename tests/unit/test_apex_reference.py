@@ -38,6 +38,7 @@ def no_session_left():
     amp.shutdown()
 
 
+@pytest.mark.slow_cases("sgd/O1/accum4", "sgd/O2/no_bn32", "sgd/O1/min2^15")
 @pytest.mark.parametrize("through", [ThroughBooster, ThroughAmp])
 @pytest.mark.parametrize("name", RECORDING["runs"])
 def test_a_run_is_the_recorded_one(name, through):

@@ -275,6 +275,7 @@ def test_the_record_says_what_was_done_and_why(tmp_path):
     assert "After step 2: forward of blocks.1.up wide, noise " in page(run)
 
 
+@pytest.mark.slow_cases("1.0")
 @pytest.mark.parametrize("sample", [1.0, 0.3])
 def test_the_record_and_the_report_say_what_looking_took(tmp_path, capsys, sample):
     flight = Flight(every=4, sample=sample)

@@ -73,6 +73,7 @@ class EnoughSeenError(Exception):
 ROUNDED = {"its own": (2, 3, 2), "delayed, not known": (2, 3, 2), "delayed, known": (3, 2)}
 
 
+@pytest.mark.slow_cases("delayed, not known")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler about itself
 @pytest.mark.parametrize("scale", ROUNDED)
 def test_a_graph_that_knows_a_delayed_scale_reads_an_operand_once_less(scale):

@@ -57,6 +57,7 @@ class Run:
 # ---------------------------------------------------------------------- a step that reads nothing
 
 
+@pytest.mark.slow_cases("fp32", "bf16")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_nothing_waits_in_a_clean_step_with_clip_and_schedule(precision):
     run = Run(precision)
@@ -374,6 +375,7 @@ def test_everything_is_afterwards_what_it_was(precision, begun, ends):
     assert run.model.training
 
 
+@pytest.mark.slow_cases("fp16", "bf16")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_training_goes_on_as_if_it_had_not_been_looked_at(precision):
     def trained(look):

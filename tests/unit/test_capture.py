@@ -190,6 +190,12 @@ def trained(captured, *arguments, train=lambda run, step: run.step(*batch(step))
 # ---------------------------------------------------------------------- the same steps
 
 
+@pytest.mark.slow_cases(
+    "bf16_naive none-Adam betas-linear",
+    "bf16_naive-Adam-milestones",
+    "bf16-AdamW amsgrad-restarts",
+    "bf16_naive stochastic-Adagrad-cosine after warm-up",
+)
 @pytest.mark.crossed
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -230,6 +236,9 @@ def capturable_here(monkeypatch):
         monkeypatch.setitem(OPTIMIZERS, name, functools.partial(CAPTURABLE[name], **own))
 
 
+@pytest.mark.slow_cases(
+    "bf16_naive kahan", "fp16_naive", "bf16_naive bf16 states", "bf16_naive stochastic", "bf16_naive", "bf16_naive none"
+)
 @pytest.mark.usefixtures("capturable_here")
 @pytest.mark.crossed
 @pytest.mark.parametrize(
@@ -407,6 +416,7 @@ class Behind:
         monkeypatch.setattr(_Applied, "__call__", applied)
 
 
+@pytest.mark.slow_cases("fp16-milestones", "fp16-exponential", "fp16-linear")
 @pytest.mark.crossed
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("precision", ["fp16", "bf16_naive split"])

@@ -100,6 +100,7 @@ OPTIMIZERS = [
 OPTIONS = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}}
 
 
+@pytest.mark.slow_cases("Rprop", "RAdam", "NAdam", "Adamax")
 @pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -181,6 +182,7 @@ def test_a_file_that_changes_between_being_verified_and_being_read_is_told_with_
 RESUMED = [*((precision, 8) for precision in PRECISIONS), ("fp16", 3), ("fp16", 5), ("bf16_naive", 5)]
 
 
+@pytest.mark.slow_cases("fp16_naive", "bf16_naive kahan", "bf16_naive stochastic")
 @pytest.mark.parametrize(("precision", "at"), RESUMED)
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(tmp_path, precision, at):
     first = job(precision)

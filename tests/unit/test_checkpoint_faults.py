@@ -326,6 +326,7 @@ def _killed_at(function, count, folder):
     running.booster.save(folder, *running.parts, step=1, extra=_mark(running))
 
 
+@pytest.mark.slow_cases("fsync")
 @pytest.mark.parametrize("function", [pytest.param("write", marks=pytest.mark.slow), "fsync", "rename", "unlink"])
 def test_killed_at_every_system_call_one_of_the_two_loads(tmp_path, function):
     first, target = job(), job(seed=1)

@@ -80,6 +80,7 @@ class Job:
 NUMBERS = [("0",), ("g", "d")]
 
 
+@pytest.mark.slow_cases("O2-one model")
 @pytest.mark.crossed
 @pytest.mark.parametrize("names", NUMBERS, ids=["one model", "two"])
 @pytest.mark.parametrize("half", HALF)

@@ -129,6 +129,7 @@ def refuse_weights(job):
 FAULTS = [refuse_state, refuse_late, refuse_schedule, refuse_extra, refuse_hook, refuse_weights]
 
 
+@pytest.mark.slow_cases("bf16_naive kahan", "fp16", "bf16_naive")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_load_that_one_object_refuses_changes_none(tmp_path, precision):
     source = Job(precision, 0, 5)
@@ -142,6 +143,7 @@ def test_a_load_that_one_object_refuses_changes_none(tmp_path, precision):
         assert job.fingerprint() == before, plant.__name__
 
 
+@pytest.mark.slow_cases("bf16_naive kahan", "fp16", "bf16_naive")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_without_a_fault_all_of_them_load(tmp_path, precision):
     source = Job(precision, 0, 5)
@@ -217,6 +219,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow_cases("lr_schedulers-fp16")
 @pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp16", "bf16_naive"])
 @pytest.mark.parametrize("kind", WRONG)

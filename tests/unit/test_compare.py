@@ -51,6 +51,7 @@ def fp16():
     return FP16TorchMixedPrecision(init_scale=2.0**10)
 
 
+@pytest.mark.slow_cases("bf16_naive", "bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", fp16(), "fp16_naive", "bf16_naive"], ids=str)
 def test_what_formats_explain_is_alike(reference, tmp_path, precision):
     found = compare(reference, run(tmp_path, precision))

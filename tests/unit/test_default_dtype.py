@@ -139,6 +139,7 @@ def run(precision, make, options, dtype):
     return {**model.state_dict(), **{f"master {name}": value for name, value in masters.items()}, **found}
 
 
+@pytest.mark.slow_cases("mxfp8", "int8", "fp16 8bit", "bf16_naive 8bit", "fp32 8bit")
 @pytest.mark.parametrize("case", RUNS)
 def test_a_default_dtype_in_force_during_steps_changes_no_bit(case):
     expected = run(*RUNS[case], torch.float32)

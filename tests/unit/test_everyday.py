@@ -170,6 +170,7 @@ def refusing(above, error):
     return trial
 
 
+@pytest.mark.slow_cases("error1", "error3")
 @pytest.mark.parametrize(
     "error",
     [

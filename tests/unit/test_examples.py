@@ -111,6 +111,9 @@ def test_a_feature_is_a_small_difference_from_the_quickstart(name: str) -> None:
     assert len(feature) < 2 * len(base)
 
 
+@pytest.mark.slow_cases(
+    "gradient_clipping-2,000 images", "keep_fp32-2,000 images", "gradient_accumulation-2,000 images"
+)
 @pytest.mark.crossed
 @pytest.mark.parametrize(("images", "percent"), LEARNT)
 @pytest.mark.parametrize("name", sorted(set(FEATURES) - {"gan_two_optimizers", "resume"}))  # these print no accuracy

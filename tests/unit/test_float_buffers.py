@@ -265,6 +265,7 @@ def test_a_compiled_forward_sets_a_buffer_anew_in_float32():
     assert torch.equal(model.mean, twin.mean)
 
 
+@pytest.mark.slow_cases("Table", "Attention")
 @pytest.mark.parametrize("kind", [Table, Rotary, Attention, Kernel, Spectral], ids=lambda kind: kind.__name__)
 def test_a_compiled_model_computes_the_same(kind):
     torch.manual_seed(0)
@@ -287,6 +288,7 @@ def test_angles_at_far_positions_are_those_of_float32():
 
 
 # Counts of float16 end at 2,048 and averages at 0.80; those of bfloat16 at 256 and 0.34.
+@pytest.mark.slow_cases("torch.float16-2100")
 @pytest.mark.parametrize(("dtype", "steps"), [(torch.float16, 2100), (torch.bfloat16, 600)], ids=str)
 def test_averages_and_counts_go_on_where_halves_stand_still(dtype, steps):
     model = Averages()

@@ -190,6 +190,7 @@ def recurrent(name):
 BETWEEN = {"attention": attention, **{name: recurrent(name) for name in ("LSTM", "GRU", "RNN")}}
 
 
+@pytest.mark.slow_cases("GRU")
 @pytest.mark.crossed
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("kind", BETWEEN)

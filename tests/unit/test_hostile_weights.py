@@ -102,6 +102,7 @@ def same_bits(a, b):
     )
 
 
+@pytest.mark.slow_cases("one-20")
 @pytest.mark.skipif(sys.platform != "linux", reason="counts memory in the units of Linux")
 @pytest.mark.crossed
 @pytest.mark.parametrize("number", [20, pytest.param(1000, marks=pytest.mark.slow)])

@@ -659,6 +659,7 @@ def train(run, steps=3, recompute=False):
     return losses
 
 
+@pytest.mark.slow_cases("fp32-mxfp8", "fp32-int8")
 @pytest.mark.crossed
 @EVERY_STRATEGY
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
@@ -684,6 +685,7 @@ def test_compute_dtype_float32_differs_by_the_products_alone(strategy):
     assert set(seen) == {(torch.float32, torch.float32)}
 
 
+@pytest.mark.slow_cases("mxfp8", "int8")
 @EVERY_STRATEGY
 def test_checkpointed_activations_and_a_second_run_give_the_same_bits(strategy):
     first, again, recomputed = (boosted(STRATEGIES[strategy]()) for _ in range(3))
@@ -768,6 +770,7 @@ def test_a_low_precision_is_the_precision_around_its_layers_and_a_conversion(aro
     assert precision.is_rehearsal
 
 
+@pytest.mark.slow_cases("fp16_naive", "fp16")
 @pytest.mark.parametrize(
     "make",
     [

@@ -75,6 +75,7 @@ CASES = [(precision, "AdamW") for precision in PRECISIONS] + [
 ]
 
 
+@pytest.mark.slow_cases("4-fp16, fp32 masters-Adagrad", "4-bf16, none-AdamW")
 @pytest.mark.crossed
 @pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")], ids=" then ".join)
 @pytest.mark.parametrize(("precision", "optimizer"), [*CASES, ("bf16, fp32 masters", "Adafactor")])

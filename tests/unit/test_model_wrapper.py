@@ -608,6 +608,7 @@ def train(model, optimizer, booster, steps):
     return losses
 
 
+@pytest.mark.slow_cases("bf16-before-eager")
 @pytest.mark.crossed
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -405,6 +405,7 @@ class DividesAsCUDA(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow_cases("e5m2", "int8")
 @pytest.mark.parametrize("target", [E4M3, E5M2, INT8, E2M1], ids=str)
 def test_scales_are_the_same_where_dividing_by_a_number_multiplies_with_its_reciprocal(target, monkeypatch):
     """All mantissas of float32, and subnormal numbers."""

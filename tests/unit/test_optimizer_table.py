@@ -41,6 +41,7 @@ def agrees(row, precision, tmp_path):
     ), "run: python tests/support/optimizer_table.py, and look at what changed"
 
 
+@pytest.mark.slow_cases("SGD-fp16")
 @pytest.mark.parametrize(("name", "precision"), QUICK)
 def test_torchs_own_do_what_the_table_says(name, precision, tmp_path):
     agrees(next(row for row in TORCH if row.name == name), precision, tmp_path)

@@ -281,6 +281,7 @@ def test_what_has_a_name_of_its_own_is_rounded_with_random_numbers_of_its_own():
 # ---------------------------------------------------------------------- training
 
 
+@pytest.mark.slow_cases("Adamax-split24", "RAdam-split24", "NAdam-split24")
 @pytest.mark.crossed
 @pytest.mark.parametrize(
     ("form", "states"), [("split24", "8bit"), ("split", "8bit"), ("fp32", "bf16"), ("none", "8bit")]
@@ -335,6 +336,7 @@ def test_states_take_what_they_say(states, kept):
     assert sum(t.nbytes for t in run.kept()) == 2 * kept * 512 * 256
 
 
+@pytest.mark.slow_cases("dtype1")
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_a_24_bit_master_follows_updates_far_below_its_last_bit(dtype):
     moved, runs = 2.0**-21 * 1024, 1024

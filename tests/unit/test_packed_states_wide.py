@@ -109,6 +109,7 @@ def test_what_a_booster_measures_is_what_was_estimated():
 # ---------------------------------------------------------------------- training
 
 
+@pytest.mark.slow_cases("Adamax", "RAdam", "NAdam")
 @pytest.mark.crossed
 @pytest.mark.parametrize("states", [pytest.param("bf16", marks=pytest.mark.slow), "8bit"])
 @pytest.mark.parametrize("name", PACKABLE)

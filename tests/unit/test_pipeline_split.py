@@ -205,6 +205,7 @@ def test_a_tied_weight_has_every_stage_that_uses_it():
     assert holders(model, find_split(model, 2))["trunk.stem.weight"] == [("trunk.stem.weight", 0), ("head.2.weight", 1)]
 
 
+@pytest.mark.slow_cases("options1")
 @pytest.mark.parametrize(
     "options", [{"style": "1f1b"}, {"style": "interleaved", "num_model_chunks": 2}, {"style": "zbv"}]
 )

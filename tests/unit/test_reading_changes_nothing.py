@@ -99,6 +99,7 @@ def changed(before, after):
     return [name for name in before if not torch.equal(before[name], after[name])]
 
 
+@pytest.mark.slow_cases("bf16, fp32, compiled")
 @pytest.mark.crossed
 @pytest.mark.parametrize("swapped", [False, True], ids=["trained weights", "other weights put in"])
 @pytest.mark.parametrize("form", FORMS)

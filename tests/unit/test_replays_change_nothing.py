@@ -77,6 +77,7 @@ class Run:
         return {path: value for path, value in found.items() if not path.startswith("model._raw_calls._left")}
 
 
+@pytest.mark.slow_cases("mxfp8-True", "int8-True", "fp16_apex-True")
 @pytest.mark.crossed
 @pytest.mark.parametrize("bad", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -104,6 +105,7 @@ def test_what_a_replay_would_have_changed_is_noticed():
     assert any("[seen]" in path for path in changed)
 
 
+@pytest.mark.slow_cases("mxfp8", "int8", "fp16_apex")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_run_whose_skipped_steps_are_diagnosed_is_the_run_without(precision):
     traces = []

@@ -113,6 +113,7 @@ def of_weight(shape):
 # ---- once a group ----
 
 
+@pytest.mark.slow_cases("int8-1", "fp8 rowwise_with_gw_hp-3")
 @pytest.mark.crossed
 @pytest.mark.parametrize("micro", [1, 2, 3, 4])
 @EVERY_PRECISION
@@ -260,6 +261,7 @@ def other_memory(param):
     param.data = param.data * 1.5
 
 
+@pytest.mark.slow_cases("in_place-mxfp8", "in_place-int8")
 @pytest.mark.crossed
 @EVERY_PRECISION
 @pytest.mark.parametrize("write", [in_place, other_memory])
@@ -354,6 +356,7 @@ def test_two_models_of_one_strategy_step_by_turns():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.slow_cases("int8-False")
 @pytest.mark.crossed
 @pytest.mark.parametrize(("name", "whole"), [*crossed(["fp8 rowwise", "int8"], [True, False])])
 def test_captured_steps_round_in_the_graph_and_eager_ones_between_them_see_the_weights_of_now(name, whole):

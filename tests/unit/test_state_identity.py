@@ -119,6 +119,7 @@ def test_loading_the_own_state_is_the_identity(precision, optimizer):
     assert different(before, run.snapshot()) == []
 
 
+@pytest.mark.slow_cases("fp16_naive kahan", "bf16_naive stochastic", "fp16_naive none", "fp16_naive")
 @pytest.mark.crossed
 @pytest.mark.parametrize(
     "order", [("model", "optimizer"), ("optimizer", "model")], ids=["model first", "optimizer first"]
@@ -144,6 +145,7 @@ def test_a_resumed_run_has_the_same_state_and_goes_on_alike(precision, order):
     assert wrong == {}
 
 
+@pytest.mark.slow_cases("fp16_naive kahan", "bf16_naive stochastic", "fp16_naive none", "fp16_naive")
 @pytest.mark.crossed
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "ASGD"])
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -81,6 +81,7 @@ def check(make, part, path, values):
     return wrong
 
 
+@pytest.mark.slow_cases("NAdam", "ASGD", "Adagrad")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_option_of_another_kind_is_refused(optimizer):
     def make():
@@ -91,6 +92,7 @@ def test_an_option_of_another_kind_is_refused(optimizer):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow_cases("CosineAnnealingWarmRestarts", "StepLR", "PolynomialLR", "CosineAnnealingLR")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_value_of_another_kind_or_in_a_methods_place_is_refused(schedule):
     def make():

@@ -30,6 +30,7 @@ def _no_warnings_of_rehearsals():
     logging.getLogger("booster").setLevel(before)
 
 
+@pytest.mark.slow_cases("int8-nvfp4", "fp8-mxfp8")
 @pytest.mark.crossed
 @pytest.mark.parametrize("new", PRECISIONS)
 @pytest.mark.parametrize("old", PRECISIONS)
@@ -51,6 +52,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow_cases("momentum", "offloaded")
 @pytest.mark.crossed
 @pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize(("old", "new"), [("fp16", "bf16_naive"), ("fp16_naive", "fp32"), ("bf16_naive", "fp16_naive")])

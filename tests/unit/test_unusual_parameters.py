@@ -98,6 +98,7 @@ def test_a_float64_parameter_trains_beside_half_ones(precision, make):
     assert all(value.dtype == torch.float32 for value in states if isinstance(value, torch.Tensor) and value.dim())
 
 
+@pytest.mark.slow_cases("fp16_naive-Adagrad", "fp16_naive-SGD", "bf16_naive-SGD", "bf16_naive-RMSprop")
 @pytest.mark.parametrize(("precision", "make"), steppable(["fp16_naive", "bf16_naive", "bf16_naive split", "O2"]))
 def test_a_checkpoint_with_parameters_of_no_elements_loads(precision, make, tmp_path):
     of = {**HALVES, "O2": lambda: FP16ApexMixedPrecision("O2", max_loss_scale=16.0, verbosity=0)}[precision]

@@ -151,6 +151,7 @@ def test_gradients_that_are_never_zeroed_add_up_as_in_torch(name, decides, maxim
     assert distance([p.grad for p in ours], [p.grad for p in theirs]) <= 1e-6
 
 
+@pytest.mark.slow_cases("Adam-norm", "Adam-none", "Adagrad-none")
 @pytest.mark.parametrize("clip", ["none", "norm"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_real_half_precision_forward_trains_as_the_hand_written_loop_does(name, clip):
