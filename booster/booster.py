@@ -30,6 +30,7 @@ from booster.facade import (
     profiler,
     progress_bar,
     refusals,
+    sequence_methods,
     synced_weights,
 )
 from booster.facade.accumulation import Accumulations
@@ -412,11 +413,12 @@ class Booster(BoosterState):
         return collectives.gather(tensor, group=self.plugin.data_parallel_group, padding_from=dataloader)
 
     def reduce(self, tensor: Any, op: Literal["mean", "sum", "max", "min"] = "mean") -> Any:
-        """`tensor` (or number, or container of them) reduced over data-parallel ranks, on every rank; a collective.
+        """`tensor` (or number, or container of them) reduced over data-parallel ranks, and those that share sequences, on every
+        rank; a collective.
 
         op: how: their mean, sum, largest or smallest.
         """
-        return collectives.reduce(tensor, op, group=self.plugin.data_parallel_group)
+        return collectives.reduce(tensor, op, group=self.plugin.averaging_group)
 
     @property
     def is_main(self) -> bool:
@@ -444,6 +446,8 @@ class Booster(BoosterState):
     accumulate = pass_methods.accumulate
     no_sync = pass_methods.no_sync
     execute_pipeline = pass_methods.execute_pipeline
+    shard_sequence = sequence_methods.shard_sequence
+    token_mean = sequence_methods.token_mean
     capture = graph_methods.capture
     capturable = graph_methods.capturable
     _captured = graph_methods.captured

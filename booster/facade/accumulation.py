@@ -33,7 +33,9 @@ class Accumulation:
         divisor: float,
         no_sync: Callable[[], AbstractContextManager[Any]],
         synchronises: bool,
+        by_tokens: bool = False,
     ) -> None:
+        self.by_tokens = by_tokens
         self.optimizers = tuple(optimizers)
         self.divisor = divisor
         # Of each loss, for reports: the mean of weighted losses is what the gradients are of, by tokens, not by micro-batches.

@@ -118,6 +118,8 @@ def backward(
         if group is not None:
             group.before_backward()
             divisor, weight, delayed = group.divisor, group.weight, delayed or group.delayed
+    if self.plugin.sequence_parallel is not None and (group is None or not group.by_tokens):
+        self.plugin.sequence_parallel.check_loss()
     run_backward(
         loss,
         gradients_of(optimizers),
@@ -162,7 +164,7 @@ def accumulate(
     num_micro_batches, num_tokens = refusals.checked_group(num_micro_batches, num_tokens)
     self._run.follow()
     placed = self._boosted.own(model, "accumulate").module
-    size = self.plugin.data_parallel_size
+    size = self.plugin.averaging_size
     self._accumulations.compare(num_tokens, self.plugin.group)
     # Ranks average their gradients, while tokens count over all of them.
     divisor = float(num_micro_batches) if num_tokens is None else float(num_tokens) / size
@@ -173,6 +175,7 @@ def accumulate(
         divisor=divisor,
         no_sync=lambda: self.plugin.no_sync(placed),
         synchronises=size > 1,
+        by_tokens=num_tokens is not None,
     )
     return self._accumulations.open(group)
 

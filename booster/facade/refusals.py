@@ -162,7 +162,7 @@ def check_model(model: Any, boosted: Collection[nn.Module], plugin: Plugin) -> N
     refuse_torchscript(model, "model")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise TypeError("model is a DistributedDataParallel already; pass its .module, and plugin=TorchDDPPlugin(...)")
-    if plugin.data_parallel_size > 1:
+    if plugin.averaging_size > 1:
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
                 raise ValueError(
@@ -225,7 +225,7 @@ def check_criterion(criterion: Any, plugin: Plugin) -> None:
         hint = f"; pass {meant} by name, boost(model, optimizer, {meant}={meant})" if meant else ""
         raise TypeError(f"criterion must be callable, got {arguments.described(criterion)}{hint}")
     trainable = isinstance(criterion, nn.Module) and [n for n, p in criterion.named_parameters() if p.requires_grad]
-    if trainable and plugin.data_parallel_size > 1:
+    if trainable and plugin.averaging_size > 1:
         raise ValueError(
             f"the criterion has trainable parameters {trainable}, whose gradients {type(plugin).__name__} does not "
             "synchronise; make it a submodule of the model"
@@ -281,7 +281,7 @@ def check_optimizer(
             f"none of the optimizer's {len(held)} parameters belong to the model {type(bare(model)).__name__}: it would "
             "not train. Was the optimizer built before the model was replaced or its parameters re-created?"
         )
-    if strangers and plugin.data_parallel_size > 1:
+    if strangers and plugin.averaging_size > 1:
         raise ValueError(
             f"{len(strangers)} of the optimizer's parameters (shapes {strangers[:5]}) belong to no boosted model, so "
             f"{type(plugin).__name__} would not synchronise their gradients; make them parameters of the model"

@@ -20,8 +20,9 @@ In reading order:
     zero/              slices of states, masters and gradients
     fsdp/              torch's `fully_shard`
     tensor_parallel/   layers sharded over ranks
+    sequence_parallel/ ranks that share sequences
     pipeline/          stages on several ranks
-    hybrid.py          the last three together: who is placed first, and on which dimension of the mesh
+    hybrid.py          the last four together: who is placed first, and on which dimension of the mesh
     forward_order.py   in which order a forward uses its children, from its source; for tensor_parallel/ and pipeline/
 
 A new plugin is one file and a line below (`examples/extending/plugin.py`). Rooms above import the names below alone, but for

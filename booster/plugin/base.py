@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.model.meta import materialise_on
 from booster.shards import Shards
 from booster.tensors.micro_batch import MicroBatch
+
+if TYPE_CHECKING:
+    from booster.plugin.sequence_parallel import SequenceParallel
 
 
 def world() -> dist.ProcessGroup | None:
@@ -168,6 +171,19 @@ class Plugin(ABC):
         """Return the ranks that see different data."""
         return self.group
 
+    sequence_parallel: SequenceParallel | None = None  # no property, because every backward pass asks
+    """What divides sequences among ranks; None where each rank has whole ones."""
+
+    @property
+    def averaging_group(self) -> dist.ProcessGroup | None:
+        """Return the ranks over which gradients are averaged: those that see different data, or other tokens of it."""
+        return self.data_parallel_group
+
+    @property
+    def averaging_size(self) -> int:
+        """Return over how many ranks gradients are averaged."""
+        return self.data_parallel_size * (1 if self.sequence_parallel is None else self.sequence_parallel.size)
+
     @property
     def data_parallel_rank(self) -> int:
         """Return this rank's place among those that see different data."""
@@ -191,6 +207,28 @@ class Plugin(ABC):
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which forward and backward of the placed `module` leave gradients unsynchronised."""
         return nullcontext()
+
+    def shard_sequence(self, batch: Any, **options: Any) -> Any:
+        """Return this rank's part of `batch`, as `Booster.shard_sequence` does, which checks and gives all its options."""
+        from booster.plugin.sequence_parallel import shard_batch
+
+        if self.sequence_parallel is not None:
+            return self.sequence_parallel.shard(batch, **options)
+        if options["documents"] is not None:
+            raise ValueError(
+                f"documents are kept apart by ranks that share sequences, and under {type(self).__name__} none do; give the "
+                "model a mask, or position ids that begin anew"
+            )
+        alone: dict[str, Any] = {"size": 1, "rank": 0, "zigzag": False, "averaging_group": self.averaging_group}
+        return shard_batch(batch, **alone, **options)[0]
+
+    def token_mean(self, losses: torch.Tensor, counted: torch.Tensor | float | None) -> torch.Tensor:
+        """Return the mean of `losses` over the tokens of all ranks, as `Booster.token_mean` does; a small collective."""
+        from booster.plugin.sequence_parallel import token_mean
+
+        if self.sequence_parallel is not None:
+            return self.sequence_parallel.token_mean(losses, counted)
+        return token_mean(losses, counted, self.averaging_group)
 
     def prepare_dataloader(
         self,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from booster.common import arguments
 from booster.common.random_states import SharedRandom
@@ -25,7 +26,7 @@ from booster.mixed_precision.policy import (
 )
 from booster.model.meta import check_meta, materialise_on
 from booster.model.modules import bare
-from booster.plugin.base import Pipeline
+from booster.plugin.base import Pipeline, shared_mesh
 from booster.plugin.fsdp.loaded_shards import ShardLoaded, follow_policy
 from booster.plugin.fsdp.plugin import ShardingPlugin
 from booster.plugin.fsdp.shard_module import check_hooks, keep_whole, shard_module
@@ -33,6 +34,7 @@ from booster.plugin.fsdp.wrap_policy import WrapPolicy, block_names, check_wrap_
 from booster.plugin.pipeline import PipelinePlan, StagePipeline, plan_pipeline
 from booster.plugin.pipeline.pipeline import LayersLoaded
 from booster.plugin.pipeline.schedule_runner import check_count, check_style
+from booster.plugin.sequence_parallel import SequenceParallel, check_sizes
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
 from booster.plugin.tensor_parallel.tp_plan import TPPlan, check_tp_plan
 from booster.ranks.messages import broadcast, communication_device
@@ -55,6 +57,9 @@ class HybridParallelPlugin(ShardingPlugin):
     microbatch_size: samples of a micro-batch, in place of their number; None likewise.
     num_model_chunks: stages on each rank, for "interleaved"; "zbv" has 2.
     pp_style: the schedule of micro-batches.
+    sp_size: ranks that share sequences, each with some of the tokens (context parallelism); b.shard_sequence cuts batches.
+    sequence_parallelism_mode: how they do: "all_to_all" divides heads of attention, "ring_attn" sends keys and values round;
+        "split_gather" is sequence_parallelism=True, among the ranks of tensor parallelism. None where sp_size is 1.
     sequence_parallelism: ranks of tensor parallelism keep a part of the sequence each between the branches of blocks.
     tp_plan: module name patterns to styles, a callable that makes them of the model, or None for the plan that is known for it.
     split_points: names of the modules that begin the second and later stages; None divides evenly.
@@ -63,8 +68,9 @@ class HybridParallelPlugin(ShardingPlugin):
     reduce_dtype: dtype in which gradients are averaged; None means float32 for half-precision models, otherwise the dtype of
         the parameters.
 
-    Ranks are numbered with tensor parallelism innermost and stages outermost: neighbours share a layer. The world size
-    is a multiple of tp_size * pp_size; the quotient is the data-parallel size.
+    Ranks are numbered with tensor parallelism innermost, then sequences, and stages outermost: neighbours share a layer. The
+    world size is a multiple of tp_size * pp_size * sp_size; the quotient is the data-parallel size. Parameters, gradients and
+    states lie on the ranks that share sequences as on data-parallel ones.
 
     Construct it after `booster.launch_from_torch()`. Raises ValueError for sizes that do not fit the world.
     """
@@ -80,6 +86,8 @@ class HybridParallelPlugin(ShardingPlugin):
         microbatch_size: int | None = None,
         num_model_chunks: int = 1,
         pp_style: PipelineStyle = "1f1b",
+        sp_size: int = 1,
+        sequence_parallelism_mode: Literal["split_gather", "all_to_all", "ring_attn"] | None = None,
         sequence_parallelism: bool = False,
         tp_plan: TPPlan = None,
         split_points: Iterable[str] | None = None,
@@ -94,10 +102,19 @@ class HybridParallelPlugin(ShardingPlugin):
         world_size = dist.get_world_size()
         for name, value in (("tp_size", tp_size), ("pp_size", pp_size), ("num_model_chunks", num_model_chunks)):
             arguments.count(name, value)
-        if world_size % (tp_size * pp_size):
+        check_sizes(sp_size, sequence_parallelism_mode, tp_size)
+        if sequence_parallelism_mode == "split_gather":
+            sp_size, sequence_parallelism = 1, True
+        named = f"tp_size={tp_size} times pp_size={pp_size}" + (f" times sp_size={sp_size}" if sp_size > 1 else "")
+        if world_size % (tp_size * pp_size * sp_size):
             raise ValueError(
-                f"tp_size={tp_size} times pp_size={pp_size} is {tp_size * pp_size}, which does not divide the world size "
-                f"{world_size}; choose sizes whose product does"
+                f"{named} is {tp_size * pp_size * sp_size}, which does not divide the world size {world_size}; choose sizes "
+                "whose product does"
+            )
+        if sp_size > 1 and pp_size > 1:
+            raise ValueError(
+                f"sp_size={sp_size} with pp_size={pp_size}: stages of a pipeline do not know how their batches were cut; use "
+                "pp_size=1"
             )
         arguments.choice("zero_stage", zero_stage, (0, 1, 2), fix="for 3 use TorchFSDPPlugin")
         stages_per_rank = check_style(pp_style, pp_size, num_model_chunks, name="pp_style")
@@ -106,6 +123,10 @@ class HybridParallelPlugin(ShardingPlugin):
         num_micro_batches = _checked_number(num_micro_batches, num_microbatches, microbatch_size)
         if arguments.flag("sequence_parallelism", sequence_parallelism) and tp_size == 1:
             raise ValueError("sequence_parallelism=True divides the sequence among tp_size ranks, and tp_size is 1")
+        if sequence_parallelism and sp_size > 1:
+            raise ValueError(
+                f"sequence_parallelism=True divides once more what sp_size={sp_size} ranks have divided; leave one of them out"
+            )
         if split_points is not None:
             several = isinstance(split_points, Iterable) and not isinstance(
                 split_points, (str, bytes, Mapping, torch.Tensor)
@@ -124,7 +145,8 @@ class HybridParallelPlugin(ShardingPlugin):
             raise ValueError(f"split_points={split_points!r} divide a pipeline, and pp_size is 1")
         check_wrap_policy(wrap_policy)
         super().__init__(wrap_policy, reduce_dtype)
-        self.tp_size, self.pp_size, self.zero_stage = tp_size, pp_size, zero_stage
+        self.tp_size, self.pp_size, self.sp_size, self.zero_stage = tp_size, pp_size, sp_size, zero_stage
+        self._sequence_mode: Any = sequence_parallelism_mode
         self._num_micro_batches = num_micro_batches
         self._microbatch_size = microbatch_size
         self._num_model_chunks = stages_per_rank
@@ -139,35 +161,56 @@ class HybridParallelPlugin(ShardingPlugin):
 
     @property
     def stores_float32(self) -> bool:  # type: ignore[override]
-        return self.data_parallel_size > 1
+        return self.averaging_size > 1
 
     def bind(self, device: torch.device) -> None:
         super().bind(device)
         # All ranks construct the plugin, and the Booster, together: making a mesh is a collective.
         self._mesh(device.type)
+        if self.sp_size > 1 and self.sequence_parallel is None:
+            groups = self._data_mesh["sp"].get_group(), self.averaging_group
+            self.sequence_parallel = SequenceParallel(self._sequence_mode, *groups)
 
     @property
-    def data_parallel_size(self) -> int:
+    def averaging_size(self) -> int:
         return dist.get_world_size() // (self.tp_size * self.pp_size)
 
     @property
+    def averaging_group(self) -> dist.ProcessGroup | None:
+        mesh = next(iter(self._meshes.values()))
+        return mesh["replicate" if self.zero_stage == 0 else "shard"].get_group() if self.averaging_size > 1 else None
+
+    @property
+    def _averaging_rank(self) -> int:
+        return dist.get_rank() // self.tp_size % self.averaging_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.averaging_size // self.sp_size
+
+    @property
     def data_parallel_rank(self) -> int:
-        return dist.get_rank() // self.tp_size % self.data_parallel_size
+        return self._averaging_rank // self.sp_size
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
-        mesh = next(iter(self._meshes.values()))
-        return (
-            mesh["replicate" if self.zero_stage == 0 else "shard"].get_group() if self.data_parallel_size > 1 else None
-        )
+        if self.sp_size == 1:
+            return self.averaging_group
+        return self._data_mesh["dp"].get_group() if self.data_parallel_size > 1 else None
+
+    @property
+    def _data_mesh(self) -> DeviceMesh:
+        """The ranks of `averaging_group` by what they share: a sequence, or its place in the batch."""
+        sizes = {"pp": self.pp_size, "dp": self.data_parallel_size, "sp": self.sp_size, "tp": self.tp_size}
+        return shared_mesh(next(iter(self._meshes)), sizes)
 
     @property
     def pipeline_rank(self) -> int:
         """Return this rank's place in the pipeline."""
-        return dist.get_rank() // (self.tp_size * self.data_parallel_size)
+        return dist.get_rank() // (self.tp_size * self.averaging_size)
 
     def _mesh_sizes(self) -> dict[str, int]:
-        data = self.data_parallel_size
+        data = self.averaging_size
         copies, parts = (data, 1) if self.zero_stage == 0 else (1, data)
         # Outermost first: ranks of one layer are neighbours, and most often on one machine.
         return {"pp": self.pp_size, "replicate": copies, "shard": parts, "tp": self.tp_size}
@@ -206,6 +249,8 @@ class HybridParallelPlugin(ShardingPlugin):
         }
         check_tensor_parallel(model, **tensor_parallel)
         check_meta(model)
+        if self.sequence_parallel is not None:
+            self.sequence_parallel.check(model, self.tp_size)
         if self.tp_size > 1:  # tensor parallelism drops hooks; without it `shard_module` checks them
             check_hooks(model)
         # Names of blocks are those of the whole model: found before any layer is replaced.
@@ -219,9 +264,9 @@ class HybridParallelPlugin(ShardingPlugin):
         apply_tensor_parallel(model, **tensor_parallel)  # before the pipeline is cut, as its plan names all layers
         whole = list(model.state_dict())  # keys of all stages, while this rank still has them
         roots = [module] if plan is None else plan.cut(self.pipeline_rank)
-        if self.tp_size > 1:
+        if self.tp_size > 1 or self.sp_size > 1:  # other tokens draw otherwise, also where all ranks were seeded alike
             for root in roots:
-                SharedRandom(bare(root), device, self._share_bytes, copy=self.data_parallel_rank)
+                SharedRandom(bare(root), device, self._share_bytes, copy=self._averaging_rank)
         for index, root in enumerate(roots):
             # Modules of other stages are fakes without parameters here.
             kept = policy.keep_fp32 if plan is None else _with_parameters(root, policy.keep_fp32)
@@ -247,6 +292,8 @@ class HybridParallelPlugin(ShardingPlugin):
             )
             if plan is not None:
                 plan.stages[index].before_reduction = before_reduction
+        if self.sequence_parallel is not None:
+            self.sequence_parallel.install(module)
         if plan is None:
             return module
         model.register_load_state_dict_pre_hook(LayersLoaded(model.state_dict(), whole))
@@ -292,7 +339,7 @@ class HybridParallelPlugin(ShardingPlugin):
 
     def _shards(self, policy: DtypePolicy) -> bool:
         """Return whether `fully_shard` is used: a group of one rank has nothing to gather or to reduce."""
-        return self.data_parallel_size > 1 or policy.store not in (None, policy.param)
+        return self.averaging_size > 1 or policy.store not in (None, policy.param)
 
     def _plan_pipeline(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> PipelinePlan:
         # Stages compute in `param`, whatever their shards are stored in.

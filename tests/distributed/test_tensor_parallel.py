@@ -2,15 +2,12 @@
 
 import contextlib
 import copy
-import importlib.util
-import warnings
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from packages import package
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,7 +26,6 @@ from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_p
 from booster.tensors.cast_regions import cast_floats
 
 DIM, HEADS, TIME, VOCAB = 16, 4, 8, 12
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 # ---- models ----
@@ -110,18 +106,6 @@ def ids(batch=3):
 def gpt(**options):
     torch.manual_seed(0)
     return GPT(**options), (ids(),), {}
-
-
-def package(name):
-    """timm or transformers, also where torchvision's compiled operators do not load."""
-    spec = importlib.util.spec_from_file_location("torchvision_ops", EXAMPLES / "vit" / "torchvision_ops.py")
-    module = importlib.util.module_from_spec(spec)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        spec.loader.exec_module(module)
-        with contextlib.suppress(ModuleNotFoundError):
-            module.import_torchvision()
-        return import_module(name)
 
 
 def vit(**options):

@@ -401,6 +401,13 @@ RANGES: dict[str, Predicate] = {
     "reduce_dtype": floating,
     "replicate_size": one_of(1),
     "tp_size": one_of(1),
+    "sp_size": one_of(1),
+    "Booster.shard_sequence(labels)": one_of("labels", "input_ids"),
+    "Booster.shard_sequence(documents)": nothing,  # on a single device
+    "Booster.shard_sequence(whole)": several(one_of("labels", "input_ids")),
+    "Booster.shard_sequence(ignore_index)": whole(-(2**63), 2**63 - 1),
+    "Booster.token_mean(losses)": lambda v: isinstance(v, torch.Tensor) and not v.is_complex(),
+    "Booster.token_mean(counted)": either(number(0), lambda v: isinstance(v, torch.Tensor) and v.numel() in (1, 8)),
     "pp_size": one_of(1),
     "num_microbatches": whole(1),
     "microbatch_size": whole(1),
@@ -590,6 +597,12 @@ EXAMPLES: dict[str, Examples] = {
         }
     ],
     "Booster.accumulate": [lambda w: {"model": w.model, "optimizer": w.optimizer, "num_micro_batches": 2}],
+    "Booster.shard_sequence": [
+        lambda w: {
+            "batch": {"labels": torch.ones(2, 4, dtype=torch.int64), "input_ids": torch.ones(2, 4, dtype=torch.int64)}
+        }
+    ],
+    "Booster.token_mean": [lambda w: {"losses": torch.ones(2, 4)}],
     "Booster.no_sync": [lambda w: {"model": w.model}],
     "Booster.unwrap": [lambda w: {"boosted": w.model}],
     "Booster.prepare_dataloader": [

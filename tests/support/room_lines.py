@@ -18,7 +18,7 @@ BUDGETS = {
     "cli": 2600,
     "common": 2800,
     "data": 1300,
-    "facade": 3800,
+    "facade": 3900,
     "frozen": 300,
     "integrations": 700,
     "interface": 1800,
@@ -30,13 +30,13 @@ BUDGETS = {
     "nn": 500,
     "number_formats": 600,
     "numerics": 6500,
-    "plugin": 7700,
+    "plugin": 9200,
     "ranks": 500,
     "shards": 3100,
     "tensors": 1500,
     "update": 4600,
 }
-TOTAL = 65_900  # less than all rooms together: not every one of them may use its hundred up
+TOTAL = 67_530  # less than all rooms together: not every one of them may use its hundred up
 LARGEST, SMALLEST = 500, 40  # lines of a file that is rather two nouns, or half a one
 
 

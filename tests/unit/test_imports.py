@@ -325,6 +325,7 @@ SENDS_ITS_OWN = {
     "plugin/fsdp/unused_parameters.py": "bytes",
     "plugin/fsdp/forward_writes.py": "int64 sums",
     "plugin/pipeline/pipeline.py": "a float32 number",
+    "plugin/sequence_parallel/all_to_all.py": "parts for each rank, laid out anew",
     "update/distributed_muon.py": "flat bfloat16 copies",
     "plugin/tensor_parallel/linear_styles.py": "float64 sums",
     "plugin/zero/sliced_gradients.py": "flat buckets",

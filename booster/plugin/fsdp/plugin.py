@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from booster.common import arguments
+from booster.common.random_states import SharedRandom
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters, gathered_modules
 from booster.model.dtensors import local_shard
 from booster.model.meta import materialise_on
@@ -23,6 +24,7 @@ from booster.model.modules import bare
 from booster.plugin.base import Plugin, check_joined, shared_mesh, world
 from booster.plugin.fsdp.shard_module import change_dtypes, shard_module, stays_sharded
 from booster.plugin.fsdp.wrap_policy import WrapPolicy, block_names, check_wrap_policy
+from booster.plugin.sequence_parallel import CutMode, SequenceParallel, check_sizes
 from booster.ranks.messages import broadcast_from_first
 from booster.shards import Shards
 from booster.shards.dtensor import check_steps_shards
@@ -136,6 +138,10 @@ class TorchFSDPPlugin(ShardingPlugin):
         the parameters.
     replicate_size: keep this many copies of the model, each sharded over the world size divided by it; neighbouring ranks share
         a copy.
+    sp_size: neighbouring ranks that share sequences, each with some of the tokens (context parallelism); b.shard_sequence cuts
+        batches. Parameters are sharded over them as over the others.
+    sequence_parallelism_mode: how they do: "all_to_all" divides heads of attention, "ring_attn" sends keys and values round;
+        None where sp_size is 1.
 
     Parameters are gathered block by block in the dtype that the precision computes in. Under `fp16_naive` and `bf16_naive`
     the float32 shard is the master, unless they ask for split or no masters.
@@ -153,9 +159,14 @@ class TorchFSDPPlugin(ShardingPlugin):
         cpu_offload: bool = False,
         reduce_dtype: torch.dtype | None = None,
         replicate_size: int = 1,
+        sp_size: int = 1,
+        sequence_parallelism_mode: CutMode | None = None,
     ) -> None:
         check_joined("TorchFSDPPlugin")
         world_size = dist.get_world_size() if dist.is_initialized() else 1
+        check_sizes(sp_size, sequence_parallelism_mode)
+        if world_size % sp_size:
+            raise ValueError(f"sp_size={sp_size} does not divide the world size, which is {world_size}")
         check_wrap_policy(wrap_policy)
         arguments.flag("cpu_offload", cpu_offload)
         if cpu_offload and not dist.is_initialized():
@@ -189,6 +200,26 @@ class TorchFSDPPlugin(ShardingPlugin):
         super().__init__(wrap_policy, reduce_dtype)
         self._options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "cpu_offload": cpu_offload}
         self._replicate_size = replicate_size
+        self._sp_size = sp_size
+        if sequence_parallelism_mode is not None:
+            groups = self._data_mesh["sp"].get_group(), dist.group.WORLD
+            self.sequence_parallel = SequenceParallel(sequence_parallelism_mode, *groups)
+
+    @property
+    def _data_mesh(self) -> DeviceMesh:
+        """All ranks by what they share: a sequence, or its place in the batch."""
+        device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        return shared_mesh(device_type, {"dp": dist.get_world_size() // self._sp_size, "sp": self._sp_size})
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        if self.sequence_parallel is None:
+            return self.group
+        return self._data_mesh["dp"].get_group() if dist.get_world_size() > self._sp_size else None
+
+    @property
+    def averaging_group(self) -> dist.ProcessGroup | None:
+        return self.group
 
     release_refusal = None
 
@@ -197,7 +228,8 @@ class TorchFSDPPlugin(ShardingPlugin):
         if not self.stores_float32:
             return "single"
         plain = self._options == {"reshard_after_forward": True, "cpu_offload": False} and self._reduce_dtype is None
-        return "fsdp" if plain and self._wrap_policy is None and self._replicate_size == 1 else None
+        alone = self._replicate_size == 1 and self._sp_size == 1
+        return "fsdp" if plain and self._wrap_policy is None and alone else None
 
     def check_device(self, device: torch.device) -> None:
         if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -211,6 +243,8 @@ class TorchFSDPPlugin(ShardingPlugin):
         blocks = block_names(model, self._wrap_policy)
         if not self.stores_float32:  # no process group: trained as on a single device
             return cast_parameters(materialise_on(module, device), policy)
+        if self.sequence_parallel is not None:
+            self.sequence_parallel.check(model)
         self._placed[model], _ = shard_module(
             module,
             policy,
@@ -223,6 +257,9 @@ class TorchFSDPPlugin(ShardingPlugin):
             **self._options,
             unsharded=self._unsharded,
         )
+        if self.sequence_parallel is not None:
+            SharedRandom(model, device, lambda values: None, copy=dist.get_rank())  # other tokens draw otherwise
+            self.sequence_parallel.install(module)
         return module
 
     def switch_refusal(self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy) -> str | None:

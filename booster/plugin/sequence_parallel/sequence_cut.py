@@ -1,0 +1,164 @@
+"""How one batch of sequences is cut: which tokens a rank has, and what the padding at the end must not touch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceCut:
+    """How the sequences of one batch were cut.
+
+    Attributes:
+        batch_size: sequences of this rank's batch.
+        length: tokens of a whole sequence.
+        size, rank: ranks that share a sequence, and which of them this is.
+        zigzag: a rank has two pieces, one from the front and the one as far from the end, so that causal attention takes every
+            rank as long; else one.
+        documents: for each sequence of the batch the first tokens of its documents, and its length; None: it is one document.
+        key_mask: (batch, length), False for tokens that attention does not read; None reads all. For transformers models.
+    """
+
+    batch_size: int
+    length: int
+    size: int
+    rank: int
+    zigzag: bool
+    documents: tuple[tuple[int, ...], ...] | None = None
+    key_mask: torch.Tensor | None = None
+
+    @property
+    def piece(self) -> int:
+        """Return how many tokens a piece has, padding included."""
+        return -(-self.length // (self.size * (2 if self.zigzag else 1)))
+
+    @property
+    def local_length(self) -> int:
+        """Return how many tokens each rank has, padding included."""
+        return self.piece * (2 if self.zigzag else 1)
+
+    def pieces(self, rank: int) -> tuple[int, ...]:
+        """Return the places of the pieces of `rank`, in order."""
+        return (rank, 2 * self.size - 1 - rank) if self.zigzag else (rank,)
+
+    def num_real(self, rank: int) -> int:
+        """Return how many tokens of `rank` are no padding; they come first."""
+        return sum(min(max(self.length - place * self.piece, 0), self.piece) for place in self.pieces(rank))
+
+    def positions(self, device: torch.device, rank: int | None = None) -> torch.Tensor:
+        """Return the places in the whole sequence of the tokens of `rank`, None of this one: (local_length,), int64."""
+        own = self.pieces(self.rank if rank is None else rank)
+        starts = torch.tensor([place * self.piece for place in own], dtype=torch.int64, device=device)
+        return (starts[:, None] + torch.arange(self.piece, dtype=torch.int64, device=device)).flatten()
+
+    def document_ids(self, device: torch.device) -> torch.Tensor:
+        """Return which document each token of the whole, padded sequence is in: (batch, size * local_length), int64."""
+        tokens = torch.arange(self.size * self.local_length, dtype=torch.int64, device=device)
+        starts = [
+            torch.tensor(each[1:], dtype=torch.int64, device=device) for each in self.documents or ((0, self.length),)
+        ]
+        return torch.stack([torch.bucketize(tokens, each, right=True) for each in starts])
+
+    def cut(self, tensor: torch.Tensor, dim: int, padding: Any) -> torch.Tensor:
+        """Return this rank's part of `tensor`, whole along `dim`, padded by `padding` at the end; contiguous."""
+        missing = self.size * self.local_length - self.length
+        if missing:
+            tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, missing), value=padding)
+        return torch.cat([tensor.narrow(dim, each * self.piece, self.piece) for each in self.pieces(self.rank)], dim)
+
+
+def make_cut(
+    batch: Any,
+    *,
+    size: int,
+    rank: int,
+    zigzag: bool,
+    documents: torch.Tensor | None,
+    whole: Collection[str | int],
+) -> SequenceCut:
+    """Return how `batch` is to be cut; see `Booster.shard_sequence`. Reads `documents` on the host."""
+    named = [(name, value) for name, value in entries(batch) if name not in whole]
+    found = [value for _, value in named if isinstance(value, torch.Tensor) and value.dim() >= 2]
+    if not found:
+        raise ValueError(
+            f"shard_sequence found no tensor of (batch, sequence, ...) in {type(batch).__name__} of "
+            f"{[name for name, _ in named]}; give a mapping, tuple or list of tensors, as a loader does"
+        )
+    batch_size, length = found[0].shape[:2]
+    if length < 2 * size:
+        raise ValueError(
+            f"sequences of {length} tokens cannot be cut among sp_size={size} ranks; give at least {2 * size} tokens, or "
+            "choose a smaller sp_size"
+        )
+    mask = dict(named).get("attention_mask")
+    keys = None
+    if isinstance(mask, torch.Tensor) and mask.shape == (batch_size, length) and not bool(mask.all()):
+        keys = mask.bool()
+    starts = None if documents is None else _document_starts(documents, batch_size, length)
+    return SequenceCut(batch_size, length, size, rank, zigzag, starts, keys)
+
+
+def _document_starts(documents: torch.Tensor, batch_size: int, length: int) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(documents, torch.Tensor) or documents.is_floating_point() or documents.dim() not in (1, 2):
+        raise TypeError(
+            "documents is a tensor of integers: the number of each token's document, (batch, sequence), or for a batch of one "
+            f"sequence where documents begin, and the length, as cu_seqlens; got {_shown(documents)}"
+        )
+    if documents.dim() == 1:
+        starts: list[int] = documents.tolist()
+        if (
+            batch_size != 1
+            or starts[:1] != [0]
+            or starts[-1] != length
+            or any(a >= b for a, b in zip(starts, starts[1:], strict=False))
+        ):
+            raise ValueError(
+                f"documents={starts} are where documents begin, so they rise from 0 to the length of {length} tokens, of the "
+                f"only sequence of a batch, and there are {batch_size}"
+            )
+        return (tuple(starts),)
+    if documents.shape != (batch_size, length):
+        raise ValueError(f"documents is {_shown(documents)}, and the batch ({batch_size}, {length}, ...)")
+    changes = documents[:, 1:] != documents[:, :-1]
+    return tuple((0, *(row.nonzero().flatten() + 1).tolist(), length) for row in changes)
+
+
+def cut_entries(
+    batch: Any, cut: SequenceCut, *, whole: Collection[str | int], labels: str | int | None, ignore_index: int
+) -> dict[str | int, Any]:
+    """Return the entries of `batch`, each cut but for those in `whole`, and for what has no dimensions, or one."""
+    made: dict[str | int, Any] = {}
+    shape = (cut.batch_size, cut.length)
+    for name, value in entries(batch):
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or name in whole:
+            made[name] = value
+        elif value.dim() == 4 and value.shape[-2:] == (cut.length, cut.length) and value.shape[1] != cut.length:
+            made[name] = cut.cut(value, 2, False if value.dtype == torch.bool else 0)  # a mask: its rows are the tokens
+        elif value.shape[:2] == shape or value.shape[:2] == (1, cut.length):
+            made[name] = cut.cut(value, 1, ignore_index if name == labels else 0)
+        else:
+            raise ValueError(
+                f"{name!r} is {_shown(value)}, and the sequences of this batch are {shape}: it is no (batch, sequence, ...); "
+                f"make it so, or leave it whole on every rank, shard_sequence(batch, whole=[{name!r}])"
+            )
+    return made
+
+
+def entries(batch: Any) -> list[tuple[str | int, Any]]:
+    """Return the entries of `batch` with their names or places; one tensor is a batch of one."""
+    if isinstance(batch, Mapping):
+        return list(batch.items())
+    if isinstance(batch, torch.Tensor):
+        return [(0, batch)]
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        return list(enumerate(batch))
+    raise TypeError(f"shard_sequence takes a mapping, tuple or list of tensors, got {type(batch).__name__}")
+
+
+def _shown(value: Any) -> str:
+    return f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
