@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Where Triton is installed, its compiler would start processes to compile in, which import torch, for each worker of pytest.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Workers of pytest-xdist are told 80 columns, and what they start with them; tests of a narrow terminal say so themselves.
+# Workers of pytest-xdist have 80 columns, and so has what they start; tests of a narrow terminal set their own.
 os.environ.pop("COLUMNS", None)
 
 import pytest
@@ -183,7 +183,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _import_beside_torchvision(name: str, fragments: list[Any]) -> ModuleType:
     """Import a package that imports torchvision, also where torchvision's compiled operators do not load.
 
-    A torchvision built for CUDA beside a CPU-only torch fails while it registers shapes for two operators that its
+    A torchvision built for CUDA fails with a CPU-only torch while it registers shapes for two operators that its
     library would have declared. Declaring them is safe only after that failure: where the library does load, a second
     declaration aborts the process. `fragments` keeps the declarations alive for the session.
     """

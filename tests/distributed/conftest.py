@@ -12,7 +12,7 @@ import torch
 @pytest.fixture(scope="session")
 def record_cell(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str], None]]:
     """`record_cell(precision, parallelism)`: the cell passed. With --matrix-out FILE the session's cells go there, as JSON,
-    beside those of earlier sessions, so that a table can be made in several; for a new one delete the file."""
+    added to those of earlier sessions, so that a table can be made in several; for a new one delete the file."""
     with _recorded(request.config.getoption("--matrix-out")) as record:
         yield record
 

@@ -62,8 +62,8 @@ SHARDING = pytest.param("FSDP", marks=NOT_SHARDED)
 def kept_as_it_was(rank, world_size, path):
     model = adapted(loaded(path, storage_dtype="nf4"))
     before = {name: (id(param), param.dtype) for name, param in model.named_parameters()}
-    told = "does not shard parameters of integers, such as blocks.0.up.base_layer.*2.13 or newer"
-    with pytest.raises(ValueError, match=told):
+    refusal = "does not shard parameters of integers, such as blocks.0.up.base_layer.*2.13 or newer"
+    with pytest.raises(ValueError, match=refusal):
         boosted(model, "bf16", TorchFSDPPlugin())
     return {name: (id(param), param.dtype) for name, param in model.named_parameters()} == before
 

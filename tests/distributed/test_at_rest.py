@@ -400,7 +400,7 @@ def test_a_group_that_is_added_after_a_forward_pass_without_a_backward_trains(ra
 
 
 def zeroed(rank, world_size, plugin, precision, set_to_none):
-    """How far a run is off whose model's gradients are cleared while old ones wait, from one in which there were none."""
+    """How far a run is off if gradients are cleared while old ones wait, compared with one in which there were none."""
     found = {}
     for name in ("before forward", "between forward and backward", "of a pass in no_sync"):
         runs = []

@@ -18,7 +18,7 @@ EPS = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16_naive": 2.0**-12, "bf16_naive": 
 
 
 def averaged(rank, world_size, name, precision, page):
-    """The worst error of the average beside one of float64 of the same weights; whether evaluation with it changed nothing."""
+    """The worst error of the average against one in float64 of the same weights; whether evaluation with it changed nothing."""
     names = runpy.run_path(page)
     torch.manual_seed(0)
     b = Booster("cpu", precision, PLUGINS[name]())
@@ -41,9 +41,9 @@ def averaged(rank, world_size, name, precision, page):
     with torch.no_grad():
         trained = model(inputs)
     with torch.no_grad(), average.in_place_of(model):
-        beside = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).double()
-        beside.load_state_dict(expected)
-        off = ((model(inputs) - beside(inputs.double())).abs().max() / beside(inputs.double()).abs().max()).item()
+        exact = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).double()
+        exact.load_state_dict(expected)
+        off = ((model(inputs) - exact(inputs.double())).abs().max() / exact(inputs.double()).abs().max()).item()
     with torch.no_grad():
         same = torch.equal(model(inputs), trained)
     after = optimizer.state_dict()["state"][0]

@@ -1,4 +1,4 @@
-"""Models whose branches depend on rank and micro-batch: every placement trains as one process on the whole batch does."""
+"""Models with branches that depend on rank and micro-batch: every placement trains as one process on the whole batch does."""
 
 import random
 from contextlib import nullcontext
@@ -89,7 +89,7 @@ def program_of(seed, world_size, *, num_blocks=None, num_micro_batches=None):
 
 
 def optimizer_of(model, program):
-    # A large eps, so that a gradient near zero moves a weight little; the decay tells whether a weight was stepped at all.
+    # A large eps, so that a gradient near zero moves a weight little; the decay shows whether a weight was stepped at all.
     if program["adamw"]:
         return torch.optim.AdamW(model.parameters(), lr=0.1, eps=0.1, weight_decay=0.5)
     return torch.optim.SGD(model.parameters(), lr=0.5)
@@ -209,7 +209,7 @@ class Apart(nn.Module):
         return outputs[way]
 
 
-def told(rank, world_size, plugin, both):
+def named_before_reducing(rank, world_size, plugin, both):
     make = {
         "fsdp": TorchFSDPPlugin,
         "hybrid": lambda **kw: HybridParallelPlugin(tp_size=1, pp_size=1, zero_stage=1, **kw),
@@ -229,7 +229,7 @@ def told(rank, world_size, plugin, both):
 def test_modules_that_travel_alone_and_are_used_on_some_ranks_are_named_before_anything_is_reduced(
     ranks2, plugin, both
 ):
-    assert ranks2(told, plugin, both) == [True, True]
+    assert ranks2(named_before_reducing, plugin, both) == [True, True]
 
 
 class Empty(nn.Module):

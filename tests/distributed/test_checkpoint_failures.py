@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pool import CASE_TIMEOUT, RankPool, RanksFailed
+from pool import CASE_TIMEOUT, PROCESS_GROUP_TIMEOUT, RankPool, RanksFailed
 from runs import Run, differing
 
 from booster.checkpoint import CheckpointError, damage, latest
@@ -86,7 +86,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path, victim):
     finally:
         pool.close()
     assert list(error.value.tracebacks) == [victim]
-    assert json.loads((tmp_path / f"rank{1 - victim}.json").read_text()) < 60, "long before the group's timeout"
+    assert json.loads((tmp_path / f"rank{1 - victim}.json").read_text()) < PROCESS_GROUP_TIMEOUT / 2
     assert latest(tmp_path).name == STEPS[0]
     run = Run("fp16_naive", "single")
     assert run.load(tmp_path).step == 1

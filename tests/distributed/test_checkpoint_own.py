@@ -1,4 +1,4 @@
-"""What differs between ranks is each rank's own in a checkpoint: running statistics and `extra`. Drifted replicas are told."""
+"""What differs between ranks is each rank's own in a checkpoint: running statistics and `extra`. Drift is logged."""
 
 import gc
 import json
@@ -154,7 +154,7 @@ def test_ranks_of_unequal_parts_go_on_rounding_by_chance_to_the_bit(run_on_ranks
 
 
 def drifted(rank, world_size, folder):
-    """What the log says, and whose weights a checkpoint of replicas has that were written apart."""
+    """What the log says, and which replica's weights a checkpoint has after they were written apart."""
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -174,8 +174,8 @@ def drifted(rank, world_size, folder):
 
 
 def test_replicas_that_drifted_are_told_and_the_first_ranks_are_saved(run_on_ranks, tmp_path):
-    (first, told), (second, untold) = run_on_ranks(drifted, 2, str(tmp_path))
-    assert (first, second, len(told), untold) == (True, True, 1, [])
+    (first, logged), (second, not_logged) = run_on_ranks(drifted, 2, str(tmp_path))
+    assert (first, second, len(logged), not_logged) == (True, True, 1, [])
 
 
 def given(rank, world_size, placement, precision, folder):

@@ -177,7 +177,7 @@ def test_after_an_early_break_nothing_is_taken_for_padding(ranks4):
 
 
 class Pairs:
-    """A batch sampler that tells nobody its batch size."""
+    """A batch sampler without an attribute for its batch size."""
 
     def __init__(self, sampler):
         self.sampler = sampler
@@ -293,7 +293,7 @@ def test_extremes_are_those_of_all_ranks_and_nan_where_any_rank_has_one(ranks4):
 
 def reduce_half(rank, world_size):
     mean = reduce(torch.tensor([60000.0], dtype=torch.half), group=world())
-    # Each addition of 1 would be lost beside 256 in bfloat16.
+    # Each addition of 1 to 256 would be lost in bfloat16.
     total = reduce(torch.tensor([256.0 if rank == 0 else 1.0], dtype=torch.bfloat16), "sum", group=world())
     return mean, total
 

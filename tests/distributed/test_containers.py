@@ -1,4 +1,4 @@
-"""Models whose blocks pass each other containers of every kind train as in one process, in every placement."""
+"""Models with blocks that pass each other containers of every kind train as in one process, in every placement."""
 
 from unittest import mock
 

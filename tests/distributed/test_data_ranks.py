@@ -103,7 +103,7 @@ LOADERS = {  # of this rank, and what is said of it
     "another world, one rank": (lambda rank: of(DistributedSampler, num_replicas=2 + rank, rank=rank), APART),
     "right": (lambda rank: of(DistributedSampler, seed=3), ""),
     "ranks in another order": (lambda rank: of(DistributedSampler, num_replicas=2, rank=1 - rank), ""),
-    "a seed that nobody draws by": (lambda rank: of(DistributedSampler, shuffle=False, seed=rank), ""),
+    "an unused seed": (lambda rank: of(DistributedSampler, shuffle=False, seed=rank), ""),
     "one that draws by itself": (lambda rank: of(ByItself, seed=rank), "WARNING"),
     "on one rank": (lambda rank: of(DistributedSampler, seed=rank) if rank else None, ""),
     "a stream": (lambda rank: iter([torch.ones(rank + 1)]), ""),

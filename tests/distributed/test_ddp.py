@@ -117,7 +117,7 @@ def lbfgs(rank, world_size):
 def test_an_optimizer_that_reads_losses_reads_their_mean_over_the_ranks(ranks2):
     losses, params = lbfgs(0, 1)
     (first, first_params), (second, second_params) = ranks2(lbfgs)
-    assert torch.equal(first, second), "ranks were told different losses"
+    assert torch.equal(first, second), "ranks got different losses"
     assert torch.equal(first_params, second_params), "ranks drifted apart"
     assert (first - losses).abs().max() <= 1e-4
     assert (first_params - params).abs().max() <= 1e-3

@@ -91,7 +91,7 @@ def step(run, number):
 
 
 def agrees(rank, world_size, name):
-    """All-reduces of a step, beside those without; and of each step the largest magnitudes on this rank, and the scales."""
+    """All-reduces of a step, with and without; and of each step the largest magnitudes on this rank, and the scales."""
     run, plain = boosted(name), boosted(name, delayed=False)
     seen, found = look(run[1]), []
     for number in range(5):

@@ -19,7 +19,7 @@ from booster import Booster
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 PLUGINS = plugins("DDP", "FSDP", "ZeRO-1", "ZeRO-2", "TP", "DP", "PP", tp_plan=TP_PLAN, num_microbatches=2)
 FAULT = {fault.name: fault for fault in FAULTS}
-# Where it is, for a pipeline whose second stage begins at the last block: of the fault, in which precision.
+# Where it is, for a pipeline with a second stage that begins at the last block: of the fault, in which precision.
 CASES = {
     "large_weights_in_the_last_block": ("fp16", 1),
     "attention_scores_without_scaling": ("fp16_naive", 0),
@@ -258,9 +258,9 @@ def raise_on_one(rank, world_size):
     try:
         run.booster.diagnose(forward, run.optimizer)
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     run.cage.x = run.good
-    return told, run.step()[1]
+    return message, run.step()[1]
 
 
 def raise_everywhere(rank, world_size, plugin, when):
@@ -276,9 +276,9 @@ def raise_everywhere(rank, world_size, plugin, when):
     try:
         run.booster.diagnose(forward, run.optimizer)
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     run.cage.x = run.good
-    return told, run.step()[1]
+    return message, run.step()[1]
 
 
 @pytest.mark.parametrize(("plugin", "when"), [("FSDP", "forward"), ("DDP", "backward"), ("FSDP", "backward")])
@@ -332,7 +332,7 @@ optimizer.step()
 def test_a_job_whose_replay_raises_on_one_rank_alone_ends_with_that_ranks_error(tmp_path, when):
     """The other rank waits in a collective of FSDP, for which the process group would wait half an hour."""
     (tmp_path / "job.py").write_text(RAISES_WHEN_REPLAYED)
-    job = run("-m", "booster", "run", "--nproc_per_node", "2", "job.py", when, folder=tmp_path, timeout=200)
+    job = run("-m", "booster", "run", "--nproc_per_node", "2", "job.py", when, folder=tmp_path, timeout=600)
     assert job.returncode == 1
     assert "ValueError: only in the replay" in job.stderr
     assert "RanksApart: a replay raised on rank 1 of the group, and ranks [0] did not come to its end" in job.stderr

@@ -51,7 +51,7 @@ def sharded_by(whole, mesh, placements):
 
 
 def compare_steps(placements, options, most=None):
-    """Step sharded matrices beside whole ones; the first group has one without a gradient, and one that is not sharded."""
+    """Step sharded matrices and whole ones; the first group has one without a gradient, and one that is not sharded."""
     mesh = init_device_mesh("cpu", (2,) * len(placements))
     if most is not None:
         distributed_muon.MOST = most

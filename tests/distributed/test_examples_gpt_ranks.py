@@ -35,7 +35,7 @@ def train(folder: Path, num_processes: int, options: str) -> Done:
     launch = ["-m", "booster", "run", "--nproc_per_node", str(num_processes)] if num_processes > 1 else []
     inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environment = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return run(*launch, TRAIN, *TINY, *options.split(), folder=folder, environment=environment, timeout=200), folder
+    return run(*launch, TRAIN, *TINY, *options.split(), folder=folder, environment=environment, timeout=600), folder
 
 
 @pytest.fixture(scope="module")

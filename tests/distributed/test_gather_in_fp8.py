@@ -76,7 +76,7 @@ def boosted(gather_in_fp8, plugin=None, model_options=None, **options):
     precision = FP8MixedPrecision(gather_in_fp8=gather_in_fp8, emulate=True, **options)
     booster = Booster("cpu", precision, plugin or TorchFSDPPlugin())
     raw = Model(**(model_options or {}))
-    with torch.no_grad():  # weights whose scales differ, so that one of another weight would be seen
+    with torch.no_grad():  # weights with different scales, so that one of another weight would be seen
         for index, param in enumerate(raw.parameters()):
             param.mul_(1 + 0.37 * index)
     trained = [param for param in raw.parameters() if param.requires_grad]
@@ -288,7 +288,7 @@ def test_one_small_message_a_forward_pass_makes_the_scales(ranks2):
 
 
 def overflown(rank, world_size):
-    """An inf or a NaN in one number, which lies on one rank: all of that product is NaN on every rank, as without gathering."""
+    """An inf or a NaN in one number, on one rank: all of that product is NaN on every rank, as without gathering."""
     for bad in (torch.inf, torch.nan):
         found = []
         for gather_in_fp8 in (False, True):

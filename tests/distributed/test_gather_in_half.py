@@ -154,7 +154,7 @@ def gathered_bytes(case):
     model = Model(**model_options)
     whole = sum(param.numel() for param in model.parameters())
     outside = whole - numbers(model, ["blocks"])
-    # What lies outside blocks stays until backward; blocks are gathered again.
+    # What is outside blocks stays until backward; blocks are gathered again.
     again = 1 if plugin_options else 2
     products = numbers(model, ["blocks.0.mlp"] if case == "kept" else ["blocks.0.mlp", "blocks.1.mlp"])
     if case != "scaled":  # else attention stays with the block, which holds a scale that is no product

@@ -112,7 +112,7 @@ def test_sums_of_several_passes_of_o2_can_be_looked_at_and_changed(ranks2, plugi
 
 
 def refusals(rank, world_size):
-    told = []
+    messages = []
     booster, model, optimizer = boosted("O2", "ZeRO-1")
     for seed in range(2):
         one_pass(booster, model, optimizer, seed)
@@ -122,14 +122,14 @@ def refusals(rank, world_size):
         try:
             action()
         except RuntimeError as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages
 
 
 def test_sums_of_which_each_rank_has_a_part_cannot_be_shown_nor_changed(ranks2):
-    for told in ranks2(refusals):
-        assert len(told) == 2
-        assert all("b.accumulate()" in text for text in told)
+    for messages in ranks2(refusals):
+        assert len(messages) == 2
+        assert all("b.accumulate()" in text for text in messages)
 
 
 @pytest.mark.slow_cases("DDP")

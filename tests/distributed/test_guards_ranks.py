@@ -1,4 +1,4 @@
-"""What stands beside the boosted objects, on several ranks: see tests/unit/test_guards.py."""
+"""What a user may still hold besides the boosted objects, on several ranks: see tests/unit/test_guards.py."""
 
 import contextlib
 import io
@@ -87,7 +87,7 @@ def guarded(rank, world_size, precision, plugin):
         assert not messages, messages
         with pytest.raises(RuntimeError, match="this AdamW was given to boost"):
             own.step()
-        if plugin != "pp":  # whose layers call no whole model
+        if plugin != "pp":  # its layers call no whole model
             with pytest.raises(RuntimeError, match="the .*Sequential that was given to boost.*drift apart"):
                 net(torch.randn(4, 8))
         scaler = torch.amp.GradScaler("cpu")

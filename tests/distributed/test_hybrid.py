@@ -227,7 +227,7 @@ def encoder(num_layers=2):
 
 
 def scheduled(rank, world_size, precision, options, num_layers):
-    """Losses and norms of an encoder whose plan is known; evaluation at the end, with outputs."""
+    """Losses and norms of an encoder with a known plan; evaluation at the end, with outputs."""
     torch.manual_seed(7)
     booster = Booster("cpu", precision, plugin(rank, world_size, **options, tp_plan=None) if options else None)
     model = encoder(num_layers)
@@ -430,7 +430,7 @@ def test_without_data_parallelism_no_weight_is_gathered_from_a_group_of_one(rank
 
 def taken(rank, world_size, tp_size, pp_size):
     """Bytes for each parameter of this rank, between steps, with gradients, and at the highest point of a step."""
-    # Where a CPU has no units for halves, "auto" would have activations in float32 beside what is counted here.
+    # Where a CPU has no units for halves, "auto" would add activations in float32 to what is counted here.
     booster = Booster("cpu", "bf16_naive", plugin(rank, world_size, tp_size, pp_size), half_products="native")
     data = tuple(tensor[:2] for tensor in batch(0, booster))
     kept = []

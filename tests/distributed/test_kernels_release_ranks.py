@@ -1,4 +1,4 @@
-"""Ranks whose kernels step within backward train and skip as those that step by torch, all at once."""
+"""Ranks with kernels that step within backward train and skip as those that step by torch, all at once."""
 
 import re
 import warnings

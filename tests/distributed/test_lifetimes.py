@@ -72,7 +72,7 @@ def note_states(refs, optimizer):
 
 
 def captured(refs, precision):
-    """Train by a captured step, whose graph a recorder stands for."""
+    """Train by a captured step; a recorder takes the graph's place."""
     torch.manual_seed(0)
     raw = Transformer()
     optimizer = torch.optim.AdamW(raw.parameters(), lr=1e-3)

@@ -149,7 +149,7 @@ def test_calls_grow_as_the_number_of_tensors_and_messages_do_not(ranks2, name, p
     for (few, messages), (many, messages_of_many) in ranks2(counted, name, precision):
         grown = {task: many[task] / few[task] for task in few}
         assert {task: ratio for task, ratio in grown.items() if ratio > MOST} == {}
-        layers = int(name == "TP")  # whose passes send for each
+        layers = int(name == "TP")  # its passes send for each
         assert messages[layers:] == messages_of_many[layers:]
         if precision == "fp32" or name == "FSDP":
             each = {task: (many[task] - few[task]) / (MANY - FEW) for task in MOST_PER_TENSOR[name]}

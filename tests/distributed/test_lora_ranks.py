@@ -99,7 +99,7 @@ def merged(rank, world_size, name, folder):
     torch.manual_seed(3)
     config = LoraConfig(r=4, target_modules=EVERY, task_type="CAUSAL_LM", init_lora_weights=False)
     model = booster.enable_lora(llama(), lora_config=config)
-    for param in model.parameters():  # no number lies between two of bfloat16, where masters round away from zero
+    for param in model.parameters():  # no number between two of bfloat16, where masters round away from zero
         bits = param.data.view(torch.int32)
         bits[bits & 0xFFFF == 0x8000] += 1
     model, *_ = booster.boost(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1))

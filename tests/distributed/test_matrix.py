@@ -55,9 +55,9 @@ def check_agreement(traces):
         assert trace.scales == first.scales
         assert trace.reasons == first.reasons
         # Where a device decides, norm and culprits of a skipped step are what its own rank found.
-        told = itertools.repeat(True) if "cpu" not in choice.TAKEN_BY_TRUE else first.applied
-        assert list(itertools.compress(trace.culprits, told)) == list(itertools.compress(first.culprits, told))
-        assert list(itertools.compress(trace.norms, told)) == list(itertools.compress(first.norms, told))
+        compared = itertools.repeat(True) if "cpu" not in choice.TAKEN_BY_TRUE else first.applied
+        assert list(itertools.compress(trace.culprits, compared)) == list(itertools.compress(first.culprits, compared))
+        assert list(itertools.compress(trace.norms, compared)) == list(itertools.compress(first.norms, compared))
     for one, other in itertools.combinations(traces, 2):
         for name in one.weights.keys() & other.weights.keys():
             assert torch.equal(one.weights[name], other.weights[name]), f"{name} drifted apart"

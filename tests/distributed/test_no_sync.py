@@ -84,9 +84,9 @@ def test_gradients_of_every_order_arrive_or_the_step_says_that_they_do_not(ranks
     for found in ranks2(orders, precision):
         silent = {key: value for key, value in found.items() if value != "no_sync"}
         assert all(value < (1e-6 if precision == "fp32" else 1e-2) for value in silent.values()), silent
-        told = {key for key, value in found.items() if value == "no_sync"}
+        noticed = {key for key, value in found.items() if value == "no_sync"}
         # DistributedDataParallel decides in forward, the others in backward.
-        assert told == {
+        assert noticed == {
             f"{plugin}: forward {forward}, backward {backward}"
             for plugin in PLUGINS
             for forward, backward in ORDERS
@@ -208,9 +208,11 @@ def around(rank, world_size, precision):
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 def test_ranks_stay_alike_or_are_told_whose_gradient_passes_around_the_model_left(ranks2, precision):
     for found in ranks2(around, precision):
-        told = {key: value for key, value in found.items() if value != 0.0}
-        assert all("weight is not averaged over the ranks" in str(value) for value in told.values()), told
-        assert {f"{plugin}, {way}" for plugin in ("ddp", "zero1") for way in ("method", "members", "late")} <= set(told)
+        noticed = {key: value for key, value in found.items() if value != 0.0}
+        assert all("weight is not averaged over the ranks" in str(value) for value in noticed.values()), noticed
+        assert {f"{plugin}, {way}" for plugin in ("ddp", "zero1") for way in ("method", "members", "late")} <= set(
+            noticed
+        )
 
 
 def unfrozen(rank, world_size, plugin, precision, late_group):

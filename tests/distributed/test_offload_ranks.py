@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from comparing import same
-from fake_transfers import FakeTransfers, lies
+from fake_transfers import FakeTransfers, on_host
 from test_moving_masters import LAYOUTS, steps
 from test_packed_states_ranks import everything
 from test_refused_loads_ranks import Block
@@ -37,7 +37,7 @@ def trained(rank, world_size, layout, form):
             moved = built(layout, form, True)
             for parts in (stays, moved):
                 steps(parts, 0, 4)
-            where = lies(moved[2])
+            where = on_host(moved[2])
             found = everything(moved)
             moved[2].load_state_dict(moved[2].state_dict())
             for parts in (stays, moved):

@@ -113,9 +113,9 @@ def test_what_another_user_writes_into_the_store_of_a_job_is_not_run_as_its_owne
         wait_for_ranks(tmp_path, process)
         ports = [str(port) for _, port in listening({process.pid})]
         code = INTRUDER.format(nobody=NOBODY, harm=str(harm))
-        told = subprocess.run([sys.executable, "-c", code, *ports], capture_output=True, text=True, timeout=120)
-        reached, user = told.stdout.split()
-        assert int(reached) >= 1, told.stderr  # loopback is open to all who are on the machine
+        done = subprocess.run([sys.executable, "-c", code, *ports], capture_output=True, text=True, timeout=120)
+        reached, user = done.stdout.split()
+        assert int(reached) >= 1, done.stderr  # loopback is open to all who are on the machine
         assert os.getuid() != 0 or int(user) == NOBODY
         time.sleep(7)  # torch's heartbeat comes every five seconds
         assert not harm.exists()

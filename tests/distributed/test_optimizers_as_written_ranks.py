@@ -1,4 +1,4 @@
-"""Optimizers as people write them, on ranks: what one counts, and what it does beside `step`, is as on one device."""
+"""Optimizers as people write them, on ranks: what one counts, and what it does besides `step`, is as on one device."""
 
 import pytest
 import torch

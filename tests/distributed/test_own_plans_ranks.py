@@ -14,7 +14,7 @@ DIM, HEADS = 8, 4
 
 
 class MultiQuery(nn.Module):
-    """Attention whose heads share keys and values; a norm of every head's queries, and a temperature of all."""
+    """Attention with heads that share keys and values; a norm of every head's queries, and a temperature of all."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +124,7 @@ def test_a_gathered_output_that_ranks_read_for_their_own_heads_is_named(ranks2, 
 
 
 class Latent(nn.Module):
-    """Attention whose keys and values come of a latent, beside positions that every head reads."""
+    """Attention with keys and values that come of a latent, and positions that every head reads."""
 
     qk_rope_head_dim = 2
 

@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Embedding and positions before the blocks, a mask beside them, a head behind them that may be the embedding."""
+    """Embedding and positions before the blocks, a mask that they read, a head behind them that may be the embedding."""
 
     def __init__(self, num_blocks=4, tied=False, checkpointed=False, dropout=0.0):
         super().__init__()
@@ -173,7 +173,7 @@ class Chain(nn.Sequential):
 
 
 class Encoder(nn.Module):
-    """torch's own encoder, whose loop over layers is in its forward, with a padding mask."""
+    """torch's own encoder, with its loop over layers in forward, and a padding mask."""
 
     def __init__(self):
         super().__init__()
@@ -685,7 +685,7 @@ def calls_of_a_run(rank, world_size):
 
 # Of one more micro-batch what the library does on the first and on the last stage; of one more block of an earlier stage, for
 # each micro-batch, what it does (`elsewhere`, which looks up what it returns), and all, with nn.Module's way to it; and all for
-# the block and the seven modules in it once a run, whose modes are compared with those of the user's. On torch 2.11 the library
+# the block and the seven modules in it once a run, to compare their modes with those of the user's. On torch 2.11 the library
 # does what later ones do of themselves with gradients that are received and sent.
 MOST_CALLS = {
     "first": 82 if torch.__version__ >= "2.12" else 86,

@@ -35,7 +35,7 @@ def alive(pid):
     return state(pid) not in ("Z", None)
 
 
-def wait_until(condition, seconds=60.0):
+def wait_until(condition, seconds=240.0):
     until = time.monotonic() + seconds
     while time.monotonic() < until and not condition():
         time.sleep(0.05)

@@ -274,7 +274,7 @@ def test_previous_norm_stops_on_all_ranks_at_what_one_of_them_finds(ranks2, plug
     assert "culprit=('norm.weight',)" in results[1]
 
 
-WIDTH, DEPTH = 260, 9  # layers of more elements than wait for others, whose biases do wait
+WIDTH, DEPTH = 260, 9  # layers of more elements than wait for others; their biases do wait
 
 
 def growth(rank, world_size, plugin, precision):
@@ -288,7 +288,7 @@ def growth(rank, world_size, plugin, precision):
     def settled(grad):
         """Note the level; what gloo's threads let go of late, for which a moment is given, does not count."""
         for tracker in trackers:
-            for _ in range(5000):
+            for _ in range(60_000):
                 if len(levels) < 5 or tracker.now <= levels[4] + WIDTH * WIDTH:
                     break
                 time.sleep(0.001)

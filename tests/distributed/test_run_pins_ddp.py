@@ -70,7 +70,7 @@ def test_ranks_pin_alike_and_a_checkpoint_goes_on_to_the_bit(ranks2, tmp_path):
         assert pins == pins_again == {"names": ["blocks.1"], "skips": {}}
         assert diagnosed == 2
         assert resumed == applied[3:]
-    weights = [told[1] for each in (first, second) for told in (each[1], each[3])]
+    weights = [report[1] for each in (first, second) for report in (each[1], each[3])]
     for other in weights[1:]:
         assert all(torch.equal(a, b) for a, b in zip(weights[0], other, strict=True))
 

@@ -54,7 +54,7 @@ def check_disagreement(rank, world_size):
 
 
 def check_peak(rank, world_size):
-    """What is held between steps is the same in both: only the peak can tell."""
+    """What is held between steps is the same in both: only the peak shows it."""
     torch.set_num_threads(1)
     small = {"stage": 2, "bucket_cap_mb": 0.5}
     case = scaling_bytes.Case("wrong", zero(world_size, 2), HALF, lambda **_: LowLevelZeroPlugin(stage=2), small)

@@ -125,7 +125,7 @@ class Sides(nn.Module):
 
 
 def norms_of_used_gradients(rank, world_size, plugin, precision, clip, fused):
-    """The norms before two steps, the gradients of the first of which nobody clears."""
+    """The norms before two steps; the gradients of the first are not cleared."""
     torch.manual_seed(0)
     booster = Booster("cpu", PRECISIONS[precision](), PLUGINS[plugin](), fused_optimizer=fused)
     model = Sides()

@@ -52,7 +52,7 @@ def made(dataset, **options):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 beside torch 2.13
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
         return StatefulDataLoader(dataset, BATCH, **options)
 
 

@@ -1,4 +1,4 @@
-"""Jobs of `booster run` that are told to stop, or are killed, and go on from what they have saved."""
+"""Jobs of `booster run` that get a signal to stop, or are killed, and go on from what they have saved."""
 
 import json
 import os

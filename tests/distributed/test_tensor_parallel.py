@@ -504,7 +504,7 @@ TWICE = {"strings", "tied", "gpt sequence", "timm", "timm rich", "encoder", "gpt
 
 # torch's own styles (2.13) lose what comes back to the gradients that they sum.
 @pytest.mark.slow_cases("mixtral", "timm rich", "bloom", "gpt2")
-@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="of torch 2.11, whose DTensors differentiate once")
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="of torch 2.11: its DTensors differentiate once")
 @pytest.mark.parametrize(
     "name",
     [n if n in TWICE else pytest.param(n, marks=pytest.mark.slow) for n in CASES if "styles" not in n],

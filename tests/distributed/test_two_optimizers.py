@@ -115,10 +115,10 @@ def check_against_one_process(end, precision, num_blocks=2):
     torch.manual_seed(7)
     start = {name: whole(param) for name, param in Transformer(num_blocks=num_blocks).named_parameters()}
     for name, weight in end.items():
-        if name.endswith(".k.bias"):  # whose gradient is noise, of which Adam makes a step
+        if name.endswith(".k.bias"):  # its gradient is noise, of which Adam makes a step
             continue
         off, way = weight - reference[name], (reference[name] - start[name]).norm()
-        if name == "blocks.0.norm2.weight":  # one of whose first gradients is 1e-4 of the others: its sign is noise
+        if name == "blocks.0.norm2.weight":  # one of its first gradients is 1e-4 of the others: its sign is noise
             off[15] = 0.0
         assert off.norm() <= TOLERANCES[precision] * way, name
     return start.keys()

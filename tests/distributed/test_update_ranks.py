@@ -121,7 +121,7 @@ def relay(model):
 
 
 def changes_memory_format(rank, world_size, name, precision, moment, reads):
-    """What is told, and whether no weight changed since. moment: before the next of these the format changes."""
+    """What is reported, and whether no weight changed since. moment: before the next of these the format changes."""
     torch.manual_seed(0)
     booster = Booster("cpu", precision, PLUGINS[name]())
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 6, 3), torch.nn.ReLU(), torch.nn.Conv2d(6, 4, 3))

@@ -70,7 +70,7 @@ def states(optimizer):
 
 
 def trained(plugin, precision, name, num_warm, num_steps=2):
-    """State before the first step, and the weights after the last, whose state then loads into where it came from."""
+    """State before the first step, and weights after the last; the state then loads into where it came from."""
     booster = Booster("cpu", PRECISIONS[precision](), PLUGINS[plugin]())
     model, optimizer = made(name, num_warm)
     model, optimizer, *_ = booster.boost(model, optimizer)
@@ -183,5 +183,5 @@ def test_an_optimizer_of_whole_tensors_steps_them_or_is_refused_before_anything_
                 assert way_out in message
                 assert untouched
             else:
-                # Muon orthogonalises in bfloat16, whose sums depend on how the tensor is divided.
+                # Muon orthogonalises in bfloat16, and its sums depend on how the tensor is divided.
                 assert result < (0.05 if name == "Muon" else 1e-5), plugin

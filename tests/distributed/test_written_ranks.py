@@ -115,7 +115,7 @@ def changes(writer, precision="fp32", plugin=None, rows=None, steps=STEPS):
 
 
 def kept(rank, world_size, plugins, precisions):
-    """What is wrong: the errors of changes beside those of one process, where they are larger than rounding makes them."""
+    """What is wrong: the errors of changes against those of one process, where they are larger than rounding makes them."""
     wrong = {}
     for kind in (Momentum, Clamped):
         for how in ("in place", "by data", "assigned"):

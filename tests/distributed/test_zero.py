@@ -32,7 +32,7 @@ PRECISIONS = {
 }
 TOLERANCE = {"fp32": 2e-6, "fp16": 1e-3, "bf16": 1e-2, "fp16_naive": 1e-2, "bf16_naive": 1e-2}
 STAGES = [1, 2]
-SCATTERED = "1, scattered"  # stage 1 whose gradients are reduce-scattered
+SCATTERED = "1, scattered"  # stage 1 with reduce-scattered gradients
 stages = pytest.mark.parametrize("stage", [*STAGES, pytest.param(SCATTERED, marks=pytest.mark.slow)])
 quick_stages = pytest.mark.parametrize("stage", [*STAGES, SCATTERED])
 precisions = pytest.mark.parametrize("precision", PRECISIONS)
@@ -195,7 +195,7 @@ def test_on_four_ranks_only_the_order_of_summation_differs_from_ddp(ranks4, prec
             assert (weight.float() - weights_of_ddp[name].float()).abs().max() <= TOLERANCE[precision], name
         if stage == 1:
             assert same(weights, weights_of_ddp), (
-                "stage 1 leaves the reduction to DDP, whose order hangs on its buckets"
+                "stage 1 leaves the reduction to DDP, and its order depends on its buckets"
             )
 
 
@@ -342,7 +342,7 @@ def test_accumulated_gradients_equal_ddp_to_the_bit(ranks2, stage, precision, ho
 
 
 def added_to_used_gradients(rank, world_size, precision, stage, optimizer, clip):
-    """Weights after steps whose gradients nobody cleared, and those of DDP."""
+    """Weights after steps without cleared gradients, and those of DDP."""
     weights = []
     for plugin in (zero(stage), TorchDDPPlugin(find_unused_parameters=True)):
         booster = Booster("cpu", PRECISIONS[precision](), plugin, clip_grad_norm=clip)
@@ -395,7 +395,7 @@ def test_in_stage_2_few_whole_buckets_of_gradients_are_there_at_one_time(ranks2)
     for highest, parameters, bucket in ranks2(peaking):
         # This rank's slices, two buckets under way and what arrives of them, the one that is filled and a gradient not in it.
         # gloo's threads let go of what they sent some time after `wait` has returned, on a busy machine long after it; what
-        # the reducer holds is there in every pass, so the least of several passes tells it.
+        # the reducer holds is there in every pass, so the least of several passes shows it.
         assert parameters / 2 + 2 * bucket < highest <= parameters / 2 + 6.5 * bucket
 
 
@@ -420,7 +420,7 @@ def test_gradients_are_forgotten_by_optimizer_and_model(ranks2, stage):
 
 
 class Branches(nn.Module):
-    """A branch that rank 0 alone uses, one that nobody uses, and BatchNorm."""
+    """A branch that rank 0 alone uses, one that no rank uses, and BatchNorm."""
 
     def __init__(self):
         super().__init__()
@@ -801,7 +801,7 @@ def bytes_of(job):
 def memory(rank, world_size, precision, stage):
     plugin = TorchDDPPlugin() if stage == 0 else LowLevelZeroPlugin(stage=stage, bucket_cap_mb=0.1)
     job = Job(precision, plugin, wide_net()).train(range(2), rank, world_size)
-    job.optimizer.load_state_dict(job.optimizer.state_dict())  # whose whole tensors must not stay behind
+    job.optimizer.load_state_dict(job.optimizer.state_dict())  # its whole tensors must not stay behind
     job.backward(*batch(3, rank, world_size))
     return bytes_of(job)
 
@@ -1065,7 +1065,7 @@ FORMS = {
 
 
 def weights_half_way(rank, world_size, stage):
-    """Weights right after boost, of a model all of whose weights lie half way between two half numbers."""
+    """Weights right after boost, of a model with all weights half way between two half numbers."""
     found = {}
     for name, make in FORMS.items():
         model = net()

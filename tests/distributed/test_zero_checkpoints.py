@@ -1,4 +1,4 @@
-"""Under ZeRO each rank writes and reads its own part of states and masters, and nobody holds the whole."""
+"""Under ZeRO each rank writes and reads its own part of states and masters, and no rank holds the whole."""
 
 import copy
 import sys
@@ -167,7 +167,7 @@ def test_zero_grad_forgets_whole_buckets(ranks2):
 PADDED = {
     "zero1": lambda: LowLevelZeroPlugin(stage=1),
     "zero2": lambda: LowLevelZeroPlugin(stage=2),
-    "fsdp": lambda: TorchFSDPPlugin(),  # whose last rank has fewer rows, or none
+    "fsdp": lambda: TorchFSDPPlugin(),  # its last rank has fewer rows, or none
 }
 NUMBERS = [("fp32", None), ("bf16_naive", None), ("fp32", "8bit")]
 

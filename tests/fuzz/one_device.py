@@ -189,7 +189,7 @@ class Net(nn.Module):
             if bomb is not None and bomb[0] == number:
                 x = Bomb.apply(x, bomb[1])
         if fails:
-            raise ArithmeticError("as told")
+            raise ArithmeticError("as planted")
         return self.head(x)
 
 

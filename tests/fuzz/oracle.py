@@ -1,6 +1,6 @@
 """Mixed-precision training by hand, in plain torch: what random programs are compared with.
 
-Gradients are kept unscaled in float32 beside the model, masters of half weights are float32 parameters, the optimizer steps
+Gradients are kept unscaled in float32 apart from the model, masters of half weights are float32 parameters, the optimizer steps
 tensor by tensor. Nothing of booster is in it.
 """
 
@@ -178,7 +178,7 @@ class Oracle:
             self.growth = self.overflows = 0
             self.scale *= 2
 
-    # ------------------------------------------------------------------ what users do beside
+    # ------------------------------------------------------------------ what users do besides
 
     @torch.no_grad()
     def write(self, name, value):

@@ -1,4 +1,4 @@
-"""Where what a rank holds of tensors lies in the whole ones, so that parts are compared without gathering anything."""
+"""Where a rank's parts of tensors are in the whole ones, so that parts are compared without gathering anything."""
 
 import zlib
 

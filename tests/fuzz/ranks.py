@@ -146,7 +146,7 @@ class Net(nn.Module):
         for part in self.parts:
             x = part(x)
         if fails:
-            raise ArithmeticError("as told")
+            raise ArithmeticError("as planted")
         return self.head(self.norm(x))
 
 
@@ -254,8 +254,8 @@ class RankRun(Run):
             if failed:
                 failures = [None] * dist.get_world_size()
                 dist.all_gather_object(failures, failure)
-                told = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text]
-                raise Disagreement(f"operation {position}, {operation}: {'; '.join(told)}")
+                messages = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text]
+                raise Disagreement(f"operation {position}, {operation}: {'; '.join(messages)}")
             late = self.setting["plugin"].get("overlap_allgather")  # to look would be to wait for weights
             if name == "step" and not late and (different := self.different_among_ranks()):
                 raise Disagreement(f"operation {position}, {operation}: {different} differs among ranks")
@@ -448,7 +448,7 @@ class RankRun(Run):
         if math.isfinite(wanted):
             self.compare_number("norm", own, wanted)
             return
-        # A bomb lies on one rank alone, also where all have the whole gradient.
+        # A bomb is on one rank alone, also where all have the whole gradient.
         seen = torch.tensor(not math.isfinite(own), dtype=torch.int32)
         dist.all_reduce(seen)
         if not seen:
@@ -670,9 +670,9 @@ class OnRanks:
             raise Disagreement(f"Error: {'; '.join(last)}") from error
         if "invalid" in results:
             raise Invalid
-        told = next((result for result in results if result), None)
-        if told:
-            raise Disagreement(told)
+        messages = next((result for result in results if result), None)
+        if messages:
+            raise Disagreement(messages)
 
 
 # ---------------------------------------------------------------------- drawing programs

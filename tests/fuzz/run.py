@@ -34,7 +34,7 @@ def main():
     parser.add_argument(
         "--shrink", type=int, default=5, help="how many programs that differ to make smaller, of each placement"
     )
-    parser.add_argument("--skip", default="", help="leave out programs whose text holds one of these, by commas")
+    parser.add_argument("--skip", default="", help="leave out programs with one of these in their text, by commas")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     if options.table:

@@ -1,4 +1,4 @@
-"""Random programs whose precision changes: beside each runs one in which every switch is a checkpoint that is loaded anew."""
+"""Random programs that change their precision: each is compared with one in which every switch is a checkpoint loaded anew."""
 
 import random
 import tempfile
@@ -48,7 +48,7 @@ def draw(seed: int, length: int = 10) -> Program:
 
 
 def run(program: Program) -> None:
-    """Run `program`, switching, and beside it by checkpoints; raises Disagreement where they differ in any bit."""
+    """Run `program`, switching, and once more by checkpoints; raises Disagreement where they differ in any bit."""
     setting = {**DEFAULTS, **program.setting}
     results = []
     for live in (True, False):

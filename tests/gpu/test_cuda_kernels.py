@@ -157,16 +157,16 @@ def planted(fault):
 @pytest.mark.parametrize(("fault", "what"), [("slow_body", "a weight of shape"), ("raises", "a trial raised")])
 def test_a_kernel_that_is_wrong_or_does_not_compile_is_told_once_and_torch_steps(fault, what, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
-    code, told, done = planted(fault)
+    code, logged, done = planted(fault)
     assert code == 0, done.stderr[-2000:]
-    assert len(told) == 2
-    assert told[0].startswith("WARNING steps of AdamW by Triton kernels on cuda:0 are not like torch's")
-    assert what in told[0]
+    assert len(logged) == 2
+    assert logged[0].startswith("WARNING steps of AdamW by Triton kernels on cuda:0 are not like torch's")
+    assert what in logged[0]
 
 
 def test_a_kernel_that_faults_ends_the_process_with_what_to_switch_off(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
-    code, told, done = planted("stores_beyond")
+    code, logged, done = planted("stores_beyond")
     assert code == 1
     assert "left cuda:0 unusable in this process; switch it off in booster/kernels/switches.py" in done.stderr
-    assert told == []
+    assert logged == []

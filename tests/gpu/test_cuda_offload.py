@@ -1,4 +1,4 @@
-"""On a CUDA device: states in pinned memory of the host, copied beside the step. Not run yet, for want of a GPU."""
+"""On a CUDA device: states in pinned memory of the host, copied during the step. Not run yet, for want of a GPU."""
 
 import copy
 from typing import Any

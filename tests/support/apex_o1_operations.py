@@ -1,4 +1,4 @@
-"""The operations whose dtypes under O1 were recorded, and where ours differ on purpose."""
+"""The operations with recorded dtypes under O1, and where ours differ on purpose."""
 
 import torch
 from torch import nn
@@ -157,7 +157,7 @@ KNOWN_DIFFERENCES = {
     ("torch.einsum", "float32"): ("float16", _PRODUCT),
     ("torch.tensordot", "float32"): ("float16", _PRODUCT),
     ("F.scaled_dot_product_attention", "float32"): ("float16", _PRODUCT),
-    ("F.prelu", "float32"): ("float16", "apex lists it, but patches an alias that nobody calls"),
+    ("F.prelu", "float32"): ("float16", "apex lists it, but patches an alias that nothing calls"),
     ("F.prelu", "float16"): ("float16", "apex raises on a float32 weight, for the same reason"),
     ("torch.cdist", "float16"): ("float32", _WIDE),
     ("F.huber_loss", "float16"): ("float32", _WIDE),

@@ -136,11 +136,11 @@ class SavedContent:
         return self.value(self.tree["models"]["0"][name])
 
     def behind(self):
-        """Which tensor has the numbers behind which weight, by the weight's name; earlier versions told it by names alone."""
-        told = self.tree.get("masters")
-        if told is None:
+        """Which tensor has the numbers behind which weight, by the weight's name; earlier versions had the names alone."""
+        reported = self.tree.get("masters")
+        if reported is None:
             return {name: value["name"] for name, value in self.masters().items()}
-        return {name.removeprefix("models/0/"): master for name, master in told.items()}
+        return {name.removeprefix("models/0/"): master for name, master in reported.items()}
 
     def wide(self, name):
         """The numbers behind a weight: what is said to stand behind it, else its own."""
@@ -166,8 +166,8 @@ def rounded(wide, dtype):
 PROGRESS = ("last_epoch", "_step_count", "_last_lr", "base_lrs")
 
 
-def wrong_after(reader, told, before, now):
-    """Yield where a job, a snapshot `before` and `now`, is not what the load of `told` by `reader` should have made it.
+def wrong_after(reader, reported, before, now):
+    """Yield where a job, a snapshot `before` and `now`, is not what the load of `reported` by `reader` should have made it.
 
     reader: "load", of everything, "load_model" or "load_optimizer".
     """
@@ -176,41 +176,43 @@ def wrong_after(reader, told, before, now):
     said = dict(before)
     if model:
         said["model"] = {
-            name: rounded(told.wide(name), tensor.dtype) if name in masters else told.weight(name).to(tensor.dtype)
+            name: rounded(reported.wide(name), tensor.dtype)
+            if name in masters
+            else reported.weight(name).to(tensor.dtype)
             for name, tensor in before["model"].items()
         }
-        said["masters"] = {name: followed(told, name, before) for name in masters}
+        said["masters"] = {name: followed(reported, name, before) for name in masters}
     if optimizer:
-        said["masters"] = {name: told.master(name) for name in masters}
+        said["masters"] = {name: reported.master(name) for name in masters}
         weights = {name: rounded(wide, before["model"][name].dtype) for name, wide in said["masters"].items()}
         said["model"] = {**said["model"], **weights}
-        states = {name: told.value(state) for name, state in told.optimizer["state"].items()}
+        states = {name: reported.value(state) for name, state in reported.optimizer["state"].items()}
         said["states"] = {name: state for name, state in states.items() if state}
-        options = [told.value(group["options"]) for group in told.optimizer["groups"]]
+        options = [reported.value(group["options"]) for group in reported.optimizer["groups"]]
         defaults = [{key: own[key] for key in TORCHS & own.keys()} for own in before["groups"]]
         # Those of schedules may be left out, and how steps are computed is a matter of the job.
         gone = [{key: own[key] for key in OF_SCHEDULERS & own.keys()} for own in now["groups"]]
         own = [{key: own[key] for key in ("foreach", "fused")} for own in before["groups"]]
         said["groups"] = [a | b | c | d for a, b, c, d in zip(defaults, gone, options, own, strict=True)]
-        own = told.optimizer["booster"]
-        said["own"] = {key: told.value(own[key]) for key in before["own"] if key in own or key != "release"}
+        own = reported.optimizer["booster"]
+        said["own"] = {key: reported.value(own[key]) for key in before["own"] if key in own or key != "release"}
         if said["own"]["loss_scaler"].keys() != before["own"]["loss_scaler"].keys():
             said["own"]["loss_scaler"] = before["own"]["loss_scaler"]  # of another kind, with a warning
         elif "hysteresis_tracker" in said["own"]["loss_scaler"]:
             said["own"]["loss_scaler"]["hysteresis_tracker"] = 0  # the jobs back off at each overflow, and count none
     if reader == "load":
-        state = told.value(told.tree["lr_schedulers"]["0"])
+        state = reported.value(reported.tree["lr_schedulers"]["0"])
         for name in PROGRESS:
             if name not in state:
-                yield f"the scheduler was not told {name}"
+                yield f"the scheduler has not got {name}"
         said["scheduler"] = {key: state.get(key, own) for key, own in before["scheduler"].items()}
-        position = told.value(told.tree["dataloaders"]["0"])
+        position = reported.value(reported.tree["dataloaders"]["0"])
         # Who saved before orders were written does not say one.
         said["loader"] = {key: position[key] for key in before["loader"] if key in position or key != "order"}
-    if len(told.tree["random"]) == 1:
-        state = told.value(told.tree["random"][0])
+    if len(reported.tree["random"]) == 1:
+        state = reported.value(reported.tree["random"][0])
         said["random"] = before["random"] | {
-            "torch": torch.Generator().set_state(state["torch"]).get_state(),  # as torch writes what it was told
+            "torch": torch.Generator().set_state(state["torch"]).get_state(),  # as torch writes what it was given
             "python": [state["python"][key] for key in ("version", "words", "gauss")],
         }
         if "numpy" in before["random"] and "numpy" in state:
@@ -223,10 +225,10 @@ OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentu
 TORCHS = {"amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
 
 
-def followed(told, name, before):
+def followed(reported, name, before):
     """The master of a weight that was loaded without its optimizer: one that rounds to just that weight stays."""
-    own, weight = before["masters"][name], told.weight(name)
+    own, weight = before["masters"][name], reported.weight(name)
     half = before["model"][name].dtype
-    if name not in told.behind() and not list(different(rounded(own, half), weight.to(half))):
+    if name not in reported.behind() and not list(different(rounded(own, half), weight.to(half))):
         return own
-    return told.wide(name)
+    return reported.wide(name)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ports import free_port
 
-# Slurm's own names for itself may carry a suffix; what root alone may run lies outside many a PATH.
+# Slurm's own names for itself may carry a suffix; what root alone may run is outside many a PATH.
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
@@ -25,7 +25,7 @@ def find(program: str, fix: str) -> str:
     return path
 
 
-def wait_until(condition, what: str, seconds: float = 60.0) -> None:
+def wait_until(condition, what: str, seconds: float = 240.0) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if condition():

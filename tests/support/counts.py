@@ -75,7 +75,7 @@ def whole(precision, make=torch.optim.AdamW, depth=1, **options):
 def count(function, inside=""):
     """Calls of Python and C functions while `function` runs; a generator counts as often as it goes on.
 
-    inside: the folder or file whose functions count, and what of C they call.
+    inside: the folder or file with the functions that count, and what of C they call.
     """
     calls = 0
 

@@ -1,4 +1,4 @@
-"""What stands for a device that states of optimizers travel to: copies that run as late as they may, or at once."""
+"""An imitation of a device that states of optimizers travel to: copies that run as late as they may, or at once."""
 
 import torch
 
@@ -81,8 +81,8 @@ class FakeTransfers:
         return made
 
 
-def lies(optimizer):
-    """Of everything that may travel: whether it lies in a room of the host."""
+def on_host(optimizer):
+    """Of everything that may travel: whether it is in the host's memory."""
     rooms = {place for each in FakeTransfers.made for place in each.rooms}
     buckets = optimizer._update.optimizer_state.masters.buckets
     found = [bucket.residual for bucket in buckets if bucket.residual is not None and not bucket.whole]

@@ -1,4 +1,4 @@
-"""Tests of Triton kernels without a GPU: they run interpreted, on CPU tensors, where Triton is installed and told so."""
+"""Tests of Triton kernels without a GPU: interpreted, on CPU tensors, where Triton is installed and TRITON_INTERPRET=1."""
 
 import copy
 import os
@@ -84,7 +84,7 @@ def held(optimizer):
 
 
 def packed(optimizer):
-    """What lies packed in the optimizer's states, in the order of buckets and names, without what lies between pieces."""
+    """What is packed in the optimizer's states, in the order of buckets and names, without what is between pieces."""
     found = []
     for bucket in optimizer._update.optimizer_state.masters.buckets:
         own = optimizer.optimizer.state.get(bucket.handles[0], {})

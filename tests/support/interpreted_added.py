@@ -1,4 +1,4 @@
-"""A form of half weights that nobody has, in one file: what does not fit is cut off. Needs Triton."""
+"""A form of half weights that the library has not, in one file: what does not fit is cut off. Needs Triton."""
 
 import torch
 import triton

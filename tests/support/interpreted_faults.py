@@ -37,5 +37,5 @@ def closes_twice(codes, scales, first, offsets, mask, values, random_bits, TILE:
 
 @triton.jit
 def stores_beyond(weights, residual, offsets, mask, values, random_bits, HALF: tl.constexpr):
-    """At addresses that nobody has."""
+    """At addresses outside all tensors."""
     tl.store((weights + (1 << 60)).to(tl.pointer_type(tl.float32)) + offsets, values, mask)

@@ -1,4 +1,4 @@
-"""Steps by kernels beside torch's, from the same numbers: every rule, form of weights and of states, and how near they are."""
+"""Steps by kernels and torch's, from the same numbers: every rule, form of weights and of states, and how near they are."""
 
 import pytest
 import torch

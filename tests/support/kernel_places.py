@@ -1,4 +1,4 @@
-"""Parameters and gradients at any address and of any size, stepped by kernels beside torch. On CPU tensors where kernels are
+"""Parameters and gradients at any address and of any size, stepped by kernels and by torch. On CPU tensors where kernels are
 interpreted, and on a GPU."""
 
 import torch
@@ -30,7 +30,7 @@ class Anywhere(nn.Module):
         return inside
 
     def kept_around(self):
-        """Whether nothing was written beside parameters and gradients."""
+        """Whether nothing was written outside of parameters and gradients."""
         return all(
             bool((whole[:offset] == -3.0).all() and (whole[offset + size :] == -3.0).all())
             for whole, offset, size in self.around

@@ -453,7 +453,7 @@ EXEMPT: dict[str, str] = {
     "(msg)": "logging and print write any object",
     "Booster.print()": "print takes any object, and says itself what is wrong with sep and end",
     "launch_notebook()": "starts processes; has tests of its own",
-    "AMP_TYPE()": "an enum, whose call is the enum's own",
+    "AMP_TYPE()": "an enum: its call is the enum's own",
     "LossScaleError()": "an exception takes anything",
     "LowPrecision()": "a base, which says that it has no recipe",
     "NaiveMixedPrecision()": "a base, which says that it has no dtype",
@@ -472,7 +472,7 @@ EXEMPT: dict[str, str] = {
     "TimedLayers()": "made by the library, read by users",
     "TimedShape()": "made by the library, read by users",
     "StepResult()": "made by step(), read by users",
-    "AutocastMixedPrecision()": "a base class, whose subclasses say in which dtype; its options are tried in those",
+    "AutocastMixedPrecision()": "a base class: subclasses say in which dtype; its options are tried in those",
     "Pipeline()": "a protocol",
     "Plugin()": "an abstract class",
     "LossScaler()": "the null object has no arguments",
@@ -679,7 +679,7 @@ def _apex_loss(w: World) -> dict[str, Any]:
     return {"loss": model(torch.ones(1, 2)).sum(), "optimizers": optimizer}
 
 
-# Whose methods users call, and how to come by an object.
+# Classes with methods that users call, and how to come by an object.
 OBJECTS: dict[type, Callable[[World], Any]] = {
     booster.Booster: lambda w: w.booster,
     type(World().model): lambda w: w.model,
@@ -692,7 +692,7 @@ OBJECTS: dict[type, Callable[[World], Any]] = {
     booster.mixed_precision.KeptModules: lambda w: booster.mixed_precision.KeptModules(torch.nn.Linear(1, 1), ()),
 }
 
-# Whose methods the library calls, with arguments that it has made or checked.
+# Classes with methods that the library calls, with arguments that it has made or checked.
 CALLED_BY_US: tuple[type, ...] = (
     MixedPrecision,
     Plugin,

@@ -60,7 +60,7 @@ class Nested(Sampler):
 
 
 class Remembering(Sampler):
-    """Counts its rounds, and tells of it by a state."""
+    """Counts its rounds, and has them in its state."""
 
     def __init__(self):
         self.rounds = 0

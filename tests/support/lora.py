@@ -100,7 +100,7 @@ class Grouped(nn.Module):
 
 
 def quantised_by_others():
-    """A base whose layers are of a kind that this library does not know, and of which the head trains."""
+    """A base with layers of a kind that this library does not know, of which the head trains."""
     model = base()
     for block in model.blocks:
         block.up, block.down = Grouped(block.up), Grouped(block.down)

@@ -31,7 +31,7 @@ def scaled(x, kind, over, power_of_two=False):
 
 
 def nv(x, square=False, noise=None):
-    """What `x` means in nvfp4: blocks of 16, or of 16 x 16, whose scales are e4m3 numbers times one of the matrix."""
+    """What `x` means in nvfp4: blocks of 16, or of 16 x 16, with e4m3 scales times one of the matrix."""
     rows, columns = x.shape
     down = 16 if square else 1
     padded = np.pad(x, ((0, -rows % down), (0, -columns % 16)))
@@ -105,7 +105,7 @@ def tf32(x):
     return np.ldexp(np.rint(mantissa * 2**11), exponent - 11).astype(np.float32)
 
 
-# For each of the three products what becomes of both matrices, whose last dimension is summed over; None stays wide.
+# For each of the three products what becomes of both matrices (their last dimension is summed over); None stays wide.
 RECIPES = {
     "fp8": ((e4m3, e4m3), (e5m2, e4m3), (e5m2, e4m3)),
     "fp8 rowwise": ((e4m3_rows, e4m3_rows),) * 3,

@@ -201,7 +201,7 @@ def train(
 ):
     """Train the job and return this rank's `Trace`.
 
-    num_splits: parts of every batch whose gradients a single process averages, for a reference that rounds half gradients
+    num_splits: parts of every batch; a single process averages their gradients, for a reference that rounds half gradients
     as data-parallel ranks do.
     """
     model = make_model(precision)

@@ -16,7 +16,7 @@ from booster.mixed_precision import FP8MixedPrecision
 from booster.plugin import TorchDDPPlugin
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "mistakes.md"
-LEGAL = "not told"  # of what comes: it is as in torch, or trains as it should
+LEGAL = "not reported"  # of what comes: it is as in torch, or trains as it should
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def bare_backward(precision: str) -> None:
     optimizer.step()
 
 
-def beside() -> None:
+def plain_backward() -> None:
     b, model, optimizer, *_ = run("fp16")
     b.backward(loss_of(model), optimizer)
     loss_of(model).backward()
@@ -305,7 +305,7 @@ MISTAKES = [
         "WARNING",
         "was changed between b.backward and step()",
         "every loss to `b.backward`",
-        beside,
+        plain_backward,
     ),
     Mistake(
         "a GradScaler left in, bf16 or fp32",

@@ -45,7 +45,7 @@ def make(name, package, length=12):
     inputs = {"input_ids": ids, "labels": ids}
     if name == "llama":
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-    elif name == "gemma":  # whose rotary embeddings hold frequencies of two kinds of layers, by names of their own
+    elif name == "gemma":  # its rotary embeddings hold frequencies of two kinds of layers, by names of their own
         kinds = ["sliding_attention", "full_attention"]
         config = transformers.Gemma3TextConfig(head_dim=16, sliding_window=8, layer_types=kinds, **sizes)
         model = transformers.Gemma3ForCausalLM(config)
@@ -66,7 +66,7 @@ def make(name, package, length=12):
 
 
 def loss_of(name, output):
-    # Logits of a few classes, squared: a loss whose gradient is not near zero.
+    # Logits of a few classes, squared: a loss with a gradient that is not near zero.
     return output.float().pow(2).mean() if name == "convnext" else output.loss
 
 

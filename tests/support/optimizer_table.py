@@ -1,12 +1,12 @@
-"""The table of docs/reference/optimizers.md: whose optimizers train, resume and are freed under which precision and placement.
+"""The table of docs/reference/optimizers.md: which optimizers train, resume and are freed under which precision and placement.
 
-    python tests/support/optimizer_table.py            # every row whose package is installed
+    python tests/support/optimizer_table.py            # every row with an installed package
     python tests/support/optimizer_table.py timm torch # rows of these packages
     python tests/support/optimizer_table.py --rest     # what was not tried yet, as after a run that was ended
     python tests/support/optimizer_table.py --page     # the page alone, of the cells that are known
 
 A row is a line of ROWS. Each cell boosts a small model, trains it, saves it half way, resumes, and deletes it, in a fifth of a
-second. One process makes all cells of one device, two ranks all others; a cell that ends or stops them is told so, and the next
+second. One process makes all cells of one device, two ranks all others; a cell that ends or stops them says so, and the next
 begins with new ones. What is found goes into CELLS as it comes, of which the page is made.
 """
 
@@ -64,7 +64,7 @@ PAGED = ("one device", "ZeRO-1", "FSDP")
 RESUMED = ("fp32", "bf16_naive", "8-bit states")
 # How far from float32's a run ends, as a share of the way: in float32 what sums in another order make of signs and square
 # roots of small gradients; in half twice what a loop of plain torch ends off, and this much besides.
-FLOAT32, BESIDE = 0.02, 0.05
+FLOAT32, MARGIN = 0.02, 0.05
 # A step between codes of a packed state, as a share of the root mean square of a group of 32, of which the largest is at most
 # sqrt(32) of it: 2 sqrt(x s) / 127 of a signed state x with the scale s, and s / 127 of a ratio. An unsigned state is divided
 # by as its root, so that half its step counts: 5826 (2 c + 17) / 2**24 of it, with the code c of 1e-4 of the largest, 131; 2 %
@@ -215,7 +215,7 @@ REFERENCES: dict[tuple[str, torch.dtype | None, bool], list[torch.Tensor]] = {}
 
 def plain(row: Row, dtype: torch.dtype | None = None, *, naive: bool = False) -> list[torch.Tensor]:
     """Weights at the start and after each step of a loop of torch's own, in float32, under autocast, or with half weights
-    beside float32 ones."""
+    compared with float32 ones."""
     key = row.path, dtype, naive
     if key not in REFERENCES:
         REFERENCES[key] = _plain(row, dtype, naive=naive)
@@ -370,7 +370,7 @@ def _cell(row: Row, precision: str, placement: str, folder: Path) -> str:
     if precision not in ("fp32", "8-bit states"):
         dtype = torch.float16 if precision.startswith("fp16") else torch.bfloat16
         by_hand = plain(row, dtype, naive=precision.endswith("_naive"))[-1]
-        bound = 2.0 * float((by_hand - reference).norm()) / way + BESIDE
+        bound = 2.0 * float((by_hand - reference).norm()) / way + MARGIN
     rounded = 0.0
     if precision.endswith(("_naive", "states")):  # weights are read as they are, rounded
         half = torch.float16 if precision.startswith("fp16") else torch.bfloat16
@@ -615,8 +615,8 @@ def work(wanted: list[tuple[int, str, str]], of: Any = None) -> None:
             print(json.dumps([number, precision, placement, found]), flush=True)
 
 
-def start(wanted: list[tuple[int, str, str]], tell: Any, option: str = "--work") -> None:
-    """Make cells of one placement, in processes of their own, again where one ends them. tell: called with each, and what it
+def start(wanted: list[tuple[int, str, str]], report: Any, option: str = "--work") -> None:
+    """Make cells of one placement, in processes of their own, again where one ends them. report: called with each, and what it
     is."""
     left = list(wanted)
     while left:
@@ -628,13 +628,13 @@ def start(wanted: list[tuple[int, str, str]], tell: Any, option: str = "--work")
                 if line.startswith("["):
                     number, precision, placement, result = json.loads(line)
                     left.remove((number, precision, placement))
-                    tell((number, precision, placement), result)
+                    report((number, precision, placement), result)
         if left:
-            tell(left.pop(0), "ends or stops the ranks" if ranks else "ends the process")
+            report(left.pop(0), "ends or stops the ranks" if ranks else "ends the process")
 
 
 def version(package: str) -> str | None:
-    """Return the version of `package`, without what tells its build; None where it is not installed."""
+    """Return the version of `package`, without its build; None where it is not installed."""
     try:
         return importlib.metadata.version(package).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
@@ -663,12 +663,12 @@ def make(words_: list[str], *, rest: bool = False) -> None:
     if not rest:
         stored["cells"] = {key: found for key, found in stored["cells"].items() if key not in keys.values()}
 
-    def tell(of: tuple[int, str, str], result: str) -> None:
+    def report(of: tuple[int, str, str], result: str) -> None:
         stored["cells"][keys[of]] = result
         CELLS.write_text(json.dumps(stored, indent=0, sort_keys=True) + "\n")
 
     for ranks in (False, True):
-        start([of for of in wanted if (of[2] != "one device") is ranks and keys[of] not in stored["cells"]], tell)
+        start([of for of in wanted if (of[2] != "one device") is ranks and keys[of] not in stored["cells"]], report)
 
 
 INTRODUCTION = """# Optimizers, one by one
@@ -707,7 +707,7 @@ def page() -> str:
         torch=stored["versions"]["torch"],
         precisions=", ".join(PRECISIONS),
         float32=FLOAT32,
-        beside=BESIDE,
+        beside=MARGIN,
         pins=" \\\n    ".join(textwrap.wrap(" ".join(f"{each}=={stored['versions'][each]}" for each in packages), 90)),
     )
     for package in packages:
@@ -733,7 +733,7 @@ def _mark(found: dict[str, str], said: dict[str, int]) -> str:
     """What the page says of a placement. found: by precision. said: numbers of results, which get new ones."""
     by_result: dict[str, list[str]] = {}
     for precision, result in found.items():
-        # Without the way out, and whose it is: some classes are named otherwise in their packages.
+        # Without the way out, and its class: some classes are named otherwise in their packages.
         result = result.removeprefix("registered: ") if result != "registered: yes" else "yes\\*"
         result = re.sub(
             r"(Error: (?:for its parameters, )?)\w+ (would|looks|keeps)\b", r"\1it \2", result.split("; ")[0]
@@ -742,7 +742,7 @@ def _mark(found: dict[str, str], said: dict[str, int]) -> str:
         by_result.setdefault(result, []).append(precision)
     yes = max((result for result in by_result if result.startswith("yes")), default="")
 
-    def told(result: str) -> str:
+    def described(result: str) -> str:
         if result == "-":
             return result
         label = next(
@@ -751,7 +751,7 @@ def _mark(found: dict[str, str], said: dict[str, int]) -> str:
         label = "yes" if result.startswith("freed") else label
         return f"{label} [{said.setdefault(result, len(said) + 1)}](#words)"
 
-    others = {told(result): of for result, of in by_result.items() if not result.startswith("yes")}
+    others = {described(result): of for result, of in by_result.items() if not result.startswith("yes")}
     if len(by_result) == 1 and others:
         return next(iter(others))
     least = "; ".join(f"{', '.join(of)} {what}" for what, of in others.items())

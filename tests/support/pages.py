@@ -36,7 +36,7 @@ def as_script(page: str) -> str:
 def run_page(page: str, folder: Path) -> Ran:
     """Run the Python of `page` in `folder`, where only `examples` is at hand. Warnings are errors.
 
-    `<!-- goes on from NAME.md -->` has that page of docs/ run first, whose names are then there.
+    `<!-- goes on from NAME.md -->` has that page of docs/ run first; its names are then there.
     """
     for name in re.findall(r"^<!-- goes on from (.+) -->$", page, re.MULTILINE):
         (folder / "before.py").write_text(as_script((ROOT / "docs" / name).read_text()))

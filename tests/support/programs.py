@@ -23,7 +23,7 @@ import torch
 from pool import PRELOADED
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 240.0  # seconds
+TIMEOUT = 600.0  # seconds
 
 Ran = subprocess.CompletedProcess[str]
 
@@ -130,7 +130,7 @@ def _as_python(arguments: list[str]) -> None:
     where = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     ours = ("", str(ROOT))
     sys.path[:] = [*where, *(path for path in sys.path if path not in ours and not path.startswith(f"{ROOT}/tests"))]
-    # What the server of forks has imported is no module of a program, whose own may have its name.
+    # What the server of forks has imported is no module of a program, which may have one of that name.
     others = tuple(f"{ROOT}/{folder}/" for folder in ("tests", "benchmarks", "examples", "docs"))
     for name in [name for name, each in sys.modules.items() if str(getattr(each, "__file__", "")).startswith(others)]:
         del sys.modules[name]

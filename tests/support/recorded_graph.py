@@ -1,8 +1,8 @@
-"""What stands for a CUDA graph on a CPU: operations are kept while a function runs, and made again without its Python.
+"""An imitation of a CUDA graph on a CPU: operations are kept while a function runs, and made again without its Python.
 
-As in a graph, what Python computed is as it was in the recording, memory lies where it lay, nothing that was recorded has run
+As in a graph, what Python computed is as it was in the recording, memory is where it was, nothing that was recorded has run
 before the first replay, and whatever a host reads in a recording raises. Memory from before the recording is not the graph's:
-where nobody else holds it at a replay, that raises. What torch's compiler has made shows no operations:
+where nothing else holds it at a replay, that raises. What torch's compiler has made shows no operations:
 each call of it is kept as one.
 """
 
@@ -65,7 +65,7 @@ class RecordedGraphs:
 
 
 class _Lent:
-    """Memory that operations read and write and that others have to hold. held: which is the graph's, by what tells it.
+    """Memory that operations read and write and that others have to hold. held: which is the graph's, by a key.
 
     Operations of a CPU have to hold it, too; what is counted is whether they are alone with it."""
 
@@ -88,7 +88,7 @@ class _Lent:
         for key, tensor in self._tensors.items():
             if key not in self.held and torch._C._storage_Use_Count(key) <= self._ours[key] + _ALONE:
                 raise RuntimeError(
-                    f"a graph reads or writes memory that nobody holds any more: {tensor.dtype} {tensor.shape}"
+                    f"a graph reads or writes memory that nothing holds any more: {tensor.dtype} {tensor.shape}"
                 )
 
 
@@ -144,12 +144,12 @@ class _Recording(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether compiled code runs: in other modes torch runs what it was made from, whose dropout draws other numbers."""
+        """Whether compiled code runs: in other modes torch runs what it was made from, and its dropout draws other numbers."""
         return True
 
     def keep(self, run: Callable[[], Any], given: Any, made: Any) -> None:
         """Keep `run`, which made `made` of `given` and holds that, and have a replay write what it makes then to where that
-        lies."""
+        is."""
         self.lent.note(given)
         memory = {storage_key(tensor) for tensor in tensors(given)}
         fresh = [None if storage_key(each) in memory else each.detach() for each in tensors(made)]

@@ -1,4 +1,4 @@
-"""Checkpoint folders that were changed and sealed again: every hash in them is right, so what lies behind must hold."""
+"""Checkpoint folders that were changed and sealed again: every hash in them is right, so the checks behind must hold."""
 
 import dataclasses
 import hashlib
@@ -60,7 +60,7 @@ def write_safetensors(path, header, data):
 
 
 def reseal(folder, tree):
-    """Make `tree` the state of the checkpoint in `folder`, whose manifest fits."""
+    """Make `tree` the state of the checkpoint in `folder`, with a manifest that fits."""
     data = json.dumps(tree).encode()
     (folder / "state.json").write_bytes(data)
     manifest = read_manifest(folder)

@@ -1,4 +1,4 @@
-"""Lines of each room of booster/ beside its budget; exits with 1 where a room, or the whole, is over it. `make lint` runs it.
+"""Lines of each room of booster/ and its budget; exits with 1 where a room, or the whole, is over it. `make lint` runs it.
 
 python tests/support/room_lines.py           compare
 python tests/support/room_lines.py --print   the budgets that the sizes of now would have

@@ -84,7 +84,7 @@ class Run:
         return trace
 
     def pass_without_step(self):
-        """Forward and backward of one batch, whose gradients are dropped."""
+        """Forward and backward of one batch; its gradients are dropped."""
         model, optimizer, criterion, *_ = self.parts
         self.booster.execute_pipeline(self._batches, model, criterion, optimizer)
         optimizer.zero_grad()
@@ -128,7 +128,7 @@ class Run:
 
 
 def differing(one, other):
-    """The keys of two dicts whose tensors or values are not the same to the bit."""
+    """The keys of two dicts with tensors or values that are not the same to the bit."""
     keys = one.keys() ^ other.keys()
     return sorted(keys | {key for key in one.keys() & other.keys() if not _same(one[key], other[key])})
 

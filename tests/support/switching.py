@@ -1,4 +1,4 @@
-"""A run that goes over to another precision, beside one that was saved, built anew in that precision, and loaded."""
+"""A run that goes over to another precision, and one that was saved, built anew in that precision, and loaded."""
 
 import copy
 

@@ -693,7 +693,7 @@ def an_overflow_that_reaches_nothing(cage):
 
 
 def main(names):
-    """Print what was got wrong, and the score, over all faults (or those whose name has one of `names` in it)."""
+    """Print what was got wrong, and the score, over all faults (or those with one of `names` in their name)."""
     right, wrong, unsure, confident = 0, 0, 0, 0
     for planted in [each for each in FAULTS if not names or any(name in each.name for name in names)]:
         for precision in planted.precisions:

@@ -262,9 +262,9 @@ def test_the_peak_is_that_of_an_estimate(kinds, monkeypatch):
     found = advised(*halves, model_fn=wide)
     for name in ("fp32", *halves):
         model = wide()
-        told = estimate(model, sgd(model), (INPUTS, LABELS), nn.CrossEntropyLoss(), precision=name)
-        assert found[name].peak == pytest.approx(told.peak, rel=0.05), name
-        assert found[name].held == pytest.approx(told.held - told.inputs, rel=0.05), name
+        expected = estimate(model, sgd(model), (INPUTS, LABELS), nn.CrossEntropyLoss(), precision=name)
+        assert found[name].peak == pytest.approx(expected.peak, rel=0.05), name
+        assert found[name].held == pytest.approx(expected.held - expected.inputs, rel=0.05), name
 
 
 # ---- what is left alone ----

@@ -106,7 +106,7 @@ def test_a_decision_on_a_device_is_told_as_a_tensor_there_and_waits_for_nothing(
         if decides == DEVICE:
             assert isinstance(heard[-1], torch.Tensor)
             assert (heard[-1].dtype, heard[-1].shape) == (torch.bool, ())
-            assert not isinstance(result._applied, bool)  # nobody has read it
+            assert not isinstance(result._applied, bool)  # it was not read
     assert [bool(applied) for applied in heard] == [True, False, True]
 
 

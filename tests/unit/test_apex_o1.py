@@ -359,7 +359,7 @@ def test_apex_amp_registers_for_the_next_initialize(library):
 
 
 class Product(nn.Module):
-    """A matrix product and a listed function, whose dtypes it notes."""
+    """A matrix product and a listed function; notes their dtypes."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The options of `fp16_apex`: what each level stands for, what may be overridden, and which error comes first."""
+"""The options of `fp16_apex`: what each level means, what may be overridden, and which error comes first."""
 
 import inspect
 import logging

@@ -21,7 +21,7 @@ from booster.mixed_precision import apex_amp as amp
 SAME_BUILD = torch.__version__.startswith("2.13.0") and not torch.version.cuda
 TOLERANCE = 1e-6 if SAME_BUILD else 2e-3
 SAME_BITS = SAME_BUILD and torch.backends.cpu.get_cpu_capability() == "AVX512"
-# Runs whose products are all float32: those under a loss scale, or without the casts, differ in the last bits.
+# Runs with products in float32 alone: those under a loss scale, or without the casts, differ in the last bits.
 FLOAT32_PRODUCTS = {"sgd/O0/dynamic", "sgd/O0/static128", "sgd/O0/cast_false", "sgd/O1/nopatch"}
 
 

@@ -368,7 +368,7 @@ def test_gradients_that_are_not_zeroed_go_on_adding_up_without_the_clip_twice(le
     booster.backward(loss_of(model, 0), optimizer)
     optimizer.clip_grad_by_norm(1.0)
     optimizer.step()
-    kept = plain.norm.bias.grad.clone()  # a float32 parameter at both levels, whose gradient a step leaves
+    kept = plain.norm.bias.grad.clone()  # a float32 parameter at both levels; a step leaves its gradient
     booster.backward(loss_of(model, 0), optimizer)
     expected = Layers(0).eval()
     loss_of(expected, 0).backward()
@@ -754,7 +754,7 @@ def test_a_clip_before_a_step_that_an_earlier_pass_skips_stays_in_the_gradients(
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_pass_reads_one_number_as_in_apex_and_a_clip_one_more(level, passes, clip):
-    """What a GPU is waited for: apex tells the scale of a loss, and whether the next step is skipped, when a pass is over."""
+    """What a GPU is waited for: apex prints the scale of a loss, and whether the next step is skipped, when a pass is over."""
     with as_on_a_gpu():
         booster = Booster("cpu", FP16ApexMixedPrecision(level, verbosity=0))
         net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))

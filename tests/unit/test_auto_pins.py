@@ -142,7 +142,7 @@ def test_what_comes_back_trains_within_the_bound():
 
 
 class Wary(nn.Linear):
-    """Loses its digits under autocast where its input is float32, as beside a pinned module, and not where that is half."""
+    """Loses its digits under autocast where its input is float32, as after a pinned module, and not where that is half."""
 
     def forward(self, x):
         wide = torch.is_autocast_enabled("cpu") and x.dtype == torch.float32

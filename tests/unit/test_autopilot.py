@@ -93,7 +93,7 @@ class Flight:
 
 
 def growing(model, step):
-    """Outliers whose noise is 0.16, 0.30 and 0.94 of the signal at steps 8, 16 and 24."""
+    """Outliers with a noise of 0.16, 0.30 and 0.94 of the signal at steps 8, 16 and 24."""
     for block in model.blocks:
         planted.plant_outliers(block, 2.0 ** (step / 4))
 

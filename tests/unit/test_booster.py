@@ -154,7 +154,7 @@ def test_a_model_on_the_meta_device_gets_values_or_an_error_that_says_how(precis
 
 
 class MetaDevice(SingleDevice):
-    """Stands for a device other than where models are born."""
+    """In place of a device other than where models are made."""
 
     def place(self, module, policy, device):
         return super().place(module, policy, torch.device("meta"))
@@ -649,7 +649,7 @@ def test_two_optimizers_accumulate_together():
 
 
 class Named:
-    """A scheduler of the user's own, which does not say whose it is."""
+    """A scheduler of the user's own, which does not name its optimizer."""
 
     def step(self):
         pass

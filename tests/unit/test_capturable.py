@@ -1,4 +1,4 @@
-"""What would keep a training step out of a CUDA graph: found by running it, told by the user's line, and nothing changed."""
+"""What would keep a training step out of a CUDA graph: found by running it, reported by the user's line, with no change."""
 
 import copy
 import dataclasses
@@ -75,7 +75,7 @@ def test_forms_of_masters_read_nothing(form):
     "make",
     [
         lambda params: Adam(params, lr=1e-2),
-        lambda params: SGD(params, lr=1e-2, momentum=0.9),  # whose first step reads, and no later one
+        lambda params: SGD(params, lr=1e-2, momentum=0.9),  # its first step reads, and no later one
         lambda params: Adagrad(params, lr=1e-2),
     ],
 )

@@ -1,6 +1,6 @@
 """A captured step: replays are the steps that eager ones would have been, to the bit, and what a graph cannot do is said.
 
-There is no GPU here. A recorder of operations stands for the graph: tests/support/recorded_graph.py.
+There is no GPU here. A recorder of operations takes the place of the graph: tests/support/recorded_graph.py.
 """
 
 import copy
@@ -45,7 +45,7 @@ from booster.nn.lr_scheduler import CosineAnnealingWarmupLR
 from booster.update.device import _Applied
 
 STEPS = 16
-OVERFLOWS = (4, 5, 11)  # steps whose loss is not finite
+OVERFLOWS = (4, 5, 11)  # steps with a loss that is not finite
 SCALE = {"init_scale": 2.0**12, "growth_interval": 4, "hysteresis": 2}
 NAIVE_SCALE = {"initial_scale": 2.0**12, "growth_interval": 4, "hysteresis": 2}
 
@@ -325,7 +325,7 @@ def test_memory_that_nobody_holds_any_more_is_noticed():
     values[0] = values[0][:1]
     replay()
     values.clear()
-    with pytest.raises(RuntimeError, match=r"memory that nobody holds any more: torch.float32 torch.Size\(\[3\]\)"):
+    with pytest.raises(RuntimeError, match=r"memory that nothing holds any more: torch.float32 torch.Size\(\[3\]\)"):
         replay()
 
 
@@ -393,7 +393,7 @@ def test_too_many_skips_in_a_row_raise_as_they_do_in_eager_steps():
 
 
 class Behind:
-    """A device whose flags come `steps` steps late; None: never before somebody waits."""
+    """A device with flags that come `steps` steps late; None: never before the host waits."""
 
     def __init__(self, monkeypatch, steps=None):
         self.made, self.waits = 0, 0
@@ -473,7 +473,7 @@ def test_the_host_waits_once_in_so_many_steps_as_rates_are_foreseen(monkeypatch)
     assert behind.waits == AHEAD - 1
 
 
-@pytest.mark.parametrize("where", ["outside", "told", "replaced", "tensor"])
+@pytest.mark.parametrize("where", ["outside", "epoch given", "replaced", "tensor"])
 def test_the_outcome_is_waited_for_where_a_schedule_cannot_be_foreseen(where, monkeypatch):
     def train(run, step):
         if step == 0 and where == "tensor":
@@ -489,7 +489,7 @@ def test_the_outcome_is_waited_for_where_a_schedule_cannot_be_foreseen(where, mo
             run.booster.backward(loss, run.optimizer)
             result = run.optimizer.step()
             if where != "outside":
-                run.schedule.step(*([None, 3] if where == "told" else []))
+                run.schedule.step(*([None, 3] if where == "epoch given" else []))
             run.optimizer.zero_grad()
             return {"loss": loss, "result": result}
 
@@ -497,7 +497,7 @@ def test_the_outcome_is_waited_for_where_a_schedule_cannot_be_foreseen(where, mo
 
     def run_of(captured):
         run = Run(False, "fp16", schedule="cosine")
-        if where in ("told", "replaced"):
+        if where in ("epoch given", "replaced"):
             run.schedule.scheduler.step = lambda *given, step=run.schedule.scheduler.step: step()
         run.own = run.booster._captured(step_of(run), batch(0), run.graphs, 8) if captured else step_of(run)
         for step in range(12):
@@ -884,7 +884,7 @@ def test_states_and_weights_that_are_loaded_or_dropped_are_followed():
 
 @pytest.mark.parametrize("precision", ["bf16_naive 8bit", "bf16_naive bf16 states"])
 def test_packed_states_that_are_loaded_are_followed(precision):
-    """Of SGD, whose only states they are, and without masters: nothing else is put elsewhere."""
+    """Of SGD, which has no other states, and without masters: nothing else is put elsewhere."""
 
     def train(run, step):
         if step == 6:

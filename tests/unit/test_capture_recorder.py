@@ -1,4 +1,4 @@
-"""What records on CUDA, with what stands for `torch.cuda`: pools are counted as torch counts them."""
+"""What records on CUDA, with an imitation of `torch.cuda`: pools are counted as torch counts them."""
 
 import gc
 import weakref

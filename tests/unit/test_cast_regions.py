@@ -191,7 +191,7 @@ class Switching(MixedPrecision):
 
 
 class Reads(nn.Linear):
-    """Notes where each switch of torch stands, in forward and in backward."""
+    """Notes the state of each switch of torch, in forward and in backward."""
 
     def __init__(self, seen):
         super().__init__(2, 2)

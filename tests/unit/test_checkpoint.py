@@ -143,7 +143,7 @@ def test_a_load_into_a_job_that_has_stepped_is_to_the_bit_and_needs_no_second_me
 
 
 class Replaces:
-    """What is loaded before weights are, and writes other bytes into the checkpoint meanwhile, as a process beside may."""
+    """What is loaded before weights are, and writes other bytes into the checkpoint meanwhile, as another process may."""
 
     def __init__(self, folder, cut):
         self.folder, self.cut, self.value = folder, cut, 0
@@ -178,7 +178,7 @@ def test_a_file_that_changes_between_being_verified_and_being_read_is_told_with_
     assert second.parts[4].state_dict() == schedule
 
 
-# Every precision within an epoch; where in its epochs a run stands is the same to all of them.
+# Every precision within an epoch; where in its epochs a run is makes no difference to them.
 RESUMED = [*((precision, 8) for precision in PRECISIONS), ("fp16", 3), ("fp16", 5), ("bf16_naive", 5)]
 
 
@@ -423,7 +423,7 @@ def _save_and_end(folder):
 def test_the_end_of_the_process_waits_for_the_save_in_the_background(tmp_path, slow_disk):
     process = multiprocessing.get_context("fork").Process(target=_save_and_end, args=(tmp_path,))
     process.start()
-    process.join(60)
+    process.join(240)
     assert process.exitcode == 0
     assert latest(tmp_path).name == "step-0000000004"
 
@@ -832,7 +832,7 @@ def test_nothing_takes_the_place_of_the_last_checkpoint_that_loads(tmp_path, kee
 
 
 class Containers(torch.optim.Optimizer):
-    """Momentum, in a container of the state; a mean in half beside float32 weights; a state of no parameter."""
+    """Momentum, in a container of the state; a mean in half of float32 weights; a state of no parameter."""
 
     def __init__(self, params, form, lr=0.1):
         super().__init__(params, {"lr": lr})

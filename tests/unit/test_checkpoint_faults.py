@@ -122,7 +122,7 @@ def test_damage_is_an_error_or_the_right_state(tmp_path, monkeypatch, number):
             assert same(target.state(), first.state()), f"seed {seed}: {done} was loaded"
             target = job(seed=1)
         shutil.rmtree(folder)
-    # Files beside it, zeros over zeros, and the newline at the end of the manifest.
+    # Files next to it, zeros over zeros, and the newline at the end of the manifest.
     assert harmless <= {"add", "add manifest.json", "lose_lines", "extend manifest.json", "truncate manifest.json"}
     assert caught > 0.8 * number
     assert not (tmp_path / "pwned").exists()
@@ -146,7 +146,7 @@ def test_a_checkpoint_cut_anywhere_is_refused(tmp_path, name):
 
 
 class FaultyFile:
-    """A file whose `write` fails when its turn comes, after half of the data."""
+    """A file with a `write` that fails when its turn comes, after half of the data."""
 
     def __init__(self, file, due):
         self._file, self._due = file, due
@@ -338,14 +338,14 @@ def test_killed_at_every_system_call_one_of_the_two_loads(tmp_path, function):
     for count in range(1, 50):
         process = context.Process(target=_killed_at, args=(function, count, str(tmp_path)))
         process.start()
-        process.join(60)
+        process.join(240)
         loaded = target.booster.load(tmp_path, *target.parts)
         assert loaded.extra == _mark(target), "never mixed"
         marks.add(loaded.extra[0])
         if process.exitcode == 0:
             break
         assert process.exitcode == -signal.SIGKILL
-        # The next one finds the old one again, beside what this one left.
+        # The next one finds the old one again, and what this one left.
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(whole, path)
     assert process.exitcode == 0, "every call was the last once"

@@ -160,7 +160,7 @@ def test_without_a_fault_all_of_them_load(tmp_path, precision):
     assert job.fingerprint()[1] == source.fingerprint()[1]
 
 
-# ---- states that nobody wrote, in checkpoints that are whole ----
+# ---- states that no save writes, in checkpoints that are whole ----
 
 
 def at(tree, path):
@@ -254,7 +254,7 @@ def test_a_part_that_does_not_say_what_was_saved_is_refused_before_anything_chan
 
 
 class QuantizedState(nn.Module):
-    """A frozen weight as codes under a scale that stands in the state dict, and that no load reads, as others pack them."""
+    """A frozen weight as codes under a scale that is in the state dict, and that no load reads, as others pack them."""
 
     def __init__(self, scale):
         super().__init__()

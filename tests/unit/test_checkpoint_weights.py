@@ -1,4 +1,4 @@
-"""Weights alone move to other programs and back, and a run that is told to stop stops in good order."""
+"""Weights alone move to other programs and back, and a run that gets a signal to stop ends in good order."""
 
 import json
 import os
@@ -165,8 +165,8 @@ def test_rows_of_numbers_of_4_bits_are_counted_in_numbers_as_the_format_does(tmp
     model, *_ = booster.boost(Views(0))
     booster.save_model(model, tmp_path / "weights")
     data = (tmp_path / "weights").read_bytes()
-    told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    assert (told["float4_e2m1fn_x2"]["dtype"], told["float4_e2m1fn_x2"]["shape"]) == ("F4", [3, 8])
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert (header["float4_e2m1fn_x2"]["dtype"], header["float4_e2m1fn_x2"]["shape"]) == ("F4", [3, 8])
 
 
 class MadeOfTensors(torch.Tensor):

@@ -12,7 +12,7 @@ MACHINE = {"node": None, "first_rank": 0, "num_ranks": 2, "log_dir": None}
 
 
 def failure(rank, exitcode, record=None, callstack=""):
-    """What torchrun's agent tells of a rank it found dead in the second from 100 on; `record`: (ns, is_cut_off, status)."""
+    """What torchrun's agent reports of a rank it found dead in the second from 100 on; `record`: (ns, is_cut_off, status)."""
     data = {}
     if record is not None:
         moment, is_cut_off, status = record
@@ -36,43 +36,43 @@ def failure(rank, exitcode, record=None, callstack=""):
             {},
             1,
             5,
-            id="one who exits before one whose connection broke, neither death noted",
+            id="one that exits before one with a broken connection, neither death noted",
         ),
         pytest.param(
             [failure(0, 1, (100.6 * SECOND, True, 1)), failure(1, -signal.SIGTERM)],
             {1000: 100.7 * SECOND, 1001: 100.7 * SECOND},
             1,
             143,
-            id="one who is killed before one whose connection broke, noted together",
+            id="one that is killed before one with a broken connection, noted together",
         ),
         pytest.param(
             [failure(0, 1, (100.6 * SECOND, True, 1)), failure(1, -signal.SIGTERM)],
             {1000: 100.7 * SECOND, 1001: 100.8 * SECOND},
             0,
             1,
-            id="one whose connection broke before one whom the agent stopped",
+            id="one with a broken connection before one that the agent stopped",
         ),
         pytest.param(
             [failure(0, 75, (100.5 * SECOND, False, 75)), failure(1, 1, (100.6 * SECOND, True, 1))],
             {},
             0,
             75,
-            id="one who stopped on request before one whose connection broke by that",
+            id="one that stopped on request before one with a connection broken by that",
         ),
         pytest.param(
             [failure(0, -signal.SIGABRT), failure(1, 1, (100.9 * SECOND, False, 1))],
             {},
             1,
             1,
-            id="one who raised before one whose death was not noted",
+            id="one that raised before one with a death that was not noted",
         ),
     ],
 )
 def test_who_failed_first(failures, noted, blamed, status, capsys):
     by_rank = {entry.local_rank: entry for entry in failures}
     assert report_failures(by_rank, noted, **MACHINE) == status
-    told = f"status 75 of rank {blamed}" if status == 75 else f"booster run: rank {blamed} (local rank {blamed}"
-    assert told in capsys.readouterr().err
+    expected = f"status 75 of rank {blamed}" if status == 75 else f"booster run: rank {blamed} (local rank {blamed}"
+    assert expected in capsys.readouterr().err
 
 
 TRACEBACK = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer\n"

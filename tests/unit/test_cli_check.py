@@ -1,4 +1,4 @@
-"""booster check: a report that holds on this machine, and four things called apex told apart."""
+"""booster check: a report that holds on this machine, and four things called apex are distinguished."""
 
 import json
 import sys

@@ -241,7 +241,7 @@ def test_the_hostfile_has_a_host_a_line_with_optional_slots_and_comments(hostfil
         ("a\n-oProxyCommand=x\n", "line 2: '-oProxyCommand=x' is not a host"),
         ("-G\n", "line 1: '-G' is not a host"),
         ("a;reboot\n", "'a;reboot' is not a host"),
-        ("# nobody\n\n", "lists no host"),
+        ("# no host\n\n", "lists no host"),
     ],
 )
 def test_a_faulty_hostfile_is_refused_with_file_and_line(tmp_path, text, reason):
@@ -304,8 +304,8 @@ def test_a_remote_shell_reads_directory_and_arguments_as_they_were_given_and_var
     words = ["it's", "a;b", "$HOME", 'say "hi"', ""]
     argv = ssh_command("node1", 22, str(directory), [sys.executable, "-c", code, *words])
     assert argv[:4] == ["ssh", "-p", "22", "node1"]
-    told = json.dumps({"X": "$(exit 1)\n"}) + "\nstop\n"  # what follows the variables is the node's to read
-    shown = subprocess.run(["sh", "-c", argv[4]], input=told, capture_output=True, text=True, check=True).stdout
+    sent = json.dumps({"X": "$(exit 1)\n"}) + "\nstop\n"  # what follows the variables is the node's to read
+    shown = subprocess.run(["sh", "-c", argv[4]], input=sent, capture_output=True, text=True, check=True).stdout
     assert shown.strip() == repr([str(directory), "$(exit 1)\n", *words, "stop\n"])
     nothing = subprocess.run(
         ["sh", "-c", argv[4]], stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False

@@ -1,4 +1,4 @@
-"""Commands whose reader has gone, as after `| head`: they end without a word, like other tools."""
+"""Commands without a reader any more, as after `| head`: they end without a word, like other tools."""
 
 import os
 import subprocess

@@ -1,6 +1,6 @@
 """The rule of a decision, by one table: what a host, a device and kernels make of the same gradients, clips and scales.
 
-The rule is told in `booster/update/decision.py`. Kernels run where Triton interprets them (`make kernels`).
+The rule is described in `booster/update/decision.py`. Kernels run where Triton interprets them (`make kernels`).
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""A default dtype that is not float32, in force around a run whose model and batches are float32."""
+"""A default dtype that is not float32, in force around a run with a model and batches in float32."""
 
 import ast
 import re

@@ -84,9 +84,9 @@ def bits(value):
 
 
 def everything(model, optimizer):
-    """Weights, what is kept beside them, and the state, in the form in which they are kept."""
+    """Weights, what is kept with them, and the state, in the form in which they are kept."""
     buckets = optimizer._update.optimizer_state.masters.buckets
-    # Between pieces lies what was left in scratch. An error of minus zero, of Kahan's, may become zero.
+    # Between pieces is what was left in scratch. An error of minus zero, of Kahan's, may become zero.
     rests = [piece.tolist() for b in buckets if b.residual is not None for piece in b.pieces_of(b.residual)]
     state = [{key: bits(value) for key, value in own.items()} for own in optimizer.optimizer.state.values()]
     return [bits(p) for p in model.parameters()], rests, state
@@ -97,7 +97,7 @@ def everything(model, optimizer):
 @pytest.mark.parametrize("half", HALVES)
 def test_a_step_decided_on_the_device_is_that_of_the_host_to_the_bit(half, form):
     made = HALVES[half](**FORMS[form])
-    bad_at = (0, 3) if form != "stochastic" else ()  # whose random numbers a skip uses up on a device
+    bad_at = (0, 3) if form != "stochastic" else ()  # a skip uses up its random numbers on a device
     expected = train(*boosted(made), bad_at)
     with as_on_a_gpu():
         booster, model, optimizer = boosted(made)
@@ -235,7 +235,7 @@ FORMATS = {
     ("name", "dtype"), [(name, dtype) for name, (_, dtypes) in FORMATS.items() for dtype in dtypes]
 )
 def test_what_is_read_of_a_format_is_written_back_as_it_was(name, dtype, gpu):
-    """For masters around every half number: on it, on the ties beside it, next to those, and anywhere between."""
+    """For masters around every half number: on it, on the ties next to it, next to those, and anywhere between."""
     form = FORMATS[name][0]()
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     halves = halves[halves.isfinite()]

@@ -42,7 +42,7 @@ def built(tmp_path_factory):
             shutil.copy(ROOT / name, tree / name)
     out = tmp_path_factory.mktemp("dist")
     done = subprocess.run(
-        [sys.executable, "-c", BUILD, str(out)], cwd=tree, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", BUILD, str(out)], cwd=tree, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return out
@@ -110,7 +110,7 @@ def test_twine_finds_nothing_wrong(built):
     pytest.importorskip("twine", reason="needs twine: pip install twine")
     files = [str(path) for path in built.glob("*")]
     done = subprocess.run(
-        [sys.executable, "-m", "twine", "check", "--strict", *files], capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", "twine", "check", "--strict", *files], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -1,4 +1,4 @@
-"""The Python in README.md and docs/ runs as it stands, and links of the pages lead somewhere."""
+"""The Python in README.md and docs/ runs as it is, and links of the pages lead somewhere."""
 
 import re
 from pathlib import Path
@@ -32,8 +32,8 @@ def test_links_of_a_page_lead_to_files_and_headings_that_exist(path: Path) -> No
 
 def test_the_script_of_colossalai_runs_with_the_lines_that_its_page_changes(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "migration" / "colossalai.md").read_text()
-    before, told = re.findall(r"^```python\n(.*?)^```\n(.*?)^\|", page, re.MULTILINE | re.DOTALL)[0]
-    told = re.sub(r"\s+", " ", told)
+    before, answers = re.findall(r"^```python\n(.*?)^```\n(.*?)^\|", page, re.MULTILINE | re.DOTALL)[0]
+    answers = re.sub(r"\s+", " ", answers)
     lines = before.splitlines()
     for old, new in {
         "import colossalai": "import booster",
@@ -43,8 +43,8 @@ def test_the_script_of_colossalai_runs_with_the_lines_that_its_page_changes(tmp_
         "    loader.sampler.set_epoch(epoch)": "",
         "        x, y = x.cuda(), y.cuda()": "",
     }.items():
-        assert f"`{new}`" in told or (
-            not new and any(name in old and name in told for name in ("set_epoch", ".cuda()"))
+        assert f"`{new}`" in answers or (
+            not new and any(name in old and name in answers for name in ("set_epoch", ".cuda()"))
         )
         lines[lines.index(old)] = new
     assert "colossalai" not in "\n".join(lines)

@@ -38,7 +38,7 @@ EXPORTED = {f"{package}.{name}" for package in EXPORTING for name in import_modu
 
 
 def target(name):
-    """What a name of docs/reference stands for."""
+    """The object of a name of docs/reference."""
     module, rest = name, []
     while True:
         try:

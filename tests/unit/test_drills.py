@@ -29,7 +29,7 @@ def test_the_drills_open_as_many_files_as_they_may():
 
 
 # What each drill writes, by file: text that is appended, or (text, what takes its place).
-PRECISION = '''"""Models whose outputs are rounded to bfloat16."""
+PRECISION = '''"""Models with outputs rounded to bfloat16."""
 
 import torch
 

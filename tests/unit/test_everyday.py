@@ -1,4 +1,4 @@
-"""What a loop wants beside training: words of one rank, a bar, a trace, seeds, a batch size that fits."""
+"""What a loop wants besides training: words of one rank, a bar, a trace, seeds, a batch size that fits."""
 
 import json
 import random

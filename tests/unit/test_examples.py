@@ -24,7 +24,7 @@ Start = Callable[..., Ran]
 
 
 def with_first_images(folder: Path, train: int, test: int) -> Path:
-    """A copy of the examples whose data are the first so many images of each set."""
+    """A copy of the examples with the first so many images of each set as their data."""
     copy = folder / "examples"
     shutil.copytree(EXAMPLES, copy, ignore=shutil.ignore_patterns("__pycache__", "*.xz"))
     for split, number in (("train", train), ("t10k", test)):

@@ -61,7 +61,7 @@ def test_packed_rows_stand_for_the_numbers_up_to_the_form_s_rounding(form, colum
         block, got = x[:, start : start + form.block], wide[:, start : start + form.block]
         bound = block.abs().amax(1, keepdim=True) * LARGEST_ERROR[form.name] * (1 + 1e-5)
         assert bool(((got - block).abs() <= bound).all())
-    assert torch.equal(form.pack(x[2:3]), packed[2:3]), "a row stands for itself"
+    assert torch.equal(form.pack(x[2:3]), packed[2:3]), "a row is packed by itself"
     assert torch.equal(form.unpack(form.pack(wide), columns, torch.float32), wide), "what is stored stays what it is"
 
 

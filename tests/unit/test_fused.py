@@ -86,7 +86,7 @@ def nothing_known():
 @pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("make", [Adam, AdamW, SGD, Adagrad])
 def test_an_optimizer_that_torch_refuses_to_step_fused_on_its_device_keeps_the_default(make, monkeypatch, caplog):
-    """As Adagrad on CUDA before torch 2.12, whose kernel is there."""
+    """As Adagrad on CUDA before torch 2.12: its kernel is there."""
     init, hooked = make._init_group, []
 
     def refuse(self, group, *args):

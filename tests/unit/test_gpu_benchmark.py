@@ -84,7 +84,7 @@ def test_a_part_that_is_killed_keeps_its_rows_and_goes_on(planted, tmp_path):
         f"supervise(Job((9,), 60.0, rehearse=True, worker='planted_rows'), RowFile(Path({str(tmp_path)!r})))"
     )
     started = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     while "right" not in found_in(file) and time.monotonic() < until:
         time.sleep(0.05)
     started.send_signal(signal.SIGKILL)
@@ -111,7 +111,7 @@ def test_a_part_ends_when_its_time_is_over(planted):
     job.seconds, job.only = 4.0, "never ends|slow"
     begin = time.monotonic()
     assert supervise(job, file, lambda text: None) == 0
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 900  # of the 1000 that the row would take
     assert "error" in found_in(file)["never ends"]
 
 

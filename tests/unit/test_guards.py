@@ -1,4 +1,4 @@
-"""What stands beside the boosted objects: the user's own optimizer and model, a GradScaler, gradients touched by hand."""
+"""What users may hold besides the boosted objects: the own optimizer and model, a GradScaler, gradients touched by hand."""
 
 import copy
 import gc
@@ -274,7 +274,7 @@ def scale_warnings(caplog):
 
 TOUCHES = {
     "torch's clip": lambda model, loss: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-    "a backward beside": lambda model, loss: loss().backward(),
+    "a plain backward": lambda model, loss: loss().backward(),
     "another tensor": lambda model, loss: setattr(model[0].weight, "grad", torch.ones_like(model[0].weight)),
     "in place": lambda model, loss: model[0].weight.grad.add_(1.0),
 }
@@ -398,7 +398,7 @@ def test_half_weights_with_masters_and_half_models_in_fp32_train_on(precision):
     train(b, model, optimizer, x.bfloat16())
 
 
-# ---------------------------------------------------------------------- a launched job that nobody joined
+# ---------------------------------------------------------------------- a launched job without a process group
 
 
 def test_several_processes_without_a_launch_and_without_a_plugin_are_refused(monkeypatch):

@@ -204,7 +204,7 @@ def test_a_layer_computes_as_torch_does_up_to_the_order_of_sums(dtype, naive):
         results.append((out, *torch.autograd.grad(out.float().square().sum(), layers.parameters())))
     for native, here in zip(*results, strict=True):
         assert native.dtype == here.dtype
-        # A sum whose other order rounds to the next half, a few times over on its way through two layers.
+        # A sum in another order rounds to the next half, a few times over on its way through two layers.
         torch.testing.assert_close(
             here, native, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps * native.abs().max().item()
         )
@@ -930,7 +930,7 @@ def test_an_overflow_is_named_by_the_product_that_was_rounded():
 
 
 def _overflowing_products():
-    """By name: a module whose product overflows float16, in the forward or the backward pass, and what reads its input."""
+    """By name: a module with a product that overflows float16, in forward or backward, and what reads its input."""
 
     def two(x):
         return x * 0 + 2

@@ -552,7 +552,7 @@ def test_what_autocast_casts_on_no_cpu_works_or_says_which_function_it_is(precis
 
 def test_groups_whose_rows_are_no_multiple_of_8_halves_say_so():
     model = Grouped()
-    model.weights = nn.Parameter(torch.randn(3, 16, 12))  # whose rows are one of 16 bytes in float32
+    model.weights = nn.Parameter(torch.randn(3, 16, 12))  # its rows are one of 16 bytes in float32
     boosted, *_ = Booster("cpu", "bf16", half_products="native").boost(model)
     with pytest.raises(RuntimeError, match=r"halves in rows of a multiple of 8 numbers; .*set_experts_implementation"):
         boosted(torch.randn(9, 16), torch.tensor([2, 2, 9], dtype=torch.int32))

@@ -62,7 +62,7 @@ ADDED = {
     "nanmean": lambda x, n: x.nanmean(),
     "scatter_reduce": lambda x, n: x.new_zeros(1).scatter_reduce(0, zeros(n), x, "mean", include_self=False),
 }
-# With weights of (4, 8), functions of n rows of ones whose gradient is a sum over the rows.
+# With weights of (4, 8), functions of n rows of ones, with a gradient that is a sum over the rows.
 SUMMED = {
     "layer_norm": lambda w, x: F.layer_norm(x, (8,), None, w[0]),
     "layer_norm with both": lambda w, x: F.layer_norm(x, (8,), w[1], w[0]),

@@ -52,48 +52,48 @@ class Between:
         return call
 
 
-def ranks_of(stores, words, told):
+def ranks_of(stores, words, warned):
     """The watches of ranks of one store, not started, that stand where `words` says."""
     size = len(words)
     stores = stores if isinstance(stores, list) else [stores] * size
     calls = [HangWatchdog(store, rank, size, 30.0) for rank, store in enumerate(stores)]
     for rank, call in enumerate(calls):
         call._report = lambda rank=rank: words[rank]
-        call._warn = lambda word, absent, silent=(), rank=rank: told.append((rank, sorted(absent), list(silent)))
+        call._warn = lambda word, absent, silent=(), rank=rank: warned.append((rank, sorted(absent), list(silent)))
     return calls
 
 
 def interleaved(words, others, rounds=8):
-    """What was told where `others` look in the midst of a look of rank 0, for each of the moments at which they may."""
+    """What was logged where `others` look in the midst of a look of rank 0, for each of the moments at which they may."""
     for moment in range(4, 3 * rounds):
-        told = []
+        warned = []
         inner = dist.HashStore()
         first = Between(inner, moment, lambda: [calls[rank].poll() for rank in others])  # noqa: B023
-        calls = ranks_of([first] + [inner] * (len(words) - 1), words, told)
+        calls = ranks_of([first] + [inner] * (len(words) - 1), words, warned)
         for _ in range(rounds):
             for call in calls:
                 call.poll()
         assert first.requests >= moment
-        yield moment, sorted(told)
+        yield moment, sorted(warned)
 
 
 @pytest.mark.parametrize("others", [(1,), (2,), (1, 2), (2, 1, 2)])
 def test_nothing_that_is_said_gets_lost_wherever_others_look_in_between(others):
-    for moment, told in interleaved([WAITING, WAITING, WAITING], others):
-        assert told == [], moment  # all are in the same call
-    for moment, told in interleaved([WAITING, WAITING, BUSY], others):
-        assert told == [(0, [2], []), (1, [2], [])], moment
+    for moment, warned in interleaved([WAITING, WAITING, WAITING], others):
+        assert warned == [], moment  # all are in the same call
+    for moment, warned in interleaved([WAITING, WAITING, BUSY], others):
+        assert warned == [(0, [2], []), (1, [2], [])], moment
 
 
 def test_ranks_that_wait_in_the_same_call_look_at_the_price_of_a_few_requests_each():
     def requests(size, missing):
         stores = [Between(inner) for inner in [dist.HashStore()] for _ in range(size)]
-        told = []
-        calls = ranks_of(stores, [WAITING] * (size - 1) + [BUSY], told)
+        warned = []
+        calls = ranks_of(stores, [WAITING] * (size - 1) + [BUSY], warned)
         for _ in range(20):
             for call in calls[: size - missing]:
                 call.poll()
-        assert len(told) == size - 1  # once each
+        assert len(warned) == size - 1  # once each
         return sum(store.requests for store in stores) / size / 20
 
     found = [requests(size, missing) for size in (4, 8, 16, 32) for missing in (0, 1)]
@@ -102,20 +102,20 @@ def test_ranks_that_wait_in_the_same_call_look_at_the_price_of_a_few_requests_ea
 
 
 def test_one_that_is_elsewhere_is_named_once_and_one_that_never_looks_is_silent():
-    told = []
-    first, second, _ = ranks_of(dist.HashStore(), [WAITING, BUSY, BUSY], told)
+    warned = []
+    first, second, _ = ranks_of(dist.HashStore(), [WAITING, BUSY, BUSY], warned)
     for _ in range(20):
         first.poll()
         second.poll()
-    assert told == [(0, [1], [2])]
+    assert warned == [(0, [1], [2])]
 
 
-def in_place_of_an_answer(written, told=None):
-    """What rank 0 tells of rank 1 where somebody else writes `written` into the meeting of both."""
+def in_place_of_an_answer(written, warned=None):
+    """What rank 0 says of rank 1 where something else writes `written` into the meeting of both."""
     store, found = dist.HashStore(), []
     first, second = ranks_of(store, [WAITING, BUSY], found)
-    if told is not None:
-        first._warn = told.__get__(first)
+    if warned is not None:
+        first._warn = warned.__get__(first)
     first.poll()
     store.append(first._barrier._key(first._round), written)
     for _ in range(8):
@@ -152,7 +152,7 @@ def test_an_answer_that_no_rank_gives_counts_as_none(written):
 
 def test_what_others_wrote_into_the_store_is_warned_of_in_one_line_that_a_terminal_may_show(caplog):
     harm = {"where": "\x1b]0;pwned\x07\nERROR: a line of nobody", "error": "\x1b[2J", "is_outside": True}
-    in_place_of_an_answer(said({**BUSY, **harm}), told=HangWatchdog._warn)
+    in_place_of_an_answer(said({**BUSY, **harm}), warned=HangWatchdog._warn)
     record = caplog.records[0]
     assert record.getMessage().isprintable()
     assert "\\x1b[2J" in record.getMessage()

@@ -1,4 +1,4 @@
-"""What tests of other libraries hold this one to: each has a test here, and those that stand nowhere else are in this file."""
+"""What tests of other libraries hold this one to: each has a test, and those without a place elsewhere are in this file."""
 
 import pickle
 import re

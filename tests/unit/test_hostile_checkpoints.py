@@ -150,11 +150,11 @@ def memory():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def converted(told, masters):
+def converted(saved, masters):
     """What `convert` should write of the model."""
-    names = [name for name in told.tensors if name.startswith("models/0/")]
-    behind = told.behind() if masters else {}
-    return {name[9:]: told.tensor(behind.get(name[9:], name)) for name in names}
+    names = [name for name in saved.tensors if name.startswith("models/0/")]
+    behind = saved.behind() if masters else {}
+    return {name[9:]: saved.tensor(behind.get(name[9:], name)) for name in names}
 
 
 def converts(folder, around):
@@ -236,11 +236,11 @@ class Readers:
             yield f"raised {error!r}"
             return
         self.loaded += 1
-        told = SavedContent(folder)
-        yield from wrong_after(name.replace("resume", "load"), told, before, snapshot(target))
+        saved = SavedContent(folder)
+        yield from wrong_after(name.replace("resume", "load"), saved, before, snapshot(target))
         if loaded is not None:
             given = {"step": loaded.step, "path": loaded.path, "extra": loaded.extra}
-            yield from different(given, {"step": told.step, "path": folder, "extra": told.extra})
+            yield from different(given, {"step": saved.step, "path": folder, "extra": saved.extra})
         try:
             target.train(1)
         except Exception as error:
@@ -316,7 +316,7 @@ SAID_WRONG = {
     "a master that is not there": (in_masters(**{"0.weight": MASTER | {"name": "x"}}), "."),
     "a master of another parameter": (in_masters(**{"0.bias": MASTER}), "."),
     "a master of no parameter": (in_masters(x=MASTER), r"\['x'\], and none of its groups"),
-    "a master that is told and not kept": (without_master, "it has a master"),
+    "a master that is listed and not kept": (without_master, "it has a master"),
     "a master behind no weight": (lambda tree: tree["masters"].update(x=MASTER["name"]), "it has a master"),
     "states of no parameter": (lambda tree: own(tree)["state"].update(x=own(tree)["state"].pop("0.bias")), r"\['x'\]"),
     "a step of a whole parameter's shape": (

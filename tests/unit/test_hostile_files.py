@@ -41,7 +41,7 @@ TENSORS = "tensors-00000.safetensors"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A checkpoint that nobody has touched."""
+    """A checkpoint as it was saved."""
     first = job()
     first.train(1)
     return first.booster.save(tmp_path_factory.mktemp("saved"), *first.parts, step=1)
@@ -119,7 +119,7 @@ HUGE = [2**20, 2**20]
 CLAIMS = {
     "a chunk twice and one part never": (chunks(((0, 0), (8, 8)), ((0, 0), (8, 8))), "each element once"),
     "chunks that overlap by a row": (chunks(((0, 0), (9, 8)), ((8, 0), (7, 8))), "each element once"),
-    "chunks of equal volume beside each other": (chunks(((0, 0), (4, 8)), ((4, 0), (12, 8))), "."),
+    "chunks of equal volume next to each other": (chunks(((0, 0), (4, 8)), ((4, 0), (12, 8))), "."),
     "a gap": (chunks(((0, 0), (8, 8))), "each element once"),
     "no chunk": (chunks(), "each element once"),
     "a chunk outside": (chunks(((0, 0), (8, 8)), ((9, 0), (8, 8))), "each element once"),
@@ -268,9 +268,9 @@ def test_a_text_takes_the_size_of_the_files_and_64_mib_at_most_or_is_refused(sav
         content = content_of(folder)
         seal(folder, content | {"files": {}, "tensors": {}})
         sealed = content_of(folder)
-        told = {"bytes": (folder / name).stat().st_size}
-        told |= {"digest": hash_of((folder / name).read_bytes())} if fill is not sparse else {}
-        sealed["files"] = {name: content["files"][name] | told}
+        said = {"bytes": (folder / name).stat().st_size}
+        said |= {"digest": hash_of((folder / name).read_bytes())} if fill is not sparse else {}
+        sealed["files"] = {name: content["files"][name] | said}
         seal_without_reading(folder, sealed)
     size = sum(path.stat().st_size for path in folder.iterdir())
     ran = run("-c", READ_IN_LITTLE_MEMORY, folder, str(size))
@@ -623,7 +623,7 @@ def test_a_step_that_no_manifest_holds_is_refused_at_the_call(tmp_path):
 
 
 def planted(link, tmp_path):
-    """A file of the user's that `link` leads to; returns what tells whether it is as it was."""
+    """A file of the user's that `link` leads to; returns a function that says whether it is as it was."""
     precious = tmp_path / "precious"
     precious.write_text("mine")
     os.utime(precious, (10**9, 10**9))

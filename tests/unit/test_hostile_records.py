@@ -287,7 +287,7 @@ PIECES = [
 
 
 def tags_of_page(text, folder):
-    """Tags and attributes of a page whose record says `text` wherever it says one."""
+    """Tags and attributes of a page of a record that says `text` wherever it says one."""
     lines = {"reason": text, "culprit": [text]}
     written(folder, run=dict.fromkeys(("precision", "plugin", "device", "booster", "torch"), text), step=lines)
     skip = {"kind": "step", "optimizer": text, "step": 1, "time": 1.0, "applied": False, **lines}

@@ -162,7 +162,7 @@ DIFFER = r"head.weight and embed.weight are one tensor in the model, and differ 
 
 
 def untied(precision="fp32"):
-    """A model whose embedding and head have numbers of their own, boosted."""
+    """A model with numbers of their own in embedding and head, boosted."""
     return Booster("cpu", precision).boost(net(tied=False))[0]
 
 

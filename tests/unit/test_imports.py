@@ -184,7 +184,7 @@ def arrows(root):
 
 
 def rooms(root, between):
-    """The same arrows between what lies at the top of the package: folders, and files of no folder."""
+    """The same arrows between what is at the top of the package: folders, and files of no folder."""
     for importer, imported in between:
         names = [".".join(module.split(".")[:2]) for module in (importer, imported)]
         if names[0] != names[1] and root.name not in names:
@@ -351,7 +351,7 @@ _COLLECTIVE = {
 
 
 def test_whoever_hands_memory_to_a_backend_made_it():
-    """A backend sends memory as it lies, and knows some dtypes: tensors of users go through `ranks.communicate`."""
+    """A backend sends memory as it is, and knows some dtypes: tensors of users go through `ranks.communicate`."""
     found = {
         str(path.relative_to(ROOT))
         for path in FILES

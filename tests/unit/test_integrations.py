@@ -1,6 +1,6 @@
 """The examples with other libraries run as they stand, and learn; each is one file of at most 80 lines.
 
-Slow, but for the checks of the files themselves. An example whose package is absent is skipped, with the line that installs it.
+Slow, but for the checks of the files themselves. An example without its package is skipped, with the line that installs it.
 """
 
 import gc

@@ -52,8 +52,8 @@ def compiled(name, kernel, types, constants, warps=4, asks=False):
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "ptx").write_text(ptx)
             command = [PTXAS, "-v", "--fmad=false", f"--gpu-name=sm_{sys.argv[1]}" + "a" * (sys.argv[1] != "80"), "ptx"]
-            told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stderr
-        registers, spills = re.search(r"Used (\\d+) registers", told), re.search(r"(\\d+) bytes spill stores", told)
+            said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stderr
+        registers, spills = re.search(r"Used (\\d+) registers", said), re.search(r"(\\d+) bytes spill stores", said)
         spilled[name] = int(registers[1]) * warps * 32, int(spills[1])
 
 param = torch.nn.Parameter(torch.zeros(1))
@@ -127,6 +127,6 @@ def test_every_kernel_compiles_for_a_gpu_rounds_as_ieee_says_and_fits_into_its_r
     assert min(count for name, count in loads.items() if name in ("add_up", "norm_of")) >= 32
     assert len(spilled) >= 100
     # The assembler may put one or two registers aside to do with 64, at which two programs fit where one did.
-    assert {name: told for name, told in spilled.items() if told[0] > 65536 or told[1] > 8} == {}
+    assert {name: log for name, log in spilled.items() if log[0] > 65536 or log[1] > 8} == {}
     assert max(shared.values()) <= 2**15  # of the 99 KiB that the smallest GPU since Ampere has for a program
-    assert specialised == []  # numbers of tiles, by whose values nothing is compiled anew
+    assert specialised == []  # numbers of tiles: nothing is compiled anew for their values

@@ -61,18 +61,18 @@ def test_steps_on_several_devices_are_those_on_one(form, bad, monkeypatch):
         with monkeypatch.context() as patched:
             if several:
                 spread(step, patched, number if number == 3 else None)
-            told = []
+            results = []
             for index in range(5):
                 grads = gradients(params, index)
                 if index == 2 and bad != "none":
                     grads[0 if bad == "on the first" else 4].view(-1)[1] = math.inf
                 result = step_on(*step, grads)
-                told.append((result.applied, result.loss_scale, result.culprit))
+                results.append((result.applied, result.loss_scale, result.culprit))
             assert [table.num_tiles > 0 for table in tables(step)] == [True] * (number if several else 1)
-            assert [each[0] for each in told] == [bad == "none" or index != 2 for index in range(5)]
-        found.append((told, result.grad_norm, held(step[2])))
-    (told, norm, (weights, states)), (same, other, (others, theirs)) = found
-    assert told == same
+            assert [each[0] for each in results] == [bad == "none" or index != 2 for index in range(5)]
+        found.append((results, result.grad_norm, held(step[2])))
+    (results, norm, (weights, states)), (same, other, (others, theirs)) = found
+    assert results == same
     assert norm == pytest.approx(other, rel=1e-12)
     for own, another in zip(weights, others, strict=True):  # the norm is added up in another order, in float64
         torch.testing.assert_close(own, another, rtol=2.0**-23, atol=1e-10)

@@ -194,10 +194,10 @@ def test_what_does_not_compile_is_known_before_anything_is_written_and_torch_ste
     for number in range(2):
         for each in both:
             assert step_on(*each, gradients(list(each[1].parameters()), number)).applied
-    told = "Triton compiles or loads no kernels here: no compiler"
-    assert both[1][2]._update.decision.steps.reason == told
+    why = "Triton compiles or loads no kernels here: no compiler"
+    assert both[1][2]._update.decision.steps.reason == why
     warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert warned == [f"AdamW is stepped by torch, and not by kernels: {told}"]
+    assert warned == [f"AdamW is stepped by torch, and not by kernels: {why}"]
     assert asked["measure"][3] is not None  # zeros, which steps count
     assert all(map(torch.equal, both[0][1].parameters(), both[1][1].parameters()))
 

@@ -1,4 +1,4 @@
-"""Kernels step what lies in the host's memory: fetched, stepped and sent back, a bucket at a time, to the same bits."""
+"""Kernels step what is in the host's memory: fetched, stepped and sent back, a bucket at a time, to the same bits."""
 
 import pytest
 from comparing import same

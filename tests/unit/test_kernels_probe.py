@@ -1,4 +1,4 @@
-"""Kernels that are taken by default are tried first: what steps otherwise than torch steps nobody's weights, and is told."""
+"""Kernels that are taken by default are tried first: what steps otherwise than torch steps no weights, and is reported."""
 
 import dataclasses
 

@@ -21,7 +21,7 @@ pytestmark = interpreted
 
 
 class Lion(Optimizer):
-    """As lion-pytorch's, which keeps `decoupled_wd` beside its groups."""
+    """As lion-pytorch's, which keeps `decoupled_wd` apart from its groups."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1, decoupled_weight_decay=False, **options):
         self.decoupled_wd = decoupled_weight_decay

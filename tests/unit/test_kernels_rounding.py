@@ -1,4 +1,4 @@
-"""Matrices rounded by kernels have the bits of those that torch's operations round, in as many launches and bytes as told."""
+"""Matrices rounded by kernels have the bits of those that torch's operations round, in the launches and bytes of the docs."""
 
 from functools import partial
 from unittest import mock

@@ -36,7 +36,7 @@ def compiled(name, kernel, types, constants, warps=4):
                    "shared": made.metadata.shared}
 
 POINTERS = {0: "*fp32", 1: "*bf16", 2: "*fp16"}
-LIES = dict.fromkeys("rows columns row_stride column_stride".split(), "i32")
+PLACES = dict.fromkeys("rows columns row_stride column_stride".split(), "i32")
 
 def given(name, type_, is_there):
     return ({name: type_}, {}) if is_there else ({}, {name: None})
@@ -45,13 +45,13 @@ def measure(kind, dtype, known):
     sizes = {"KIND": kind, "DTYPE": dtype, "BM": 64, "BN": 128}
     types, none = given("given", "*fp32", known)
     compiled(f"largest_of {kind} {dtype} {known}", rounding.largest_of,
-             {"x": POINTERS[dtype], "partials": "*i32", **types, **LIES, "splits": "i32"}, {**sizes, **none})
+             {"x": POINTERS[dtype], "partials": "*i32", **types, **PLACES, "splits": "i32"}, {**sizes, **none})
 
 def write(kind, over, target, dtype, power=False, turned=False, known=False):
     down, across = over
     sizes = dict(zip(("BM", "BN"), matrices.tile_of(kind, down), strict=True))
     constants = {"KIND": kind, "POWER": power, "DOWN": down, "ACROSS": across, "BLOCK": 256, "DTYPE": dtype, **sizes}
-    types = {"x": POINTERS[dtype], "values": "*i8", "scales": "*fp32", **LIES}
+    types = {"x": POINTERS[dtype], "values": "*i8", "scales": "*fp32", **PLACES}
     types |= dict.fromkeys(("filled", "transposed_filled", "splits"), "i32")
     for name, type_, there in (("transposed", "*i8", turned), ("partials", "*i32", kind != rounding.BLOCKS),
                                ("given", "*fp32", known), ("seen", "*i32", known)):
@@ -88,13 +88,13 @@ for signs in (-1, 0b1101000010110100):
         own, none = given("sums", "*i32", there)
         sizes = {"SIGNS": signs, "DTYPE": 1, **dict(zip(("BM", "BN"), matrices.FOURS_TILE, strict=True)), **none}
         compiled(f"look {signs} {there}", rounding.largest_of_rotated,
-                 {"x": "*bf16", "partials": "*i32", **own, **LIES, "splits": "i32"}, sizes)
+                 {"x": "*bf16", "partials": "*i32", **own, **PLACES, "splits": "i32"}, sizes)
         for down in (1, 16):
             types = {"x": "*bf16", "values": "*bf16", **dict.fromkeys(("scales", "outer"), "*fp32"), "partials": "*i32"}
-            types |= {**own, **LIES, "filled": "i32", "parts": "i32"}
+            types |= {**own, **PLACES, "filled": "i32", "parts": "i32"}
             compiled(f"write_fours {signs} {there} {down}", rounding.write_fours, types, {**sizes, "DOWN": down, "BLOCK": 256})
 # Whole numbers that are 1 are constants of a kernel, unless it says otherwise; those of its own making are none.
-ONES = {**dict.fromkeys(LIES, 1), "DTYPE": 1, "BM": 64, "BN": 128}
+ONES = {**dict.fromkeys(PLACES, 1), "DTYPE": 1, "BM": 64, "BN": 128}
 compiled("largest_of, ones", rounding.largest_of, {"x": "*bf16", "partials": "*i32", "splits": "i32"},
          {**ONES, "given": None, "KIND": rounding.ROW})
 compiled("write, ones", rounding.write,

@@ -21,7 +21,7 @@ def counting(kind, **options):
 def make_model():
     return nn.Sequential(
         nn.Linear(7, 33), nn.BatchNorm1d(33), nn.Linear(33, 90)
-    )  # more than a tile, and float32 beside
+    )  # more than a tile, and float32 with them
 
 
 def thinned(params, number, bad=None):
@@ -37,7 +37,7 @@ def zeros_of(grads):
     return sum(grad.numel() - int(grad.count_nonzero()) for grad in grads)
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}], ids=["nobody looks", "clipped"])
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}], ids=["not clipped", "clipped"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_those_that_the_host_counts_and_none_of_a_skip(kind, options):
     both = pair(make_model, lambda p: AdamW(p, lr=1e-2), counting(kind), **options)

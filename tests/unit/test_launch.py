@@ -215,7 +215,7 @@ def test_the_device_follows_the_local_rank_and_too_large_a_one_is_refused(monkey
     assert joined[0][1]["device_id"] == torch.device("cuda", 1)
     with pytest.raises(ValueError, match="local_rank=2, but 2 CUDA device"):
         launch(2, 4, "127.0.0.1", 29500, local_rank=2)
-    launch(2, 4, "127.0.0.1", 29500, local_rank=2, backend="gloo")  # training on CPU beside the GPUs
+    launch(2, 4, "127.0.0.1", 29500, local_rank=2, backend="gloo")  # training on CPU where there are GPUs
     assert chosen == [1, 0]
 
 

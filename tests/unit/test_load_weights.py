@@ -18,7 +18,7 @@ from booster.frozen import FORMS, FrozenLinear, origins_of
 
 
 class Net(nn.Module):
-    """Norms with buffers, an embedding whose weight the head shares, linear layers with and without bias."""
+    """Norms with buffers, an embedding that shares its weight with the head, linear layers with and without bias."""
 
     def __init__(self, width=8, tied=True):
         super().__init__()
@@ -381,7 +381,7 @@ for path, layers, width in ((small, 1, 8), (large, 24, 1024)):
     def make(dtype=None):
         with torch.device("meta"):
             model = nn.Sequential(*(nn.Linear(width, width, dtype=dtype) for _ in range(layers))).to_empty(device="cpu")
-        for param in model.parameters():  # whose memory is there now
+        for param in model.parameters():  # their memory is there now
             nn.init.zeros_(param)
         return model
 

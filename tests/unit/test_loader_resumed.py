@@ -21,7 +21,7 @@ def differing(orders, workers, *, owns=(False, True), sizes=SIZES, places=PLACES
 
 
 def refused(workers):
-    """The cases of streams that do not exist, having no length to tell the last batch by, or are refused at save."""
+    """The cases of streams that do not exist, having no length by which the last batch is known, or are refused at save."""
     return [
         (order, own, size, place, epochs)
         for order in ("a stream", "a stream's")
@@ -79,7 +79,7 @@ class Lazy(Sampler):
 
 
 class Counting(Sampler):
-    """Shuffles by a count of its rounds, of which nobody is told."""
+    """Shuffles by a count of its rounds, which no state has."""
 
     def __init__(self):
         self.rounds = 0
@@ -132,7 +132,7 @@ def test_a_generator_that_others_draw_from_is_refused_only_where_the_order_is_dr
         wrapper = DataLoaderWrapper(DataLoader(data, 4, sampler=sampler), "cpu")
         running = iter(wrapper)
         next(running)
-        wrapper.state_dict()  # nobody else has drawn
+        wrapper.state_dict()  # nothing else has drawn
         torch.rand(2, generator=shared)
         next(running)
         if lazy:

@@ -83,7 +83,7 @@ def test_backing_off_never_reaches_zero(place):
     scaler = place(DynamicScale(init_scale=1.0))
     scales = trajectory(scaler, [True] * 300)
     assert scales[:126] == [2.0**-n for n in range(1, 127)]
-    assert scales[-1] == 2.0**-126  # the smallest scale whose inverse float32 holds
+    assert scales[-1] == 2.0**-126  # the smallest scale with an inverse that float32 holds
 
 
 @pytest.mark.parametrize("place", [lambda scaler: scaler, on_device], ids=["host", "device"])

@@ -60,7 +60,7 @@ class Fixed(LossScaler):
 
 
 class Impatient(DynamicScale):
-    """A DynamicScale whose rule is another: it grows after every clean step."""
+    """A DynamicScale with another rule: it grows after every clean step."""
 
     def update(self, found_inf):
         super().update(found_inf)

@@ -318,7 +318,7 @@ def test_whole_numbers_are_summed_exactly_by_the_kernel_of_this_cpu_and_by_that_
 
 
 def test_int8_takes_another_kernel_where_sums_saturate(monkeypatch):
-    """As where there is no VNNI: what is looked at is what torch computes, and the layers are told what came out."""
+    """As where there is no VNNI: what is looked at is what torch computes, and the layers get what came out."""
     cpu = torch.device("cpu")
     monkeypatch.setattr("booster.mixed_precision.hardware.int_mm", lambda a, b: torch._int_mm(a, b).clamp(max=2**15))
     assert not sums_int8_exactly.__wrapped__()
@@ -332,18 +332,18 @@ def test_int8_takes_another_kernel_where_sums_saturate(monkeypatch):
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_forward_alone_accumulates_fast_and_only_where_it_may(recipe, fast, monkeypatch):
-    """What the product of a CUDA device is told; a CPU's, which stands in for it, does the same either way."""
-    told = []
+    """What the product of a CUDA device is given; a CPU's, in its place here, does the same either way."""
+    passed = []
 
     def stand_in(a, b, *scales, use_fast_accum, output_dtype):
-        told.append(use_fast_accum)
+        passed.append(use_fast_accum)
         return (a.float() @ b.float()).to(output_dtype)
 
     monkeypatch.setattr(F, "scaled_mm", stand_in)
     linear, x, g = data((3, 7), 48, 32)
     precision = FP8MixedPrecision(recipe, emulate=True, fast_accumulation=fast)
     passes(LowPrecisionLinear.of(linear, precision.conversion.recipe, kernels=True), x, g)
-    assert told == [fast, False, False][: 2 if recipe == "rowwise_with_gw_hp" else 3]
+    assert passed == [fast, False, False][: 2 if recipe == "rowwise_with_gw_hp" else 3]
     assert FP8MixedPrecision(recipe).conversion.recipe.output.fast_accumulation
 
 
@@ -366,7 +366,7 @@ def test_two_numbers_of_four_bits_lie_in_a_byte_the_first_one_below():
 
 
 def test_rows_are_filled_up_for_kernels_without_changing_the_numbers(monkeypatch):
-    """What a kernel for blocks is given means what is emulated; stands in for one, which a CPU has not."""
+    """What a kernel for blocks is given means what is emulated; in place of one, which a CPU has not."""
     seen = []
 
     def stand_in(a, b):
@@ -401,7 +401,7 @@ def test_an_empty_batch_and_a_frozen_weight_are_ordinary(name, monkeypatch):
     layer(x).backward(g)
     assert x.grad is not None
     assert layer.weight.grad is None
-    assert len(made) == 2, "no gradient that nobody wants"
+    assert len(made) == 2, "no gradient without a use"
 
 
 @EVERY_RECIPE

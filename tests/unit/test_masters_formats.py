@@ -1,4 +1,4 @@
-"""What is kept beside a half weight: exactness of every format, and how parameters are laid out in buckets."""
+"""What is kept with a half weight: exactness of every format, and how parameters are laid out in buckets."""
 
 import math
 

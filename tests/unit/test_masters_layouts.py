@@ -1,4 +1,4 @@
-"""Memory layouts under master weights: whatever order a weight, its gradient or its state lies in, the numbers are the same."""
+"""Memory layouts under master weights: whatever order a weight, its gradient or its state is in, the numbers are the same."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-    "one that nobody knows": lambda p: type("Own", (torch.optim.RMSprop,), {})(p, lr=0.01),
+    "an unregistered one": lambda p: type("Own", (torch.optim.RMSprop,), {})(p, lr=0.01),
 }
 ANY_OPTIMIZER = ("fp16, fp32 masters", "bf16, fp32 masters", "O2")  # the others are for elementwise ones
 CASES = [(precision, "AdamW") for precision in PRECISIONS if precision != "bf16, stochastic"] + [
@@ -31,7 +31,7 @@ def assert_alike(run, other):
 
 
 class Run:
-    """Convolutions and a square matrix under prescribed gradients; `layout` changes what lies where."""
+    """Convolutions and a square matrix under prescribed gradients; `layout` changes their memory."""
 
     def __init__(self, precision, optimizer, *, gaps=False, **options):
         torch.manual_seed(0)
@@ -165,15 +165,15 @@ def test_a_parameter_with_gaps_trains_like_one_without(precision, optimizer):
     assert_alike(run, still)
 
 
-# ---- parameters that stay in float32 beside masters ----
+# ---- parameters that stay in float32 next to masters ----
 
-BESIDE = [
+WITH_FLOAT32 = [
     ("fp16, fp32 masters", "AdamW"),
     ("bf16, split", "AdamW"),
     ("fp16, fp32 masters", "SGD"),
     ("bf16, split", "SGD"),
 ]
-beside = pytest.mark.parametrize(("precision", "optimizer"), BESIDE)
+with_float32 = pytest.mark.parametrize(("precision", "optimizer"), WITH_FLOAT32)
 PINS = {"keep_fp32": ["0", "2"]}
 
 
@@ -185,7 +185,7 @@ def test_the_pinned_parameters_are_float32():
 
 
 @pytest.mark.parametrize("change", [channels_last, transposed, with_gaps, new_memory])
-@beside
+@with_float32
 def test_float32_parameters_may_change_their_layout_too(precision, optimizer, change):
     run, still = (Run(precision, optimizer, **PINS) for _ in range(2))
     for step in range(4):
@@ -197,7 +197,7 @@ def test_float32_parameters_may_change_their_layout_too(precision, optimizer, ch
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@beside
+@with_float32
 def test_gradients_of_float32_parameters_may_lie_in_any_layout(precision, optimizer, layout):
     run, still = (Run(precision, optimizer, **PINS) for _ in range(2))
     for _ in range(3):
@@ -206,7 +206,7 @@ def test_gradients_of_float32_parameters_may_lie_in_any_layout(precision, optimi
     assert_close(run, still)
 
 
-@beside
+@with_float32
 def test_a_float32_parameter_with_gaps_is_stepped_where_it_lies_and_nothing_beside_it(precision, optimizer):
     run, still = Run(precision, optimizer, gaps=True, **PINS), Run(precision, optimizer, **PINS)
     wide = torch.full((40, 80), 7.0)
@@ -220,7 +220,7 @@ def test_a_float32_parameter_with_gaps_is_stepped_where_it_lies_and_nothing_besi
     assert torch.equal(run.params[3], wide[:, ::2])
 
 
-@beside
+@with_float32
 def test_state_of_float32_parameters_loads_from_another_layout(precision, optimizer):
     writer, still = (Run(precision, optimizer, **PINS) for _ in range(2))
     for each in (writer, still):

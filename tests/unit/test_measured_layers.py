@@ -29,7 +29,7 @@ def net():
 
 
 class Stub:
-    """A timer to which layers in low precision are as fast as they are told to be, beside 2 us of all others."""
+    """A timer to which layers in low precision are as fast as the test says, and all others take 2 us."""
 
     def __init__(self, low):
         self.low, self.seen = low, []
@@ -128,7 +128,7 @@ def test_a_run_that_resumes_multiplies_as_its_checkpoint_whatever_is_measured_no
 
 
 def test_a_graph_is_not_replayed_for_layers_that_a_load_has_made_wide(tmp_path):
-    """SGD without momentum has no states that a load would put elsewhere. A recorder on a CPU stands for the graph."""
+    """SGD without momentum has no states that a load would put elsewhere. A recorder on a CPU takes the place of the graph."""
     make = partial(torch.optim.SGD, lr=0.1)
     other = boosted({**TIMES, (32, 64): FAST, (64, 64): SLOW}, make=make)
     other[0].save(tmp_path, other[1], other[2])
@@ -219,7 +219,7 @@ def test_a_rehearsal_measures_nothing(caplog):
     assert extras_of(model).choice is None
 
 
-# Features in and out, and who is said to gain: torchao 0.18's filters, whose own tests have these on the boundary.
+# Features in and out, and who is said to gain: torchao 0.18's filters; its own tests have these on the boundary.
 RULE = {
     "tensorwise": {(4096, 1024): False, (4096, 1040): True, (4112, 1024): True, (64, 64): False},
     "rowwise": {(4096, 2048): False, (1024, 4112): False, (2048, 4096): False, (2064, 2064): True, (4096, 4096): True},

@@ -1,4 +1,4 @@
-"""Ranks that tell each other whether a replay failed, without a collective."""
+"""Ranks that report to each other whether a replay failed, without a collective."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -111,4 +111,4 @@ def test_a_meeting_of_twice_the_ranks_is_twice_the_requests_and_leaves_nothing_b
         assert inner.num_keys() <= 2 * 2 + 1
         return sum(store.requests for store in stores) / size / meetings
 
-    assert max(requests(size) for size in (2, 4, 8, 16, 32)) <= 5  # of each rank: to speak, hear, tell and let go
+    assert max(requests(size) for size in (2, 4, 8, 16, 32)) <= 5  # of each rank: to write, read, report and delete

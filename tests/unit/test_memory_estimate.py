@@ -43,9 +43,9 @@ CASES += [
 
 
 def has_bfloat16():
-    """Whether oneDNN has a CPU with instructions for bfloat16, and was not told to leave them."""
-    told = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
-    return torch.cpu.get_capabilities().get("avx512_bf16", False) and told not in (
+    """Whether oneDNN has a CPU with instructions for bfloat16, and is not limited to others."""
+    set_to = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    return torch.cpu.get_capabilities().get("avx512_bf16", False) and set_to not in (
         "AVX2",
         "AVX512_CORE",
         "AVX512_CORE_VNNI",

@@ -21,11 +21,11 @@ def test_a_mistake_is_answered_with_what_to_do(mistake, caplog, tmp_path, monkey
             mistake.make()
         except Exception as error:
             caught = error
-    told = [record.getMessage() for record in caplog.records]
+    logged = [record.getMessage() for record in caplog.records]
     if mistake.comes in (LEGAL, "WARNING"):
         assert caught is None
-        assert len(told) == (mistake.comes == "WARNING"), told
-        assert mistake.comes == LEGAL or mistake.message in told[0]
+        assert len(logged) == (mistake.comes == "WARNING"), logged
+        assert mistake.comes == LEGAL or mistake.message in logged[0]
     else:
         assert type(caught).__name__ == mistake.comes, caught
         assert mistake.message in str(caught)

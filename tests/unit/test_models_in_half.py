@@ -11,7 +11,7 @@ from booster import Booster
 from booster.mixed_precision import BF16MixedPrecision, FP8MixedPrecision
 
 PRECISIONS = ["fp32", "bf16", "fp16", "bf16_naive", "fp16_naive"]
-# One model of each precision, and each model once, beside those that are slow.
+# One model of each precision, and each model once; others are slow.
 QUICK = {("llama", "bf16_naive"), ("gemma", "fp16_naive"), ("t5", "fp16_naive"), ("gpt2", "bf16")}
 
 

@@ -1,4 +1,4 @@
-"""launch_notebook: ranks forked from a notebook, whose cells define what they run."""
+"""launch_notebook: ranks forked from a notebook: its cells define what they run."""
 
 import sys
 import textwrap
@@ -82,7 +82,7 @@ def test_cells_of_a_real_notebook_train_on_two_ranks(monkeypatch):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(textwrap.dedent(cell)) for cell in CELLS])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "python3", "language": "python"}
     assert sys.executable
-    nbclient.NotebookClient(notebook, timeout=200).execute()
+    nbclient.NotebookClient(notebook, timeout=600).execute()
     printed = ["".join(out.get("text", "") for out in cell.outputs) for cell in notebook.cells]
     assert printed[3].startswith("ranks 2 loss ")
     assert printed[3] == printed[4]

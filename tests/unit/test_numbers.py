@@ -1,4 +1,4 @@
-"""Numbers, defaults and messages that pages tell are those of the code, or of the raw tables that they were taken from."""
+"""Numbers, defaults and messages of pages are those of the code, or of the raw tables that they were taken from."""
 
 import ast
 import inspect
@@ -239,8 +239,8 @@ def test_what_a_page_measured_is_in_the_raw_tables(name: str, raw: str) -> None:
 def test_readme_and_pages_tell_one_story_of_the_h100_in_600_words() -> None:
     readme = (ROOT / "README.md").read_text()
     for words in ("2 to 26 times", "2.4 times as long as bf16", "(torch 2.11, 2026-11-23)"):
-        for told in (readme, page("compared")):
-            assert words in re.sub(r"\s+", " ", told)
+        for stated in (readme, page("compared")):
+            assert words in re.sub(r"\s+", " ", stated)
     assert len(readme.split()) <= 600
 
 
@@ -254,10 +254,10 @@ def test_messages_of_troubleshooting_are_in_the_code() -> None:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 parts.append(node.value)
     source = re.sub(r"\s+", " ", " \n ".join(parts))
-    told = re.findall(r"^- \*\*(.+)\*\*", page("faq"), re.MULTILINE)
-    assert len(told) >= 20
+    stated = re.findall(r"^- \*\*(.+)\*\*", page("faq"), re.MULTILINE)
+    assert len(stated) >= 20
     missing = []
-    for entry in told:
+    for entry in stated:
         for message in re.findall(r"`([^`]+)`", entry):
             words = re.sub(r"\b\d+\b", "{}", message).split()
             runs = [" ".join(words[place : place + 3]) for place in range(max(len(words) - 2, 1))]
@@ -277,9 +277,9 @@ def test_the_readme_names_the_command_that_trains_and_the_one_that_runs_the_test
 
 
 def test_the_picture_of_numbers_between_one_and_two_counts_them() -> None:
-    (told,) = re.findall(r"All numbers from 1 to 2: (.*?)\]", page("concepts/formats"))
+    (stated,) = re.findall(r"All numbers from 1 to 2: (.*?)\]", page("concepts/formats"))
     counted = {
-        name: int(steps.replace(",", "")) for steps, name in re.findall(r"([\d,]+) (?:steps )?in ([\w ]+)", told)
+        name: int(steps.replace(",", "")) for steps, name in re.findall(r"([\d,]+) (?:steps )?in ([\w ]+)", stated)
     }
     kinds = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
     steps = [round(1 / torch.finfo(dtype).eps) for dtype in kinds]
@@ -313,15 +313,15 @@ def test_bytes_that_states_take_and_that_the_bus_carries_are_those_of_the_code()
         found, numbers = b.memory(model, optimizer), 5 * 1024**2
         assert f'| `"{states}"` | {round(found.states / numbers, 3):g} |' in page("guides/half_weights")
         moved[states] = (found.masters + found.states) / numbers
-    told = 'moves {:.0f} bytes a parameter each way over the bus; {:.1f} with `split24` and `"8bit"`'
-    assert told.format(moved["fp32"], moved["8bit"]) in re.sub(r"\s+", " ", page("memory"))
+    stated = 'moves {:.0f} bytes a parameter each way over the bus; {:.1f} with `split24` and `"8bit"`'
+    assert stated.format(moved["fp32"], moved["8bit"]) in re.sub(r"\s+", " ", page("memory"))
 
 
 def test_what_zero_holds_on_a_rank_is_what_is_estimated() -> None:
     """Rows of bytes of each kind, whole or as N-th parts, on two ranks and on four."""
     table = re.findall(r"^\| (`\"\w+\"`[^|]*)\|(.*)\|$", page("guides/fsdp").split("## FSDP")[0], re.MULTILINE)
     assert len(table) == 3
-    net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))  # whose scratch is small beside it
+    net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))  # scratch is small compared with it
     job = (net, torch.optim.AdamW(net.parameters()), (torch.ones(4, 2048), torch.ones(4, 2048)), nn.MSELoss())
     for names, row in table:
         weights, first, second, states = (each.strip() for each in row.split("|"))
@@ -341,9 +341,9 @@ def test_what_is_sent_in_fp8_and_what_runs_may_differ_by_are_those_of_the_code()
     words = page("low_precision")
     assert f"| {2 * sent:.2f} (n-1)/n |" in words
     assert f"| {sent:.2f} (n-1)/n, instead of 2 |" in words
-    told = re.sub(r"\s+", " ", page("numerics"))
-    assert f"{_IN_LOSS} unit roundoffs of the coarser format for a loss, and {_IN_NORM} for the norm" in told
-    assert f"more than {100 * _DRIFT:.0f} % apart" in told
+    stated = re.sub(r"\s+", " ", page("numerics"))
+    assert f"{_IN_LOSS} unit roundoffs of the coarser format for a loss, and {_IN_NORM} for the norm" in stated
+    assert f"more than {100 * _DRIFT:.0f} % apart" in stated
     assert f"{default(plugins.TorchDDPPlugin, 'bucket_cap_mb')} MiB" in page("memory")
     assert f"at most {default(Booster.save_model, 'size_per_shard')} MB" in page("checkpoints")
     assert f"The port is {DEFAULT_MASTER_PORT} unless" in page("launch")

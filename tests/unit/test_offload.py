@@ -1,5 +1,5 @@
 """Optimizer states in the host's memory, `Booster(offload_states=True)`: on a CPU, where nothing has to move, and on one that
-stands for a device, whose copies run as late as they may, or at once."""
+imitates a device with copies that run as late as they may, or at once."""
 
 import copy
 import itertools
@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from comparing import assert_same, same
-from fake_transfers import FakeTransfers, lies
+from fake_transfers import FakeTransfers, on_host
 from prescribed import loss_with
 from test_masters import ELEMENTWISE
 from test_packed_states_wide import WIDE
@@ -83,7 +83,7 @@ class Run:
 
 
 def lies_where(run):
-    return lies(run.optimizer)
+    return on_host(run.optimizer)
 
 
 # ---------------------------------------------------------------------- on a CPU
@@ -100,7 +100,7 @@ def test_on_a_cpu_every_precision_trains_to_the_same_bits_and_states_stay_where_
     assert {tensor.device.type for value in own for tensor in tensors_of(value)} == {"cpu"}
 
 
-# ---------------------------------------------------------------------- on what stands for a device
+# ---------------------------------------------------------------------- on an imitation of a device
 
 
 @pytest.mark.parametrize("name", NAIVE)

@@ -1,4 +1,4 @@
-"""Optimizers as people write them: what one does beside stepping parameters is as in plain torch, wherever its numbers lie."""
+"""Optimizers as people write them: what one does besides stepping parameters is as in plain torch, wherever its numbers are."""
 
 import collections
 import math
@@ -154,7 +154,7 @@ def layers():
 def trained(precision, options, kind):
     model = layers()
     last = list(model[-1].parameters())
-    frozen = nn.Parameter(torch.zeros(3))  # of a group whose step is counted although it never has a gradient
+    frozen = nn.Parameter(torch.zeros(3))  # of a group with a step that is counted although it never has a gradient
     params = [{"params": list(model[:-1].parameters())}, {"params": last}, {"params": [frozen]}]
     optimizer = Counting(params, kind)
     b = Booster("cpu", precision() if callable(precision) else precision, **options)
@@ -191,7 +191,7 @@ def test_trial_steps_for_states_and_for_memory_leave_the_count_of_a_group(kind):
     assert b.unwrap(optimizer).counts() == [0]
 
 
-# ---- methods beside step ----
+# ---- methods besides step ----
 
 FORMS = {
     "fp32": ("fp32", {}),

@@ -1,4 +1,4 @@
-"""What a boosted model returns is held by nobody but the user: half outputs go where raw torch lets go of them."""
+"""What a boosted model returns is held by the user alone: half outputs go where raw torch lets go of them."""
 
 import gc
 

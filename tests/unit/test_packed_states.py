@@ -120,7 +120,7 @@ def seven_bytes(device, precision=BF16NaiveMixedPrecision, **options):
     return memory.ours(device, precision(master_weights="split24", states="8bit", **options))
 
 
-# Beside what is held, torch's backward in half takes float32 memory for a weight where the CPU has no units for the dtype.
+# Besides what is held, torch's backward in half takes float32 memory for a weight where the CPU has no units for the dtype.
 @pytest.mark.parametrize(
     "precision", [BF16NaiveMixedPrecision, pytest.param(FP16NaiveMixedPrecision, marks=pytest.mark.slow)]
 )
@@ -183,7 +183,7 @@ def test_rounding_is_right_on_average_and_never_off_by_more_than_a_step(encoding
         found = unpacked(packed(values, encoding, rng))
         assert float((found / values - 1).abs().max()) <= 1.5 * step + 2.0**-7
         total += found
-    # Of a number that lies half way, the mean of 400 is off by a fortieth of a step; codes are of roots, which bends.
+    # Of a number half way between two, the mean of 400 is off by a fortieth of a step; codes are of roots, which bends.
     assert float((total / rounds / values - 1).abs().max()) <= step / 5
     assert float((total / rounds / values - 1).mean().abs()) <= step / 50
 
@@ -396,16 +396,16 @@ def test_an_optimizer_that_raises_leaves_packed_states_as_they_were(lion):
 
 
 def test_what_others_left_between_parameters_changes_no_state():
-    alone, beside = Run(ELEMENTWISE["AdamW"], shapes=[(33,)]), Run(ELEMENTWISE["AdamW"], shapes=[(33,), (20_000,)])
+    alone, with_others = Run(ELEMENTWISE["AdamW"], shapes=[(33,)]), Run(ELEMENTWISE["AdamW"], shapes=[(33,), (20_000,)])
     gradient = torch.randn(33, generator=torch.Generator().manual_seed(0)).to(BF16) * 1e-3
     for step in range(3):
-        for run in (alone, beside):
+        for run in (alone, with_others):
             run.optimizer.zero_grad()
             gradients = [gradient, torch.full((20_000,), 1e3 * (step + 1), dtype=BF16)][: len(run.params)]
             run.optimizer.backward(loss_with(run.params, gradients))
             run.optimizer.step()
-    assert torch.equal(alone.values()[0], beside.values()[0])
-    assert same(alone.states()[:2], beside.states()[:2])
+    assert torch.equal(alone.values()[0], with_others.values()[0])
+    assert same(alone.states()[:2], with_others.states()[:2])
 
 
 def test_a_bucket_that_is_divided_keeps_its_states():

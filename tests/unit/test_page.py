@@ -179,8 +179,8 @@ def test_the_names_of_bands_are_whole_and_do_not_touch_each_other(width):
     for y, left, right, text in spans:
         assert left >= 0, text
         assert right <= width + 1, text
-        beside = [other for other in spans if other[0] == y and other[3] != text]
-        assert [other for other in beside if other[1] < right and left < other[2]] == [], text
+        in_line = [other for other in spans if other[0] == y and other[3] != text]
+        assert [other for other in in_line if other[1] < right and left < other[2]] == [], text
 
 
 def test_a_long_run_makes_no_large_page(tmp_path):

@@ -1,4 +1,4 @@
-"""A run whose precision is a schedule: the same as switching by hand, also when it is resumed."""
+"""A run with a precision that is a schedule: the same as switching by hand, also when it is resumed."""
 
 import copy
 
@@ -299,9 +299,9 @@ def test_a_run_that_is_resumed_with_other_phases_is_told_once(tmp_path, caplog):
     same.booster.load(tmp_path, *same.parts)
     assert "PrecisionSchedule" not in caplog.text
     longer.booster.load(tmp_path, *longer.parts)
-    (told,) = [each.getMessage() for each in caplog.records if "PrecisionSchedule" in each.getMessage()]
-    assert "total_steps=4 where this" in told
-    assert "total_steps=100 now" in told
+    (warning,) = [each.getMessage() for each in caplog.records if "PrecisionSchedule" in each.getMessage()]
+    assert "total_steps=4 where this" in warning
+    assert "total_steps=100 now" in warning
     longer.steps(3, 4)
     assert "FP32" in repr(longer.booster.precision)
 
@@ -341,8 +341,8 @@ def test_an_optimizer_that_steps_no_more_holds_no_phase_and_is_named(monkeypatch
     for _ in range(2):
         train(booster, *first)
     assert {model.out.weight.dtype for model, _ in (first, second)} == {torch.bfloat16}
-    (told,) = [each.getMessage() for each in caplog.records if "no step while" in each.getMessage()]
-    assert told.startswith("SGD of 14 parameters has made no step while another optimizer made 5")
+    (warning,) = [each.getMessage() for each in caplog.records if "no step while" in each.getMessage()]
+    assert warning.startswith("SGD of 14 parameters has made no step while another optimizer made 5")
 
 
 def test_an_output_of_what_steps_no_more_holds_no_phase(monkeypatch):

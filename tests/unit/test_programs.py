@@ -7,7 +7,7 @@ import sys
 import pytest
 from programs import Program, run
 
-TOLD = """
+SCRIPT = """
 import atexit, multiprocessing, os, sys, threading, time
 atexit.register(print, "at the end")
 threading.Thread(target=lambda: (time.sleep(0.2), print("a thread"))).start()
@@ -17,11 +17,11 @@ print("on stderr", file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("form", [["script.py"], ["-m", "pack.module"], ["-c", TOLD]], ids=lambda form: form[0])
+@pytest.mark.parametrize("form", [["script.py"], ["-m", "pack.module"], ["-c", SCRIPT]], ids=lambda form: form[0])
 def test_a_program_is_told_and_tells_what_one_of_a_new_interpreter_does(tmp_path, monkeypatch, form):
-    (tmp_path / "script.py").write_text(TOLD)
+    (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "pack").mkdir()
-    (tmp_path / "pack" / "module.py").write_text(TOLD)
+    (tmp_path / "pack" / "module.py").write_text(SCRIPT)
     monkeypatch.setenv("OTHER", "not given")
     arguments = [*form, "two words", "--", ""]
     here = run(*arguments, folder=tmp_path, environment={"GIVEN": "1"})
@@ -38,7 +38,7 @@ def test_a_program_is_told_and_tells_what_one_of_a_new_interpreter_does(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "told"),
+    ("code", "status", "printed"),
     [
         ("raise SystemExit", 0, ""),
         ("raise SystemExit(75)", 75, ""),
@@ -47,11 +47,11 @@ def test_a_program_is_told_and_tells_what_one_of_a_new_interpreter_does(tmp_path
         ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
     ],
 )
-def test_the_status_is_that_of_the_program(code, status, told):
+def test_the_status_is_that_of_the_program(code, status, printed):
     done = run("-c", code)
     assert done.returncode == status
-    assert done.stderr.endswith(told)
-    assert bool(done.stderr) == bool(told)
+    assert done.stderr.endswith(printed)
+    assert bool(done.stderr) == bool(printed)
 
 
 def test_what_takes_too_long_is_killed():

@@ -82,7 +82,7 @@ def bits(model, optimizer):
     """Every number of a run, by what it is."""
     kept = optimizer._update.optimizer_state
     found = {f"weight {name}": param for name, param in model.named_parameters()}
-    found |= {f"beside weights {place}": rest for place, rest in enumerate(kept.master_tensors())}
+    found |= {f"kept with weights {place}": rest for place, rest in enumerate(kept.master_tensors())}
     for place, own in enumerate(optimizer.optimizer.state.values()):
         for name, value in own.items():
             for index, tensor in enumerate(

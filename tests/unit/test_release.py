@@ -231,7 +231,7 @@ def test_a_parameter_that_is_trained_from_the_middle_on_is_stepped_as_without_re
                 optimizer.add_param_group({"params": list(raw[2].parameters())})
             booster.backward(F.cross_entropy(model(torch.randn(4, 8)).float(), torch.arange(4)), optimizer)
             optimizer.step()
-            raw.zero_grad()  # also of what nobody steps yet
+            raw.zero_grad()  # also of what is not stepped yet
         ends.append([param.detach().clone() for param in raw.parameters()])
     assert_same(*ends)
 

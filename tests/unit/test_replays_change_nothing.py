@@ -84,7 +84,7 @@ class Run:
 def test_what_a_replay_reaches_is_what_it_was(precision, bad):
     run = Run(precision)
     run.step()
-    run.one_pass()  # whose gradients wait
+    run.one_pass()  # its gradients wait
     before = run.everything()
     for forward in (run.loss, run.one_pass):
         if bad:

@@ -256,7 +256,7 @@ def test_a_layer_keeps_a_byte_for_each_number_of_its_input(name):
     layer = layer_of(RECIPES[name], inputs, 64)
     assert kept(layer, x * 1) == KEPT[name](tokens, inputs)
     layer.weight.requires_grad_(False)
-    assert kept(layer, x * 1) == 0, "nobody wants the gradient that the input is kept for"
+    assert kept(layer, x * 1) == 0, "the gradient that the input is kept for is not wanted"
 
 
 @EVERY_RECIPE

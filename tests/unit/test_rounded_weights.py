@@ -362,7 +362,7 @@ def test_two_models_of_one_strategy_step_by_turns():
 def test_captured_steps_round_in_the_graph_and_eager_ones_between_them_see_the_weights_of_now(name, whole):
     """A recorder of operations on a CPU stands for the graph. A batch of another size has no graph when it is first seen.
 
-    Not tensorwise, whose emulation on a CPU reads scales on the host."""
+    Not tensorwise: its emulation on a CPU reads scales on the host."""
 
     def trained(captured):
         run = booster, model, optimizer = boosted(PRECISIONS[name]())

@@ -351,13 +351,13 @@ def test_ranks_of_one_machine_are_told_the_loopback_interface_unless_the_user_na
         monkeypatch.delenv(name, raising=False)
     for name, value in own.items():
         monkeypatch.setenv(name, value)
-    script = tmp_path / "told.py"
-    told = tmp_path / "told.json"
+    script = tmp_path / "seen.py"
+    seen = tmp_path / "seen.json"
     script.write_text(
-        f"import json, os; json.dump({{n: os.environ.get(n) for n in {names}}}, open({str(told)!r}, 'w'))"
+        f"import json, os; json.dump({{n: os.environ.get(n) for n in {names}}}, open({str(seen)!r}, 'w'))"
     )
     assert main(["run", "--nproc_per_node", "1", str(script)]) == 0
-    assert json.loads(told.read_text()) == (own or dict.fromkeys(names, "lo" if sys.platform == "linux" else "lo0"))
+    assert json.loads(seen.read_text()) == (own or dict.fromkeys(names, "lo" if sys.platform == "linux" else "lo0"))
 
 
 def test_a_store_that_listens_on_all_interfaces_says_so(monkeypatch, capsys):
@@ -365,7 +365,7 @@ def test_a_store_that_listens_on_all_interfaces_says_so(monkeypatch, capsys):
 
     from booster.cli.agent import _listener
 
-    place = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("203.0.113.7", 0))  # of documentation: nobody's interface
+    place = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("203.0.113.7", 0))  # of documentation: no interface has it
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: [place])
     assert _listener("elsewhere", 0, is_one_machine=False) is None
     assert "elsewhere is no address of this machine's interfaces, so port 0 listens on all" in capsys.readouterr().err

@@ -70,7 +70,7 @@ class Model(nn.Module):
         return self.dropout(self.norm(self.late(x)))
 
 
-class Beside(nn.Module):
+class Extra(nn.Module):
     """Two layers beside, not behind, each other."""
 
     def __init__(self):
@@ -155,4 +155,4 @@ def test_a_forward_that_stages_cannot_run_raises_and_says_what_it_used(use, mess
 
 def test_a_stage_that_begins_where_nothing_comes_in_raises():
     with pytest.raises(RuntimeError, match="layers.1 gets no tensor that depends on what comes before"):
-        route(Beside())
+        route(Extra())

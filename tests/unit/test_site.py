@@ -40,7 +40,7 @@ SPOKEN = [
         if page.stem not in ("design", "mistakes") and page.parent.name != "design"
     ),
 ]
-MADE = {"changes.md", "contributing.md"}  # by tools/hooks.py, from files beside docs/
+MADE = {"changes.md", "contributing.md"}  # by tools/hooks.py, from files next to docs/
 
 
 def documented() -> set[str]:
@@ -88,7 +88,7 @@ def test_what_a_page_calls_is_there(page: Path) -> None:
     """`b` is the Booster on every page, `optimizer` what boost returned, and `result` what its step returned."""
     text = page.read_text()
     owners: dict[str, type] = {"b": Booster}
-    if page.parent.name != "migration":  # whose left columns are the calls of others
+    if page.parent.name != "migration":  # their left columns are the calls of others
         owners |= {"optimizer": OptimizerWrapper, "result": StepResult}
     for name, owner in owners.items():
         fields = {"precision", "plugin", "device"} | set(getattr(owner, "__dataclass_fields__", ()))
@@ -156,8 +156,8 @@ def test_the_guide_of_half_weights_and_the_reference_it_points_to_name_every_opt
     assert "(../reference/precisions.md)" in section
     assert described is not None
     assert [name for name in names if f"`{name}" not in text and not re.search(rf"\b{name}\b", described)] == []
-    told = set(re.findall(r"`(\w+)(?:=\w+)?`", section)) - {"boost", "zero_grad", "BF16NaiveMixedPrecision"}
-    assert told - {FP16NaiveMixedPrecision.__name__} <= names.keys()
+    listed = set(re.findall(r"`(\w+)(?:=\w+)?`", section)) - {"boost", "zero_grad", "BF16NaiveMixedPrecision"}
+    assert listed - {FP16NaiveMixedPrecision.__name__} <= names.keys()
 
 
 @pytest.mark.parametrize("command", cli_page.commands(), ids=" ".join)

@@ -1,4 +1,4 @@
-"""`Booster(diagnose=...)`: a skipped step is replayed by itself, from what it was given, and told in one paragraph."""
+"""`Booster(diagnose=...)`: a skipped step is replayed by itself, from what it was given, and explained in one paragraph."""
 
 import copy
 import gc

@@ -143,11 +143,14 @@ def test_states_and_masters_are_at_no_time_there_twice(old, new):
     assert (tracker.highest - before) / size < 5.0, (
         f"{before / size:.2f} before, {tracker.highest / size:.2f} at the highest"
     )
-    told = {("fp32", "bf16_naive"): (12.0, 16.5), ("bf16_naive", "fp32"): (12.0, 15.8)}  # by docs/guides/switch.md
-    if (old, new) in told:
+    documented = {
+        ("fp32", "bf16_naive"): (12.0, 16.5),
+        ("bf16_naive", "fp32"): (12.0, 15.8),
+    }  # by docs/guides/switch.md
+    if (old, new) in documented:
         page = re.sub(r"\s+", " ", (Path(__file__).parents[2] / "docs/guides/switch.md").read_text())
         assert "rises from 12.0 to 16.5 bytes a parameter during the move; back, from 12.0 to 15.8 (8 layers" in page
-        assert (before / size, tracker.highest / size) == pytest.approx(told[old, new], abs=0.05)
+        assert (before / size, tracker.highest / size) == pytest.approx(documented[old, new], abs=0.05)
 
 
 class Held(StorageTracker):
@@ -265,15 +268,15 @@ REFUSED = {
 @pytest.mark.parametrize("old", ["fp16", "fp16_naive"])
 @pytest.mark.parametrize(("new", "error", "match"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_gone_over_to_is_refused_and_nothing_changes(old, new, error, match):
-    job, beside = Job(old), Job(old)
-    for each in (job, beside):
+    job, other = Job(old), Job(old)
+    for each in (job, other):
         torch.manual_seed(1)
         each.steps(0, 2)
     unchanged(job, lambda: job.booster.switch(new), error, match)
     torch.manual_seed(2)
     losses = job.steps(2, 4)
     torch.manual_seed(2)
-    assert losses == beside.steps(2, 4)
+    assert losses == other.steps(2, 4)
 
 
 def test_between_backward_and_step_it_is_refused():

@@ -1,4 +1,4 @@
-"""A sampler beside the training gets the weights that the forward reads, to the bit."""
+"""A sampler that runs during training gets the weights that the forward reads, to the bit."""
 
 import pytest
 import torch

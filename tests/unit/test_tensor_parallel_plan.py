@@ -111,7 +111,7 @@ def test_the_names_are_those_that_plans_of_transformers_use(transformers):
     from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
     others = {"packed_rowwise"}
-    # Of experts that are divided among ranks, whose names each version has changed: 4.57 has "gather" and "local".
+    # Of experts that are divided among ranks; each version has changed their names: 4.57 has "gather" and "local".
     experts = ("moe_identity", "ep_", "grouped", "megamoe_", "local", "gather")
     theirs = {name for name in ALL_PARALLEL_STYLES if not name.startswith(experts)}
     assert theirs - others <= set(NAMES)

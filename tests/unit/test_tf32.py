@@ -184,7 +184,7 @@ def test_a_rehearsal_says_so_once(caplog):
     ]
 
 
-# ---- float32 whose products oneDNN rounds to bfloat16 on a CPU ----
+# ---- float32 with products that oneDNN rounds to bfloat16 on a CPU ----
 
 ON_CPU = (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn)
 runs_bfloat16 = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""Each shape of linear layer is timed once beside bfloat16, and those that gain nothing are named for keep=."""
+"""Each shape of linear layer is timed once against bfloat16, and those that gain nothing are named for keep=."""
 
 import json
 import runpy

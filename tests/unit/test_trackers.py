@@ -56,7 +56,7 @@ def test_wandb_offline_gets_every_number(tmp_path):
         env={**os.environ, "PYTHONPATH": paths, "WANDB_SILENT": "true"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     assert job.returncode == 0, job.stderr
     losses, last = job.stdout.splitlines()

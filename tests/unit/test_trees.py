@@ -197,8 +197,8 @@ def test_an_object_that_is_no_container_and_has_the_batch_is_refused(hold):
     with pytest.raises(TypeError, match=r"object of SimpleNamespace, whose attribute 'inputs' has the 4 samples"):
         divide(batch, lambda size: 2)
     assert divide(batch, lambda size: 1)[0].args[0] is batch[0]
-    beside = types.SimpleNamespace(weights=torch.ones(3), layer=nn.Linear(4, 4)), torch.zeros(4), nn.Linear(4, 4)
-    assert divide((*beside, torch.zeros(4)), lambda size: 2)[0].args[0] is beside[0]
+    kept = types.SimpleNamespace(weights=torch.ones(3), layer=nn.Linear(4, 4)), torch.zeros(4), nn.Linear(4, 4)
+    assert divide((*kept, torch.zeros(4)), lambda size: 2)[0].args[0] is kept[0]
 
 
 def test_a_copied_container_is_a_new_one_also_where_nothing_changes():

@@ -162,10 +162,10 @@ def test_counted_is_the_gradient_as_the_backward_pass_left_it(tmp_path, precisio
 
 
 @pytest.mark.parametrize(
-    ("rounding", "stored", "stands"), [("nearest", "bfloat16", True), ("kahan", "bfloat16 and its error", False)]
+    ("rounding", "stored", "remains"), [("nearest", "bfloat16", True), ("kahan", "bfloat16 and its error", False)]
 )
 def test_weights_stand_still_where_updates_are_below_half_an_ulp_of_what_stores_them(
-    tmp_path, rounding, stored, stands
+    tmp_path, rounding, stored, remains
 ):
     precision = BF16NaiveMixedPrecision(master_weights="none", rounding=rounding)
     booster, model, optimizer = boost(precision, lambda params: torch.optim.SGD(params, lr=1e-3))
@@ -178,7 +178,7 @@ def test_weights_stand_still_where_updates_are_below_half_an_ulp_of_what_stores_
     for name, param in booster.unwrap(model).named_parameters():
         still = ((param == before[name]) & (grads[name] != 0)).sum() / (grads[name] != 0).sum()
         assert found[name].stored == stored
-        if stands:
+        if remains:
             assert found[name].still == pytest.approx(float(still))
             assert found[name].still > 0.5
         else:

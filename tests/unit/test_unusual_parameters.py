@@ -1,4 +1,4 @@
-"""Parameters that are complex, in float64 beside half ones, or of no elements."""
+"""Parameters that are complex, in float64 together with half ones, or of no elements."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What `.grad` holds between backward and step, and whose gradients a step uses."""
+"""What `.grad` holds between backward and step, and which gradients a step uses."""
 
 import math
 from typing import Any
@@ -113,7 +113,7 @@ def test_what_a_joint_skip_leaves_in_grad_keeps_its_meaning_for_the_next_backwar
     assert torch.equal(b[0], torch.full((4,), 0.5))
 
 
-# ---------------------------------------------------------------------- whose gradients
+# ---------------------------------------------------------------------- which gradients
 @both
 def test_a_bare_backward_under_a_scale_is_detected_with_the_fix(decides):
     params = parameters(4)

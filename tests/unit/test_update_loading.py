@@ -88,7 +88,7 @@ def test_state_of_other_shapes_is_refused_and_changes_nothing(name, precision, s
     model, optimizer = trained(make, PRECISIONS[precision], here, steps=2)
     before = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
     state = other.state_dict()
-    state.get("booster", {}).pop("masters", None)  # whose shapes are looked at by themselves
+    state.get("booster", {}).pop("masters", None)  # their shapes are checked by themselves
     with pytest.raises(ValueError, match=rf"of weight, a parameter of shape \({here}, {here}\)"):
         optimizer.load_state_dict(state)
     assert str(before) == str((optimizer.state_dict(), model.state_dict()))
