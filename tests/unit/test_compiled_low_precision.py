@@ -6,6 +6,8 @@ from torch import nn
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 
+from booster import Booster
+from booster.mixed_precision import MXFP8MixedPrecision
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, INT8_RECIPE, MXFP8
 
@@ -91,3 +93,21 @@ def test_compiled_layers_give_the_same_bits_where_halves_are_rounded_as_written(
     with config.patch(emulate_precision_casts=True):
         found = passes(torch.compile(model, fullgraph=True, dynamic=False), model)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("half_products", ["float32", pytest.param("auto", marks=pytest.mark.slow)])
+def test_a_compiled_model_of_emulated_layers_trains_as_it_does_eagerly(half_products):
+    losses = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+        booster = Booster("cpu", MXFP8MixedPrecision(emulate=True), half_products=half_products)
+        model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        run = torch.compile(model, backend="eager") if compiled else model
+        for _ in range(2):
+            loss = run(torch.ones(8, 32)).square().mean()
+            booster.backward(loss, optimizer)
+            assert optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]

@@ -1,6 +1,7 @@
 """The private names of torch are there, and only one room uses them."""
 
 import ast
+import importlib
 import importlib.util
 import re
 import sys
@@ -41,6 +42,9 @@ def scheduled():
 
 # How to reach every private name that needs no process group.
 NAMES = {
+    "torch._dynamo.eval_frame.cached_backends": lambda: (
+        importlib.import_module("torch._dynamo.eval_frame").cached_backends
+    ),
     "torch._C._current_graph_task_id": lambda: torch._C._current_graph_task_id,
     "torch._C._autograd._top_saved_tensors_default_hooks": lambda: torch._C._autograd._top_saved_tensors_default_hooks,
     "torch.autograd.Variable._execution_engine": lambda: torch.autograd.Variable._execution_engine,

@@ -114,6 +114,11 @@ def compiler_is_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+# What knows in `cached_backends` all that `torch.compile` was called for, and None for what optimizers of torch exempt; None
+# where nothing has loaded it. A function of C likewise.
+compiler_frames = functools.partial(sys.modules.get, "torch._dynamo.eval_frame")
+
+
 def outside_of_graphs(
     function: Callable[[torch.Tensor], torch.Tensor], why: str
 ) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from booster.common.torch_internals.autograd_internals import (
+    compiler_frames,
     has_saved_tensors_hooks,
     interpreters_around,
     saved_tensors_hooks_around,
@@ -17,7 +18,7 @@ from booster.common.torch_internals.autograd_internals import (
 )
 from booster.common.torch_internals.tensor_internals import version
 from booster.mixed_precision import hardware
-from booster.mixed_precision.half_products.half_sums import SUMS, is_half, rounded, without_autocast
+from booster.mixed_precision.half_products.half_sums import CONDITIONS, SUMS, is_half, rounded, without_autocast
 from booster.mixed_precision.half_products.saved_operands import SavedOperand, SaveOperandsInHalf
 from booster.tensors.cast_regions import CastMode, cast_floats, run_engine
 from booster.tensors.trees import HALF_DTYPES
@@ -48,15 +49,16 @@ class Recomputation:
 
     @property
     def seen(self) -> bool:
-        return self._seen or _RECOMPUTES.get()
+        # What is compiled takes no note: it may run inside a checkpoint that the compiler does not see, and may have no side
+        # effects where a backward pass is traced with it.
+        compiler = compiler_frames()
+        return self._seen or _RECOMPUTES.get() or (compiler is not None and any(compiler.cached_backends.values()))
 
     def record(self) -> None:
         """A product that is not torch's own is about to run."""
-        if torch.compiler.is_compiling():
-            # It may run inside a checkpoint that the compiler does not see. A variable would break the graph; an attribute
-            # that is read before it is written would be a guard, which fails in the next call and compiles a second time.
-            self._seen = True
-        elif not self._seen and (not torch.is_grad_enabled() or has_saved_tensors_hooks()):
+        if torch.compiler.is_compiling() or self._seen:
+            return
+        if not torch.is_grad_enabled() or has_saved_tensors_hooks():
             self._seen = True
             _RECOMPUTES.set(True)
 
@@ -112,12 +114,12 @@ class Float32Products(CastMode):
         product = _PRODUCTS.get(func) if func is not self.fallback else _GROUPED
         if product is None or not self.enabled:
             if (instead := self._sums.get(func)) is not None and self.enabled:
-                again = (
-                    torch.compiler.is_compiling()
-                    or not torch.is_grad_enabled()
-                    or saved_tensors_hooks_around() is not None
+                if (condition := CONDITIONS.get(func)) is not None and not condition(args, kwargs):
+                    return func(*args, **kwargs)
+                again = not torch.compiler.is_compiling() and (
+                    not torch.is_grad_enabled() or saved_tensors_hooks_around() is not None
                 )
-                # A checkpoint runs it again in backward, and must sum as here. Of other dtypes a graph may not take note.
+                # A checkpoint runs it again in backward, and must sum as here.
                 if again and self._training and any(map(is_half, (*args, *kwargs.values()))):
                     self._recomputation.record()
                 return instead(func, args, kwargs)
@@ -190,7 +192,7 @@ class Float32Products(CastMode):
         are around; and whether this region keeps the weights that it widens."""
         compiles, records = torch.compiler.is_compiling(), torch.is_grad_enabled()
         hooked = not compiles and saved_tensors_hooks_around() is not None
-        if self._training and (compiles or hooked or not records):
+        if self._training and (hooked or not records):
             self._recomputation.record()
         # Hooks on saved tensors hide the operands from transforms of torch.func, and the compiler traces none.
         if compiles or not records or interpreters_around() is not None:

@@ -8,7 +8,8 @@ it once more in backward: gradients are off by its rounding, however small they 
 float32, only what is a half is widened. Forward passes stay torch's own, with what they save, where they are right already; the
 backward pass then runs in float32. See docs/design/half_products.md for the table of what torch adds in half.
 
-`SUMS` says for each function how: a function of (function, args, kwargs) that returns the result.
+`SUMS` says for each function how: a function of (function, args, kwargs) that returns the result. `CONDITIONS` says of some when,
+by a function of (args, kwargs); elsewhere they are torch's own.
 """
 
 from __future__ import annotations
@@ -140,15 +141,6 @@ def _in_place(instead: Any) -> _How:
         return target.copy_(_whole(instead, args, kwargs)) if is_half(target) else func(*args, **kwargs)
 
     return how
-
-
-def _where(condition: Callable[[Any, Mapping[str, Any]], bool], how: _How) -> _How:
-    """As `how` where `condition` of args and kwargs holds, and torch's own elsewhere."""
-
-    def only(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        return how(func, args, kwargs) if condition(args, kwargs) else func(*args, **kwargs)
-
-    return only
 
 
 def _accumulates(args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -287,14 +279,12 @@ def _taken(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     return _Backward32.apply(source, lambda each: func(each, *rest, **kwargs))
 
 
-def _by_index(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    index = args[1]
-    several = index if isinstance(index, tuple) else (index,)
-    # Of masks no element is taken twice, and of slices and numbers neither.
-    repeats = any(
+def _repeats(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an index may take an element twice: not by masks, slices and numbers."""
+    several = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(
         isinstance(each, list) or (isinstance(each, torch.Tensor) and each.dtype != torch.bool) for each in several
     )
-    return _taken(func, args, kwargs) if repeats else func(*args, **kwargs)
 
 
 def _embedding(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -331,7 +321,7 @@ UNSAFE = (
 )
 
 
-def _named(how: _How, names: str, *holders: Any) -> dict[Any, _How]:
+def _named(how: Any, names: str, *holders: Any) -> dict[Any, Any]:
     holders = holders or (torch, torch.Tensor)
     return {getattr(holder, name): how for name in names.split() for holder in holders if hasattr(holder, name)}
 
@@ -342,22 +332,17 @@ SUMS: Mapping[Any, _How] = {
     **_named(_norm(2), "group_norm", F),
     **_named(_log_softmax, "log_softmax", F, torch, torch.Tensor),
     F.embedding: _embedding,
-    torch.Tensor.__getitem__: _by_index,
     **_named(_taken, "take index_select unfold"),
-    **_named(rounded, "index_add index_put index_reduce segment_reduce"),
-    **_named(rounded, "embedding_bag grid_sample adaptive_avg_pool3d", F),
-    **_named(_where(_accumulates, rounded), "put"),
+    **_named(_taken, "avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d pad", F),
+    torch.Tensor.__getitem__: _taken,
+    **_named(rounded, "index_add index_put index_reduce segment_reduce put nanmean scatter_reduce"),
+    **_named(rounded, "embedding_bag grid_sample adaptive_avg_pool3d lp_pool1d lp_pool2d", F),
+    **_named(rounded, "coalesce to_dense", torch.Tensor),
     torch.Tensor.index_add_: _in_place(torch.index_add),
     torch.Tensor.index_reduce_: _in_place(torch.index_reduce),
-    **_named(_where(_accumulates, _in_place(torch.index_put)), "index_put_"),
-    torch.Tensor.put_: _where(_accumulates, _in_place(torch.put)),
-    **_named(_where(_is_float16, rounded), "nanmean scatter_reduce"),
-    torch.Tensor.scatter_reduce_: _where(_is_float16, _in_place(torch.scatter_reduce)),
-    **_named(_where(_is_large_float16, _taken), "avg_pool1d avg_pool2d", F),
-    **_named(_where(_is_large_float16, rounded), "lp_pool1d lp_pool2d", F),
-    **_named(_where(_enlarges, _taken), "adaptive_avg_pool1d adaptive_avg_pool2d", F),
-    F.pad: _where(_replicates, _taken),
-    **_named(_where(_is_sparse, rounded), "coalesce to_dense", torch.Tensor),
+    **_named(_in_place(torch.index_put), "index_put_"),
+    torch.Tensor.put_: _in_place(torch.put),
+    torch.Tensor.scatter_reduce_: _in_place(torch.scatter_reduce),
     **_named(rounded, "mm addmm sum", torch.sparse),
     **_named(_loss, "nll_loss cross_entropy", F),
     # Of which torch has no half kernel on a CPU, or none of use.
@@ -366,4 +351,13 @@ SUMS: Mapping[Any, _How] = {
     **_named(rounded, "pdist avg_pool3d", F),
     **_named(_loss, "ctc_loss multi_margin_loss multilabel_margin_loss", F),
     F.binary_cross_entropy: _refused,
+}
+CONDITIONS: Mapping[Any, Callable[[Any, Mapping[str, Any]], bool]] = {
+    torch.Tensor.__getitem__: _repeats,
+    **_named(_accumulates, "put put_ index_put_"),
+    **_named(_is_float16, "nanmean scatter_reduce scatter_reduce_"),
+    **_named(_is_large_float16, "avg_pool1d avg_pool2d lp_pool1d lp_pool2d", F),
+    **_named(_enlarges, "adaptive_avg_pool1d adaptive_avg_pool2d", F),
+    F.pad: _replicates,
+    **_named(_is_sparse, "coalesce to_dense", torch.Tensor),
 }
