@@ -8,8 +8,8 @@ it once more in backward: gradients are off by its rounding, however small they 
 float32, only what is a half is widened. Forward passes stay torch's own, with what they save, where they are right already; the
 backward pass then runs in float32. See docs/design/half_products.md for the table of what torch adds in half.
 
-`SUMS` says for each function how: a function of (function, args, kwargs) that returns the result. `CONDITIONS` says of some when,
-by a function of (args, kwargs); elsewhere they are torch's own.
+`SUMS` says for each function how: a function of (function, args, kwargs) that returns the result. `CONDITIONS` says of some
+when, by a function of (args, kwargs); elsewhere they are torch's own.
 """
 
 from __future__ import annotations
