@@ -22,6 +22,7 @@ In reading order:
     tensor_parallel/   layers sharded over ranks
     sequence_parallel/ ranks that share sequences
     pipeline/          stages on several ranks
+    expert_parallel/   whole experts on each rank
     hybrid.py          the last four together: who is placed first, and on which dimension of the mesh
     forward_order.py   in which order a forward uses its children, from its source; for tensor_parallel/ and pipeline/
 

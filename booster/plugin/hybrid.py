@@ -30,7 +30,7 @@ from booster.plugin.base import Pipeline, shared_mesh
 from booster.plugin.fsdp.loaded_shards import ShardLoaded, follow_policy
 from booster.plugin.fsdp.plugin import ShardingPlugin
 from booster.plugin.fsdp.shard_module import check_hooks, keep_whole, shard_module
-from booster.plugin.fsdp.wrap_policy import WrapPolicy, block_names, check_wrap_policy
+from booster.plugin.fsdp.wrap_policy import WrapPolicy, check_wrap_policy
 from booster.plugin.pipeline import PipelinePlan, StagePipeline, plan_pipeline
 from booster.plugin.pipeline.pipeline import LayersLoaded
 from booster.plugin.pipeline.schedule_runner import check_count, check_style
@@ -67,6 +67,9 @@ class HybridParallelPlugin(ShardingPlugin):
         parameters from which on a module is one; None means the repeated blocks of the model, see `wrap_policy.block_names`.
     reduce_dtype: dtype in which gradients are averaged; None means float32 for half-precision models, otherwise the dtype of
         the parameters.
+    ep_size: deal whole experts of mixtures to so many of the ranks that share the batch, which send each other the tokens for
+        them; see `booster.plugin.expert_parallel`. It divides the data-parallel size. Under tensor parallelism the layers of
+        each expert are divided as well.
 
     Ranks are numbered with tensor parallelism innermost, then sequences, and stages outermost: neighbours share a layer. The
     world size is a multiple of tp_size * pp_size * sp_size; the quotient is the data-parallel size. Parameters, gradients and
@@ -93,6 +96,7 @@ class HybridParallelPlugin(ShardingPlugin):
         split_points: Iterable[str] | None = None,
         wrap_policy: WrapPolicy = None,
         reduce_dtype: torch.dtype | None = None,
+        ep_size: int = 1,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
@@ -100,7 +104,12 @@ class HybridParallelPlugin(ShardingPlugin):
                 "start the job with `booster run` and call booster.launch_from_torch() first"
             )
         world_size = dist.get_world_size()
-        for name, value in (("tp_size", tp_size), ("pp_size", pp_size), ("num_model_chunks", num_model_chunks)):
+        for name, value in (
+            ("tp_size", tp_size),
+            ("pp_size", pp_size),
+            ("num_model_chunks", num_model_chunks),
+            ("ep_size", ep_size),
+        ):
             arguments.count(name, value)
         check_sizes(sp_size, sequence_parallelism_mode, tp_size)
         if sequence_parallelism_mode == "split_gather":
@@ -115,6 +124,11 @@ class HybridParallelPlugin(ShardingPlugin):
             raise ValueError(
                 f"sp_size={sp_size} with pp_size={pp_size}: stages of a pipeline do not know how their batches were cut; use "
                 "pp_size=1"
+            )
+        holders = world_size // (tp_size * pp_size)
+        if holders % ep_size:
+            raise ValueError(
+                f"ep_size={ep_size} does not divide the {holders} ranks that share the batch; choose one that does"
             )
         arguments.choice("zero_stage", zero_stage, (0, 1, 2), fix="for 3 use TorchFSDPPlugin")
         stages_per_rank = check_style(pp_style, pp_size, num_model_chunks, name="pp_style")
@@ -144,7 +158,7 @@ class HybridParallelPlugin(ShardingPlugin):
         if split_points is not None and pp_size == 1:
             raise ValueError(f"split_points={split_points!r} divide a pipeline, and pp_size is 1")
         check_wrap_policy(wrap_policy)
-        super().__init__(wrap_policy, reduce_dtype)
+        super().__init__(wrap_policy, reduce_dtype, ep_size)
         self.tp_size, self.pp_size, self.sp_size, self.zero_stage = tp_size, pp_size, sp_size, zero_stage
         self._sequence_mode: Any = sequence_parallelism_mode
         self._num_micro_batches = num_micro_batches
@@ -254,7 +268,8 @@ class HybridParallelPlugin(ShardingPlugin):
         if self.tp_size > 1:  # tensor parallelism drops hooks; without it `shard_module` checks them
             check_hooks(model)
         # Names of blocks are those of the whole model: found before any layer is replaced.
-        blocks, gathered = block_names(model, self._wrap_policy), gathered_modules(model, policy)
+        blocks, gathered = self._blocks(model), gathered_modules(model, policy)
+        experts = self._experts(model, device.type)
         plan = self._plan_pipeline(module, policy, device) if self.pp_size > 1 else None
         materialise_on(module, device)
         self.synchronise(model)
@@ -289,6 +304,7 @@ class HybridParallelPlugin(ShardingPlugin):
                 reduce_dtype=self._reduce_dtype,
                 shard_placement=fsdp_placement,
                 unsharded=self._unsharded if plan is None else None,
+                experts=experts and experts.in_stage(_with_parameters(root, experts.names)),
             )
             if plan is not None:
                 plan.stages[index].before_reduction = before_reduction

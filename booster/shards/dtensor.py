@@ -113,8 +113,13 @@ class DTensorShards(Shards):
         shard.data = own
 
     def replicated_params(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
-        params = trained(self.optimizer)
-        kinds = ((self._same, params), (self._layer_ranks, list(filter(_is_whole, params))))
+        trained_params = trained(self.optimizer)
+        params = [param for param in trained_params if "ep" not in _dims(param)]
+        kinds = (
+            (self._same, params),
+            (self._layer_ranks, list(filter(_is_whole, trained_params))),
+            *_copies(trained_params),
+        )
         first = [] if self._group is None else [(self._group, list[torch.Tensor]())]
         return first + [(ranks, own) for ranks, own in kinds if ranks is not None]
 
@@ -135,7 +140,7 @@ class DTensorShards(Shards):
     @torch.no_grad()
     def _differing(self) -> tuple[str, ...]:
         held = self._held_params()
-        whole = [param for param in held if not isinstance(param, DTensor) or "tp" not in _dims(param)]
+        whole = [param for param in held if "tp" not in _dims(param)]
         ranks = self._layer_ranks
         if not whole or ranks is None:
             return ()
@@ -326,13 +331,20 @@ def check_own(value: Any, param: DTensor) -> None:
         )
 
 
-def _dims(param: DTensor) -> tuple[str, ...]:
-    return param.device_mesh.mesh_dim_names or ()
+def _dims(param: Any) -> tuple[str, ...]:
+    return (param.device_mesh.mesh_dim_names or ()) if isinstance(param, DTensor) else ()
+
+
+def _copies(params: Iterable[Any]) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
+    """Return those of `params` that are dealt out as whole experts, with the ranks that hold the same: not those of others."""
+    dealt = [param for param in params if "ep" in _dims(param) and "replicate" in _dims(param)]
+    ranks = [param.device_mesh["replicate"].get_group() for param in dealt[:1]]
+    return [(each, dealt) for each in ranks if each.size() > 1]
 
 
 def _is_whole(param: Any) -> bool:
     """Return whether ranks that divide layers hold the same of `param`."""
-    names = _dims(param) if isinstance(param, DTensor) else ()
+    names = _dims(param)
     return "tp" not in names or isinstance(param.placements[names.index("tp")], Replicate)
 
 

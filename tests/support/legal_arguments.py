@@ -400,6 +400,7 @@ RANGES: dict[str, Predicate] = {
     "wrap_policy": wraps,
     "reduce_dtype": floating,
     "replicate_size": one_of(1),
+    "ep_size": one_of(1),
     "tp_size": one_of(1),
     "sp_size": one_of(1),
     "Booster.shard_sequence(labels)": one_of("labels", "input_ids"),

@@ -322,6 +322,7 @@ SENDS_ITS_OWN = {
     "plugin/ddp/averaged_gradients.py": "flat buckets",
     "plugin/ddp/fp8_communication.py": "flat bytes",
     "plugin/ddp/gradient_reducer.py": "bytes",
+    "plugin/expert_parallel/exchange.py": "counts, and contiguous rows of activations",
     "plugin/fsdp/unused_parameters.py": "bytes",
     "plugin/fsdp/forward_writes.py": "int64 sums",
     "plugin/pipeline/pipeline.py": "a float32 number",

@@ -22,6 +22,7 @@ from booster.model.dtensors import local_shard
 from booster.model.meta import materialise_on
 from booster.model.modules import bare
 from booster.plugin.base import Plugin, check_joined, shared_mesh, world
+from booster.plugin.expert_parallel import ExpertSharding, check_experts, find_experts
 from booster.plugin.fsdp.shard_module import change_dtypes, shard_module, stays_sharded
 from booster.plugin.fsdp.wrap_policy import WrapPolicy, block_names, check_wrap_policy
 from booster.plugin.sequence_parallel import CutMode, SequenceParallel, check_sizes
@@ -38,9 +39,10 @@ class ShardingPlugin(Plugin):
 
     is_whole = False
 
-    def __init__(self, wrap_policy: WrapPolicy, reduce_dtype: torch.dtype | None) -> None:
+    def __init__(self, wrap_policy: WrapPolicy, reduce_dtype: torch.dtype | None, ep_size: int) -> None:
         self._wrap_policy = wrap_policy
         self._reduce_dtype = reduce_dtype
+        self._ep_size = ep_size
         self._meshes: dict[str, DeviceMesh] = {}
         self._placed: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
         self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -55,6 +57,21 @@ class ShardingPlugin(Plugin):
         if device_type not in self._meshes:
             self._meshes[device_type] = shared_mesh(device_type, self._mesh_sizes())
         return self._meshes[device_type]
+
+    def _experts(self, model: nn.Module, device_type: str) -> ExpertSharding | None:
+        """Return how the experts of `model` are divided; None with ep_size=1. Raises ValueError where they cannot be. A
+        collective, the first time."""
+        if self._ep_size == 1:
+            return None
+        names = check_experts(model, self._ep_size)
+        return ExpertSharding(device_type, self._mesh_sizes(), self._ep_size, names)
+
+    def _blocks(self, model: nn.Module) -> list[str]:
+        """Return the names of the modules that are gathered by themselves."""
+        blocks = block_names(model, self._wrap_policy)
+        return (
+            blocks if self._ep_size == 1 else [*blocks, *(name for name in find_experts(model) if name not in blocks)]
+        )
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -113,13 +130,13 @@ class ShardingPlugin(Plugin):
     def _dtypes_refusal(self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy) -> str | None:
         """Return why the shards of `placed` cannot get other dtypes, as `switch_refusal` does."""
         model = bare(placed)
-        return stays_sharded(model, before, after, blocks=block_names(model, self._wrap_policy))
+        return stays_sharded(model, before, after, blocks=self._blocks(model))
 
     def _change_dtypes(self, placed: nn.Module, after: DtypePolicy) -> nn.Module:
         """Give the shards of `placed` the dtypes of `after`, as `place_again` does."""
         model = bare(placed)
         self._unsharded.write_back_all(model)
-        blocks = block_names(model, self._wrap_policy)
+        blocks = self._blocks(model)
         self._placed[model] = change_dtypes(
             placed, after, self._placed[model], blocks=blocks, reduce_dtype=self._reduce_dtype
         )
@@ -142,6 +159,8 @@ class TorchFSDPPlugin(ShardingPlugin):
         batches. Parameters are sharded over them as over the others.
     sequence_parallelism_mode: how they do: "all_to_all" divides heads of attention, "ring_attn" sends keys and values round;
         None where sp_size is 1.
+    ep_size: deal whole experts of mixtures to so many neighbouring ranks, which send each other the tokens for them; see
+        `booster.plugin.expert_parallel`. Parameters of experts are sharded over the rest of the ranks of a copy.
 
     Parameters are gathered block by block in the dtype that the precision computes in. Under `fp16_naive` and `bf16_naive`
     the float32 shard is the master, unless they ask for split or no masters.
@@ -161,6 +180,7 @@ class TorchFSDPPlugin(ShardingPlugin):
         replicate_size: int = 1,
         sp_size: int = 1,
         sequence_parallelism_mode: CutMode | None = None,
+        ep_size: int = 1,
     ) -> None:
         check_joined("TorchFSDPPlugin")
         world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -184,6 +204,16 @@ class TorchFSDPPlugin(ShardingPlugin):
                 f"which is {world_size}"
             )
         shard_size = world_size // replicate_size
+        if not arguments.is_whole(ep_size) or ep_size < 1 or shard_size % ep_size:
+            raise ValueError(
+                f"ep_size={ep_size!r} is not legal; it must be a whole number that divides the {shard_size} ranks over which a "
+                "parameter is sharded"
+            )
+        if ep_size > 1 and not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward={reshard_after_forward} keeps gathered weights divided over fewer ranks, which torch "
+                f"does not do for experts that ep_size={ep_size} deals to ranks; pass True or False"
+            )
         if not isinstance(reshard_after_forward, bool) and not (
             arguments.is_whole(reshard_after_forward)
             and 1 < reshard_after_forward < shard_size
@@ -197,7 +227,7 @@ class TorchFSDPPlugin(ShardingPlugin):
         self.stores_float32 = dist.is_initialized()
         if hasattr(wrap_policy, "__iter__") and not isinstance(wrap_policy, (type, str)):
             wrap_policy = list(wrap_policy)  # type: ignore[arg-type] # a generator yields its entries once
-        super().__init__(wrap_policy, reduce_dtype)
+        super().__init__(wrap_policy, reduce_dtype, ep_size)
         self._options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "cpu_offload": cpu_offload}
         self._replicate_size = replicate_size
         self._sp_size = sp_size
@@ -228,7 +258,7 @@ class TorchFSDPPlugin(ShardingPlugin):
         if not self.stores_float32:
             return "single"
         plain = self._options == {"reshard_after_forward": True, "cpu_offload": False} and self._reduce_dtype is None
-        alone = self._replicate_size == 1 and self._sp_size == 1
+        alone = self._replicate_size == self._sp_size == self._ep_size == 1
         return "fsdp" if plain and self._wrap_policy is None and alone else None
 
     def check_device(self, device: torch.device) -> None:
@@ -240,7 +270,7 @@ class TorchFSDPPlugin(ShardingPlugin):
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         model = bare(module)
-        blocks = block_names(model, self._wrap_policy)
+        blocks = self._blocks(model)
         if not self.stores_float32:  # no process group: trained as on a single device
             return cast_parameters(materialise_on(module, device), policy)
         if self.sequence_parallel is not None:
@@ -256,6 +286,7 @@ class TorchFSDPPlugin(ShardingPlugin):
             synchronise=lambda tensors: broadcast_from_first(map(local_shard, tensors), self.group),
             **self._options,
             unsharded=self._unsharded,
+            experts=self._experts(model, device.type),
         )
         if self.sequence_parallel is not None:
             SharedRandom(model, device, lambda values: None, copy=dist.get_rank())  # other tokens draw otherwise

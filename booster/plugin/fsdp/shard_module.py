@@ -44,6 +44,7 @@ from booster.mixed_precision.policy import (
 )
 from booster.model.meta import check_meta, materialise
 from booster.model.modules import LinearProxy, bare
+from booster.plugin.expert_parallel import ExpertSharding
 from booster.plugin.fsdp.forward_hooks import AdmitUnfrozen, FreeGathered, outputs_without_views, show_computed_dtypes
 from booster.plugin.fsdp.forward_writes import ForwardWrites, RefuseReplaced
 from booster.plugin.fsdp.groups import Group, plan_groups
@@ -73,6 +74,7 @@ def shard_module(
     shard_placement: ShardPlacement | None = None,
     gathered: Collection[str] = (),
     unsharded: UnshardedParams | None = None,
+    experts: ExpertSharding | None = None,
 ) -> tuple[list[Any], Callable[[], None]]:
     """Shard the parameters of `module` over `mesh`, in place.
 
@@ -91,6 +93,7 @@ def shard_module(
     gathered: names of modules with parameters gathered in `policy.gather`, see `policy.gathered_modules`. A group that holds
         such and others becomes two.
     unsharded: writes back what users write to gathered parameters between passes; None: users have no access between passes.
+    experts: how modules with experts are divided, each a group by itself on a mesh of its own; None: as all others.
 
     Dtypes: shards are `policy.store`, or, where that is None and `policy.param` is given, float32 if they train; gathered
     parameters, and buffers of `policy.half_buffers`, are `policy.param`; modules of `policy.keep_fp32` are float32 throughout.
@@ -105,6 +108,7 @@ def shard_module(
         model, policy, mesh=mesh, device=device, reshard_after_forward=reshard_after_forward, reduce_dtype=reduce_dtype
     )
     groups = _groups(model, policy, blocks, gathered)
+    dealt = {} if experts is None else _experts_groups(model, experts, groups)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     memo: dict[int, torch.Tensor] = {}
     held: list[torch.Tensor] = []  # keeps ids in `memo` from being used again
@@ -117,18 +121,21 @@ def shard_module(
         if synchronise is not None:
             own = [(*module.parameters(recurse=False), *module.buffers(recurse=False)) for module in group.members]
             synchronise([tensor for each in own for tensor in each])
+        own_sharding = dealt.get(group)
+        if own_sharding is not None:
+            own_sharding.divide(group.modules[0])
         _cast(group, policy, memo, held)
         for child in group.modules:
             child.register_forward_hook(outputs_without_views)  # before those of fully_shard
         counted = unused.before_sharding(group.modules)
         fully_shard(
             group.modules[0] if len(group.modules) == 1 else group.modules,
-            mesh=mesh,
+            mesh=mesh if own_sharding is None else own_sharding.mesh,
             # Backward wants first what the model itself holds.
             reshard_after_forward=False if group.stays else reshard_after_forward,
             mp_policy=_mixed_precision(policy, group, reduce_dtype),
             offload_policy=offload,
-            shard_placement_fn=shard_placement,
+            shard_placement_fn=shard_placement if own_sharding is None else own_sharding.placement,
         )
         unused.after_sharding(group.modules, counted)
         watched = written.add_group(group.modules)
@@ -220,6 +227,18 @@ def _groups(model: nn.Module, policy: DtypePolicy, blocks: Collection[str], gath
         dtype_of=lambda param, pinned: dtype_at_rest(param, policy, pinned),
         gathered=gathered,
     )
+
+
+def _experts_groups(model: nn.Module, experts: ExpertSharding, groups: list[Group]) -> dict[Group, ExpertSharding]:
+    """Return those of `groups` that are modules with experts."""
+    holders = {model.get_submodule(name): name for name in experts.names}
+    found = {group: holders.pop(group.modules[0]) for group in groups if group.modules[0] in holders}
+    for name in holders.values():
+        raise ValueError(
+            f"{name!r} holds experts that another module of {type(model).__name__} shares, and ep_size deals them to ranks; "
+            "give each module its own experts, or leave ep_size out"
+        )
+    return dict.fromkeys(found, experts)
 
 
 def check_hooks(model: nn.Module) -> None:
