@@ -32,13 +32,14 @@ def shard_sequence(
         with "num_items_in_batch", so that a transformers model computes the loss over all tokens; its mean over ranks is
         `b.reduce(loss)`. False: labels are those of their tokens. True is a collective.
     documents: of packed sequences, whose attention stays within a document: the number of each token's, (batch, sequence), or
-        for one sequence where they begin and the length, as cu_seqlens. None: of a mapping with "input_ids" those that its
-        "position_ids" begin anew, without an "attention_mask"; else none. Reads them on the host.
+        for one sequence where they begin and the length, as cu_seqlens. None: a sequence is one document. Reads them on the
+        host. On a single device they raise: there a mask of the model's says it.
     whole: names or places of tensors that stay whole on every rank.
     ignore_index: the label that does not count.
 
     A length that ranks do not divide is padded at its end; attention reads no padding, and its labels are `ignore_index`.
-    Raises ValueError for sequences that are too short or of several lengths, TypeError for other batches.
+    Raises ValueError for sequences that are too short or of several lengths, and for "position_ids" that begin anew without
+    `documents` or an "attention_mask"; TypeError for other batches.
     """
     if labels is not None and not isinstance(labels, (str, int)):
         raise TypeError(

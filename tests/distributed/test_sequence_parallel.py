@@ -51,7 +51,9 @@ def test_on_four_ranks_with_and_without_data_parallelism(run_on_ranks, mode):
     run(run_on_ranks, 4, cases, 1e-5)
 
 
-PRECISIONS = ["fp16", "bf16", "fp16_naive", "bf16_naive", "fp16_apex O2", "fp8"]
+OFTEN = ["fp16", "bf16_naive"]
+RARELY = ["bf16", "fp16_naive", "fp16_apex O2", "fp8"]
+PRECISIONS = [*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in RARELY)]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -16,7 +16,7 @@ BUDGETS = {
     "capture": 1600,
     "checkpoint": 5400,
     "cli": 2600,
-    "common": 2800,
+    "common": 2900,
     "data": 1300,
     "facade": 3900,
     "frozen": 300,

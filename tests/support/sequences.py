@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from booster import Booster
 from booster.plugin import HybridParallelPlugin, SingleDevice, TorchFSDPPlugin
 
-VOCABULARY, DIM, HEADS, BATCH, WINDOW = 19, 32, 4, 4, 6
+VOCABULARY, DIM, HEADS, BATCH, WINDOW = 20, 32, 4, 4, 6
 STEPS, OVERFLOWS = 4, (1,)
 
 

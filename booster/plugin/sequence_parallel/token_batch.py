@@ -47,15 +47,22 @@ def shard_batch(
                 f"({type(batch).__name__}) has no entry 'labels'; name it by labels=, or shift them in the loader"
             )
         named = _shifted(named, str(labels), ignore_index, size, averaging_group)
-    if is_mapping and documents is None and "attention_mask" not in named and "input_ids" in named:
-        documents = _documents_of(named.get("position_ids"))
+    asks = is_mapping and size > 1 and documents is None and "attention_mask" not in named
+    if asks and _begin_anew(named.get("position_ids")):
+        raise ValueError(
+            "position_ids begin anew within a sequence, and there is no attention_mask: are there several documents? Give "
+            "documents=, the number of each token's, or an attention_mask of ones if attention reads across them"
+        )
     cut = make_cut(named, size=size, rank=rank, zigzag=zigzag, documents=documents, whole=whole)
     if is_mapping and "input_ids" in named:
         device = named["input_ids"].device
         if "position_ids" not in named:
             named["position_ids"] = _position_ids(cut, device)
         # Without one, a transformers model would take each jump of the positions that a rank has for a document's begin.
-        named.setdefault("attention_mask", torch.ones((cut.batch_size, cut.length), dtype=torch.int64, device=device))
+        if size > 1:
+            named.setdefault(
+                "attention_mask", torch.ones((cut.batch_size, cut.length), dtype=torch.int64, device=device)
+            )
     left = {*whole, "num_items_in_batch"}
     made = cut_entries(named, cut, whole=left, labels=labels, ignore_index=ignore_index)
     if shift_labels:
@@ -80,14 +87,10 @@ def _shifted(
     return {**named, labels: moved, "num_items_in_batch": count.float().reshape(())}
 
 
-def _documents_of(positions: Any) -> torch.Tensor | None:
-    """Return the documents that positions which begin anew stand for, to a transformers model that gets no mask."""
-    if not isinstance(positions, torch.Tensor) or positions.dim() != 2:
-        return None
-    begins = positions[:, 1:] != positions[:, :-1] + 1
-    if not bool(begins.any()):
-        return None
-    return torch.cat([torch.zeros_like(begins[:, :1]), begins], dim=1).cumsum(1)
+def _begin_anew(positions: Any) -> bool:
+    """Return whether positions of a sequence begin anew, by which a transformers model without a cache knows documents."""
+    is_ids = isinstance(positions, torch.Tensor) and positions.dim() == 2
+    return is_ids and bool((positions[:, 1:] != positions[:, :-1] + 1).any())
 
 
 def _position_ids(cut: SequenceCut, device: torch.device) -> torch.Tensor:

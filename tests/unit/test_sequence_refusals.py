@@ -1,0 +1,179 @@
+"""What cannot run on part of a sequence is refused by name: modules at boost, functions in forward, options, batches."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from booster.plugin.sequence_parallel import check_sizes, shard_batch, token_mean
+from booster.plugin.sequence_parallel.attention_mode import SequenceMode
+from booster.plugin.sequence_parallel.refusals import check_model
+from booster.plugin.sequence_parallel.sequence_cut import SequenceCut
+
+CUT = SequenceCut(3, 16, 2, 0, zigzag=False)  # three sequences of 16 tokens, 8 on each of two ranks
+X = torch.randn(3, 8, 6)
+SCORED = torch.randn(3, 2, 8, 4)
+TABLE = nn.Parameter(torch.randn(20, 6))
+BUFFER = torch.randn(1, 1, 20, 20)
+LAYER = nn.MultiheadAttention(6, 2, batch_first=True)
+
+
+def in_mode(run, cut=CUT):
+    owner = SimpleNamespace(
+        cut=cut, size=2, group=None, buffers={id(BUFFER)}, attend=lambda q, k, v, mask, **options: q
+    )
+    with SequenceMode(owner):
+        return run()
+
+
+REFUSED = {
+    "scores by matmul": lambda: SCORED @ SCORED.transpose(-1, -2),
+    "scores by bmm": lambda: torch.bmm(X, X.mT),
+    "scores by einsum": lambda: torch.einsum("bhqd,bhkd->bhqk", SCORED, SCORED),
+    "scores of MultiheadAttention": lambda: LAYER(X, X, X),
+    "a mean over tokens": lambda: X.mean(1),
+    "a mean over tokens, from the end": lambda: torch.mean(X, dim=-2),
+    "a sum of a mask": lambda: torch.ones(3, 8).sum(-1),
+    "a largest token": lambda: X.amax(dim=(1,)),
+    "a softmax over tokens": lambda: F.softmax(X, dim=1),
+    "a cumsum": lambda: X.cumsum(1),
+    "a flip": lambda: X.flip(1),
+    "a roll": lambda: X.roll(1, 1),
+    "a shift": lambda: X[:, 1:],
+    "a shift the other way": lambda: X[..., :-1, :],
+    "the first token": lambda: X[:, 0],
+    "the last token": lambda: X[:, -1, :],
+    "a convolution": lambda: F.conv1d(X.transpose(1, 2), torch.ones(6, 6, 3), padding=1),
+    "counted positions": lambda: torch.arange(8),
+    "counted positions from 0": lambda: torch.arange(0, 8, device="cpu"),
+    "the head of a table": lambda: TABLE[:8],
+    "the corner of a mask": lambda: BUFFER[:, :, :8, :8],
+    "attention of other lengths": lambda: F.scaled_dot_product_attention(SCORED, SCORED[:, :, :4], SCORED[:, :, :4]),
+    "a mask and is_causal": lambda: F.scaled_dot_product_attention(
+        SCORED, SCORED, SCORED, torch.ones(8, 16), is_causal=True
+    ),
+    "shared keys without enable_gqa": lambda: F.scaled_dot_product_attention(SCORED, SCORED[:, :1], SCORED[:, :1]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_forward_reads_of_other_tokens_raises(name):
+    with pytest.raises(RuntimeError, match=r"tokens|MultiheadAttention|is_causal|enable_gqa"):
+        in_mode(REFUSED[name])
+
+
+def test_what_works_token_by_token_does_not():
+    def forward():
+        assert X.mean(-1).shape == (3, 8)
+        assert (X @ torch.ones(6, 8)).shape == (3, 8, 8)
+        F.softmax(X, dim=-1), X[:, :, 1:], X[..., :3], X[1:], X[:, :], X[:, None], torch.arange(9), TABLE[2:8]
+        frequencies = torch.ones(3, 8, 1) @ torch.ones(3, 1, 8)  # an outer product
+        F.layer_norm(X, (6,)), frequencies, SCORED.mean(-1), SCORED[..., :2], X.sum(), X.norm(1, dim=-1)
+        F.scaled_dot_product_attention(SCORED, SCORED, SCORED)
+        return LAYER(X, X, X, need_weights=False)[0].shape
+
+    assert in_mode(forward) == X.shape
+
+
+def test_attention_before_a_batch_was_cut_raises():
+    with pytest.raises(RuntimeError, match="shard_sequence"):
+        in_mode(lambda: F.scaled_dot_product_attention(SCORED, SCORED, SCORED), None)
+
+
+MODULES = {
+    "normalises over the tokens": nn.BatchNorm1d(4),
+    "GroupNorm": nn.GroupNorm(2, 4),
+    "InstanceNorm1d": nn.InstanceNorm1d(4),
+    "one token after the other": nn.LSTM(4, 4),
+    "neighbouring tokens": nn.Conv1d(4, 4, 3),
+    "pools": nn.AdaptiveAvgPool1d(1),
+    "3 heads, which do not divide by sp_size=2": nn.MultiheadAttention(6, 3),
+    "add_bias_kv": nn.MultiheadAttention(6, 2, add_bias_kv=True),
+    "is compiled": nn.ModuleDict({"_orig_mod": nn.Linear(2, 2)}),  # as torch.compile wraps it
+}
+
+
+@pytest.mark.parametrize("words", MODULES)
+def test_modules_over_several_tokens_raise_at_boost(words):
+    with pytest.raises(ValueError, match=rf"(?s)'1'.*{words}|'1.*{words}"):
+        check_model(nn.Sequential(nn.Linear(2, 2), MODULES[words]), by_heads=True, size=2, tp_size=1)
+
+
+def test_eager_attention_of_transformers_raises_at_boost():
+    layer = nn.Linear(2, 2)
+    layer.config = SimpleNamespace(_attn_implementation="eager")
+    with pytest.raises(ValueError, match="'eager', which is not seen"):
+        check_model(nn.Sequential(layer), by_heads=True, size=2, tp_size=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((2, None, 1), "needs sequence_parallelism_mode"),
+        ((1, "ring_attn", 1), "sp_size is 1"),
+        ((2, "split_gather", 1), "tp_size=1"),
+        ((4, "split_gather", 2), "sp_size is 4"),
+        ((2, "split_gather", None), "sequence_parallelism_mode"),
+        ((0, None, 1), "sp_size"),
+        ((2, "ulysses", 1), "all_to_all"),
+    ],
+)
+def test_options_that_do_not_fit_raise(options, words):
+    with pytest.raises(ValueError, match=words):
+        check_sizes(*options)
+
+
+def shard(batch, *, size=2, **options):
+    usual = {"labels": None, "shift_labels": False, "documents": None, "whole": (), "ignore_index": -100}
+    return shard_batch(batch, size=size, rank=1, zigzag=False, averaging_group=None, **usual | options)[0]
+
+
+TOKENS = torch.arange(10).reshape(2, 5)
+
+
+def test_padding_counts_for_nothing_and_masks_lose_rows_alone():
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    tokens, rows, labels = shard((TOKENS, mask, TOKENS))
+    assert tokens.tolist() == [[3, 4, 0], [8, 9, 0]]
+    assert rows.shape == (2, 1, 3, 5)
+    assert labels.tolist() == [[3, 4, -100], [8, 9, -100]]
+
+
+def test_a_mapping_gets_positions_and_labels_one_token_on():
+    found = shard({"input_ids": TOKENS, "labels": TOKENS}, shift_labels=True)
+    assert found["position_ids"].tolist() == [[3, 4, 0]] * 2
+    assert found["labels"].tolist() == found["shift_labels"].tolist() == [[4, -100, -100], [9, -100, -100]]
+    assert found["attention_mask"].tolist() == [[1, 1, 0]] * 2
+    assert float(found["num_items_in_batch"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "words"),
+    [
+        ((TOKENS[:, :3],), {}, "sequences of 3 tokens"),
+        ((TOKENS, torch.ones(2, 7)), {}, "whole=\\[1\\]"),
+        ((TOKENS, torch.ones(5, 5)), {}, "whole=\\[1\\]"),
+        ((torch.ones(3),), {}, "no tensor"),
+        ((TOKENS,), {"labels": 1}, "labels names 1"),
+        ({"x": TOKENS}, {"whole": ["y"]}, "whole names 'y'"),
+        ({"x": TOKENS}, {"shift_labels": True}, "no entry 'labels'"),
+        ({"position_ids": TOKENS % 3}, {}, "begin anew"),
+        ((TOKENS,), {"documents": torch.tensor([0, 3, 5])}, "only sequence"),
+        ((TOKENS[:1],), {"documents": torch.tensor([0, 3, 4])}, "rise from 0"),
+        ((TOKENS,), {"documents": TOKENS[:, :2]}, "documents is"),
+    ],
+)
+def test_batches_that_cannot_be_cut_raise(batch, options, words):
+    with pytest.raises(ValueError, match=words):
+        shard(batch, **options)
+
+
+def test_the_mean_over_tokens_of_one_process_is_that_of_torch():
+    losses = torch.tensor([[1.0, 2.0], [float("nan"), 5.0]], requires_grad=True)
+    counted = torch.tensor([[True, True], [False, True]])
+    mean = token_mean(losses, counted, None)
+    mean.backward()
+    assert float(mean.detach()) == pytest.approx(8 / 3)
+    assert losses.grad.flatten().tolist() == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])
