@@ -55,6 +55,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     _part_workers(config)
     quicken()
+    if torch.__version__.startswith("2.11"):  # its compiler looks whether a tensor that is no leaf has a gradient
+        config.addinivalue_line("filterwarnings", "ignore:The .grad attribute of a Tensor:UserWarning")
     if not config.getoption("--kernels"):
         return
     if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":

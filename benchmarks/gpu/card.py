@@ -55,7 +55,7 @@ def timed(ways: Mapping[str, Step], place: Place, rounds: int = 7, seconds: floa
     calls, found, order = {}, {name: [] for name in ways}, random.Random(0)  # type: ignore[var-annotated]
     rounds = 2 if place.small else rounds
     for name, step in ways.items():
-        for _ in range(1 if place.small else 3):
+        for _ in range(2 if place.small else 3):  # the second compiles once more where scales follow from steps before
             step()
         calls[name] = 1 if place.small else max(1, min(200, int(seconds * 1e6 / max(_once(step, 1, place), 1.0))))
     for _ in range(rounds):

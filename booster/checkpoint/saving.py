@@ -66,8 +66,9 @@ class CollectedState:
     def copied(self) -> CollectedState:
         """Return it with copies of the tensors in host memory, pinned where they come from a device; waits for them."""
         copies = {name: _host_copy(tensor) for name, tensor in self.tensors.items()}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        for device in {getattr(tensor, "device", None) for tensor in self.tensors.values()}:
+            if device is not None and device.type == "cuda":
+                torch.cuda.synchronize(device)
         return CollectedState(copies, self.tree)
 
 

@@ -32,7 +32,7 @@ from booster.model.optimizer_kinds import kind_of, unknown
 from booster.model.optimizer_states import restored_afterwards
 from booster.shards.base import State
 from booster.update.application import StepScalars
-from booster.update.compiled_step import COMPILER_OPTIONS, OWN_CACHE
+from booster.update.compiled_step import COMPILER_OPTIONS, compile_alone
 
 Entries = dict[str, Any]
 # Of a group: what no `step` reads, but differs from group to group. Each value seen is a graph.
@@ -139,8 +139,8 @@ class Kernel:
                 codes[name].copy_(code)
             return group, state, scales
 
-        self._update: Callable[..., tuple[Entries, State, dict[str, torch.Tensor | None]]] = torch.compile(
-            update, fullgraph=True, dynamic=False, backend=scalars_first, **OWN_CACHE
+        self._update: Callable[..., tuple[Entries, State, dict[str, torch.Tensor | None]]] = compile_alone(
+            update, fullgraph=True, backend=scalars_first
         )
 
     def step(

@@ -21,7 +21,7 @@ from booster.tensors.grads import gradient_values, tensor_norms
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.application import Application, StepScalars, begins, honours_grad_scale
 from booster.update.choice import Stepping, choose_update
-from booster.update.compiled_step import COMPILER_OPTIONS, OWN_CACHE
+from booster.update.compiled_step import COMPILER_OPTIONS, compile_alone
 from booster.update.context import UpdateContext
 from booster.update.gradients import Gradients
 from booster.update.gradual import GradualStep
@@ -240,7 +240,7 @@ def compiled_half_norms(context: UpdateContext) -> HostNorms:
         # Sums of squares become one loop for each tensor; a call of a norm would stay a call.
         return torch.stack([value.float().square().sum() for value in values]).sqrt()
 
-    compiled: Any = torch.compile(half_norms, dynamic=False, options=COMPILER_OPTIONS, **OWN_CACHE)
+    compiled = compile_alone(half_norms, options=COMPILER_OPTIONS)
 
     def norms(values: list[torch.Tensor], norm_type: float, dtype: torch.dtype | None = None) -> torch.Tensor:
         devices = {value.device for value in values}

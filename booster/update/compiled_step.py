@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -18,14 +19,21 @@ from booster.update.host import HostNorms
 
 _logger = logging.getLogger(__name__)
 
-# Graphs are counted, and limited, per function; torch >= 2.13 can count per optimizer instead.
-OWN_CACHE: dict[str, Any] = (
-    {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
-)
 # Inductor's cache on disk does not ask for the width of a CPU's vectors: code made for AVX512 and found again on a CPU with
 # AVX2, as by nodes that share a folder, leaves out half of the elements. An option that says the width is part of its key.
 _VECTOR_BITS = {"AVX2": 256, "AVX512": 512}.get(torch.backends.cpu.get_cpu_capability())
 COMPILER_OPTIONS: dict[str, Any] = {"cpp.simdlen": _VECTOR_BITS} if _VECTOR_BITS else {}
+
+
+def compile_alone(function: Any, **options: Any) -> Any:
+    """Return `function`, or a method, compiled for static shapes, with graphs that no other use of its code counts."""
+    # Graphs are counted, and limited, per code; torch >= 2.13 can count per call of torch.compile instead.
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        return torch.compile(function, dynamic=False, isolate_recompiles=True, **options)
+    plain = getattr(function, "__func__", function)
+    own = FunctionType(plain.__code__.replace(), plain.__globals__, None, plain.__defaults__, plain.__closure__)
+    bound = own if plain is function else MethodType(own, function.__self__)
+    return torch.compile(bound, dynamic=False, **options)
 
 
 class CompiledApplication(Application):
@@ -40,9 +48,7 @@ class CompiledApplication(Application):
 
     def __init__(self, context: UpdateContext) -> None:
         super().__init__(context)
-        self._compiled_step: Any = torch.compile(
-            self._scaled_step, dynamic=False, options=COMPILER_OPTIONS, **OWN_CACHE
-        )
+        self._compiled_step = compile_alone(self._scaled_step, options=COMPILER_OPTIONS)
         self._stepped: list[torch.Tensor] = []
         self._strides: dict[torch.Tensor, tuple[int, ...]] = {}  # for which steps were compiled
         self._seen: Any = None  # that was looked at; torch replaces it when it loads one
@@ -106,7 +112,7 @@ class CompiledApplication(Application):
 
 def compiled_norms(context: UpdateContext) -> HostNorms:
     """Return norms that are read by one compiled function."""
-    return HostNorms(context, torch.compile(tensor_norms, dynamic=False, options=COMPILER_OPTIONS, **OWN_CACHE))
+    return HostNorms(context, compile_alone(tensor_norms, options=COMPILER_OPTIONS))
 
 
 def can_compile(optimizer: Optimizer) -> bool:
