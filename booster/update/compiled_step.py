@@ -29,7 +29,7 @@ def compile_alone(function: Any, **options: Any) -> Any:
     """Return `function`, or a method, compiled for static shapes, with graphs that no other use of its code counts."""
     # Graphs are counted, and limited, per code; torch >= 2.13 can count per call of torch.compile instead.
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        return torch.compile(function, dynamic=False, isolate_recompiles=True, **options)
+        return torch.compile(function, dynamic=False, **{"isolate_recompiles": True, **options})
     plain = getattr(function, "__func__", function)
     own = FunctionType(plain.__code__.replace(), plain.__globals__, None, plain.__defaults__, plain.__closure__)
     bound = own if plain is function else MethodType(own, function.__self__)
