@@ -118,8 +118,8 @@ def backward(
         if group is not None:
             group.before_backward()
             divisor, weight, delayed = group.divisor, group.weight, delayed or group.delayed
-    if self.plugin.sequence_parallel is not None and (group is None or not group.by_tokens):
-        self.plugin.sequence_parallel.check_loss()
+    if self.plugin.sequence_parallel is not None:
+        self.plugin.sequence_parallel.before_backward(by_tokens=group is not None and group.by_tokens)
     run_backward(
         loss,
         gradients_of(optimizers),

@@ -163,6 +163,56 @@ def test_accumulated_passes_and_passes_in_no_sync_equal_one_device(ranks2, by_to
         check_close(weights, expected)
 
 
+def recomputed(rank, world_size, cut_before_backward):
+    """Weights after passes of a checkpointed model, whose second batch was cut, or went forward, before the first goes back."""
+    plugin = {} if world_size == 1 else {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
+    booster, model, optimizer = boosted(world_size, MODELS["checkpointed"], **plugin)
+    batches = [batch_of("checkpointed", 0, LENGTH), batch_of("checkpointed", 1, LENGTH + 6 * cut_before_backward)]
+    first = loss_on(booster, model, batches[0])
+    second = booster.shard_sequence(batches[1]) if cut_before_backward else loss_on(booster, model, batches[1])
+    if cut_before_backward:
+        booster.backward(first, optimizer)
+        del second
+    else:
+        booster.backward(first + second, optimizer)
+    optimizer.step()
+    return whole_weights(model)
+
+
+@pytest.mark.parametrize("cut_before_backward", [True, False])
+def test_activations_are_recomputed_as_their_own_batch_was_cut(ranks2, cut_before_backward):
+    expected = recomputed(0, 1, cut_before_backward)
+    for weights in ranks2(recomputed, cut_before_backward):
+        check_close(weights, expected)
+
+
+def mean_of_its_own(rank, world_size):
+    booster, model, optimizer = boosted(world_size, MODELS["gpt"], sp_size=2, sequence_parallelism_mode="all_to_all")
+    tokens, positions, labels = booster.shard_sequence(batch_of("gpt", 0, LENGTH))
+    loss = F.cross_entropy(model(tokens, positions).flatten(0, 1), labels.flatten())
+    with pytest.raises(RuntimeError, match=r"b\.token_mean"):
+        booster.backward(loss, optimizer)
+    loss_on(booster, model, batch_of("gpt", 0, LENGTH))
+    booster.shard_sequence(batch_of("gpt", 1, LENGTH))  # the next one, early
+
+
+def test_a_mean_over_a_ranks_own_tokens_is_no_loss(ranks2):
+    ranks2(mean_of_its_own)
+
+
+def recomputed_of_either(rank, world_size):
+    booster, model, optimizer = boosted(
+        world_size, MODELS["checkpointed"], sp_size=2, sequence_parallelism_mode="ring_attn"
+    )
+    loss = sum(loss_on(booster, model, batch_of("gqa", step, LENGTH + 6 * step)) for step in range(2))
+    with pytest.raises(RuntimeError, match="recomputed, which differ in length"):
+        booster.backward(loss, optimizer)
+
+
+def test_activations_of_batches_that_were_cut_otherwise_are_not_recomputed_together(ranks2):
+    ranks2(recomputed_of_either)
+
+
 def resumed(rank, world_size, folder, saved_by, plugins):
     """Weights after steps 2 and 3: straight through, and loaded by every one of `plugins`."""
 

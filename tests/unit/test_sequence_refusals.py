@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 from booster.plugin.sequence_parallel import check_sizes, shard_batch, token_mean
 from booster.plugin.sequence_parallel.attention_mode import SequenceMode
@@ -21,10 +22,8 @@ LAYER = nn.MultiheadAttention(6, 2, batch_first=True)
 
 
 def in_mode(run, cut=CUT):
-    owner = SimpleNamespace(
-        cut=cut, size=2, group=None, buffers={id(BUFFER)}, attend=lambda q, k, v, mask, **options: q
-    )
-    with SequenceMode(owner):
+    owner = SimpleNamespace(size=2, group=None, buffers={id(BUFFER)}, attend=lambda q, k, v, mask, **options: q)
+    with SequenceMode(owner, cut):
         return run()
 
 
@@ -75,6 +74,15 @@ def test_what_works_token_by_token_does_not():
         return LAYER(X, X, X, need_weights=False)[0].shape
 
     assert in_mode(forward) == X.shape
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_compiled_attention_goes_unseen():
+    compiled = torch.compile(lambda x: F.scaled_dot_product_attention(x, -x, x), backend="eager")
+    assert torch.equal(in_mode(lambda: compiled(SCORED)), SCORED)  # what `attend` makes of it here
+    heads = torch.randn(3, 2, 8, 16)
+    with pytest.raises(Exception, match="Observed exception"):  # within the compiler of torch
+        in_mode(lambda: flex_attention(heads, heads, heads))
 
 
 def test_attention_before_a_batch_was_cut_raises():

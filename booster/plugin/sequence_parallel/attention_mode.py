@@ -25,7 +25,6 @@ _ALL = slice(None)
 class CutBatch(Protocol):
     """What a mode needs of a `SequenceParallel`."""
 
-    cut: SequenceCut | None
     size: int
     group: dist.ProcessGroup
     buffers: set[int]
@@ -35,13 +34,19 @@ class CutBatch(Protocol):
 
 
 class SequenceMode(TorchFunctionMode):
-    """While active, attention is that of whole sequences. owner: knows how the batch was cut."""
+    """While active, attention is that of whole sequences, which were cut as `cut` says; None before any was."""
 
-    def __init__(self, owner: CutBatch) -> None:
+    def __init__(self, owner: CutBatch, cut: SequenceCut | None) -> None:
         super().__init__()
         self.owner = owner
+        self.cut = cut
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if torch.compiler.is_compiling():  # for a function that the user compiled torch then takes the eager way
+            raise RuntimeError(
+                "flex_attention, or another function that compiles itself, in a forward pass on part of a sequence: what it "
+                "reads of other tokens cannot be seen; call F.scaled_dot_product_attention"
+            )
         rule = _RULES.get(func)
         if rule is None:
             return func(*args, **(kwargs or {}))
@@ -50,8 +55,7 @@ class SequenceMode(TorchFunctionMode):
     @property
     def local_length(self) -> int:
         """Return the tokens of this rank's part; 0 before a batch was cut."""
-        cut = self.owner.cut
-        return 0 if cut is None else cut.local_length
+        return 0 if self.cut is None else self.cut.local_length
 
     def _attention(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         return self._attend(*args, **kwargs)
@@ -67,7 +71,7 @@ class SequenceMode(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        cut = self.owner.cut
+        cut = self.cut
         if cut is None:
             raise RuntimeError(
                 f"attention in a forward pass of a model with sp_size={self.owner.size} before a batch was cut; give the model "
@@ -215,14 +219,14 @@ class SequenceMode(TorchFunctionMode):
         if self.local_length > 1 and ends == [self.local_length] and kwargs.get("step", 1) == 1 and len(args) < 3:
             raise RuntimeError(
                 f"forward counts positions by torch.arange({self.local_length}), but this rank has {self.local_length} of "
-                f"{self.owner.cut.length} tokens, which do not begin at 0; give the model position ids with the batch, which "  # type: ignore[union-attr]
+                f"{self.cut.length} tokens, which do not begin at 0; give the model position ids with the batch, which "  # type: ignore[union-attr]
                 "b.shard_sequence cuts as it cuts the tokens"
             )
         return func(*args, **kwargs)
 
     def _is_tokens(self, x: Any, dim: int) -> bool:
         """Whether dimension `dim` of `x` is, by all that can be seen, this rank's tokens."""
-        cut = self.owner.cut
+        cut = self.cut
         if cut is None or not isinstance(x, torch.Tensor) or not cut.local_length > 1 or x.dim() not in (2, 3):
             return False
         return dim % x.dim() == 1 and x.shape[:2] == (cut.batch_size, cut.local_length)
@@ -230,7 +234,7 @@ class SequenceMode(TorchFunctionMode):
     def _refuse(self, func: Any, x: Any, why: str) -> None:
         name = getattr(func, "__name__", str(func))
         raise RuntimeError(
-            f"{name} of {tuple(x.shape)} {why}, and this rank has {self.local_length} of {self.owner.cut.length} tokens. Under "  # type: ignore[union-attr]
+            f"{name} of {tuple(x.shape)} {why}, and this rank has {self.local_length} of {self.cut.length} tokens. Under "  # type: ignore[union-attr]
             "sequence parallelism a model reads other tokens by F.scaled_dot_product_attention, or nn.MultiheadAttention with "
             "need_weights=False; do the rest outside of forward"
         )

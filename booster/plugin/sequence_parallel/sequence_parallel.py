@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from typing import Any, Literal
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.common import arguments
+from booster.common.torch_internals.autograd_internals import graph_task
 from booster.model.modules import bare
 from booster.plugin.sequence_parallel.all_to_all import attend_by_heads
 from booster.plugin.sequence_parallel.attention_mode import SequenceMode
@@ -40,7 +42,12 @@ class SequenceParallel:
         self.attend = attend_by_heads if mode == "all_to_all" else attend_in_ring
         self.cut: SequenceCut | None = None
         self.buffers: set[int] = set()
-        self._unweighted = False
+        self._counts = False  # whether the batch has the number by which its model divides
+        self._unweighted = False  # whether what went forward last made a loss of this rank's tokens alone
+        # Of forward passes since the last backward pass began, and of those that this one may recompute. Passes in evaluation
+        # that forgot torch.no_grad() do not pile up.
+        self._forward_cuts: deque[SequenceCut] = deque(maxlen=256)
+        self._backward_cuts: list[SequenceCut] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         return self  # a process group cannot be copied
@@ -57,7 +64,7 @@ class SequenceParallel:
         if is_of_transformers(model):
             use_own_masks(model)
         self.buffers |= {id(buffer) for buffer in model.buffers()}
-        region = _Region(self)
+        region = _Region(self, model)
         for each in model.modules():
             # A leaf of torch computes no attention, but for that of MultiheadAttention, which has children.
             if (
@@ -75,7 +82,7 @@ class SequenceParallel:
         zigzag = self.mode == "ring_attn"
         ranks: dict[str, Any] = {"size": self.size, "rank": self.rank, "averaging_group": self._averaging_group}
         made, self.cut = shard_batch(batch, zigzag=zigzag, shift_labels=shift_labels, **ranks, **options)
-        self._unweighted = not shift_labels
+        self._counts = shift_labels
         return made
 
     def token_mean(self, losses: torch.Tensor, counted: torch.Tensor | float | None) -> torch.Tensor:
@@ -83,9 +90,36 @@ class SequenceParallel:
         self._unweighted = False
         return token_mean(losses, counted, self._averaging_group)
 
-    def check_loss(self) -> None:
-        """Raise RuntimeError if the loss of the last batch is not one over the tokens of all ranks."""
-        if self._unweighted:
+    def cut_of_pass(self, is_whole: bool) -> SequenceCut | None:
+        """Return how the batch was cut of the pass that begins; is_whole: of a model, not of a part of one.
+
+        A part that is recomputed in backward is of an earlier pass than that of the batch that was cut last. Raises
+        RuntimeError where it may be of several that were cut otherwise.
+        """
+        if graph_task() == -1:
+            if is_whole and self.cut is not None and torch.is_grad_enabled():
+                self._unweighted = not self._counts
+                if self.cut not in self._forward_cuts:
+                    self._forward_cuts.append(self.cut)
+            return self.cut
+        found = list(self._forward_cuts) or self._backward_cuts
+        alike = {(cut.length, cut.batch_size, cut.documents, id(cut.key_mask)) for cut in found}
+        if len(alike) > 1:
+            raise RuntimeError(
+                f"activations of one of {len(found)} batches are recomputed, which differ in length, documents or padding, and "
+                "it cannot be seen of which; call backward after each forward, or cut them alike"
+            )
+        return found[-1] if found else self.cut
+
+    def before_backward(self, *, by_tokens: bool) -> None:
+        """Note that a pass begins. Raise RuntimeError unless its loss is one over the tokens of all ranks.
+
+        by_tokens: it is a sum that is divided by their number.
+        """
+        if self._forward_cuts:
+            self._backward_cuts = list(self._forward_cuts)
+            self._forward_cuts.clear()
+        if self._unweighted and not by_tokens:
             raise RuntimeError(
                 "backward of a loss of part of a sequence, which is not one over the tokens of all ranks: a mean over this "
                 "rank's tokens weighs those of a rank with few labels more. Compute losses with reduction='none', and "
@@ -97,8 +131,8 @@ class SequenceParallel:
 class _Region:
     """The hooks around forward passes. Nested ones, and those of a thread that recomputes, enter the mode once."""
 
-    def __init__(self, owner: SequenceParallel) -> None:
-        self._owner = owner
+    def __init__(self, owner: SequenceParallel, model: nn.Module) -> None:
+        self._owner, self._model = owner, id(model)
         self._here = threading.local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Region:
@@ -106,7 +140,7 @@ class _Region:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         entered: list[tuple[int, SequenceMode | None]] = self._here.__dict__.setdefault("entered", [])
-        mode = None if entered else SequenceMode(self._owner)
+        mode = None if entered else SequenceMode(self._owner, self._owner.cut_of_pass(id(module) == self._model))
         if mode is not None:
             mode.__enter__()
         entered.append((id(module), mode))

@@ -92,7 +92,7 @@ def _mask(
     from transformers import masking_utils
 
     mode = active_mode()
-    if mode is None or mode.owner.cut is None:
+    if mode is None or mode.cut is None:
         return masking_utils.sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -103,7 +103,7 @@ def _mask(
             device=device,
             **options,
         )
-    cut = mode.owner.cut
+    cut = mode.cut
     if (q_length, kv_length) != (cut.local_length, cut.local_length) or options.get("q_offset") or use_vmap:
         raise RuntimeError(
             f"a mask of {q_length} by {kv_length} tokens{', by a rule of the model that is not by index,' * use_vmap} in a "
