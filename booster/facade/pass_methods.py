@@ -20,7 +20,7 @@ from booster.plugin import Pipeline
 from booster.tensors.cast_regions import outside, region, sharing_weights
 from booster.tensors.micro_batch import MicroBatch, divide
 from booster.tensors.trees import join, map_tensors
-from booster.update.backward import abandon_backward, begin_backward, end_backward, run_backward
+from booster.update.backward import abandon_backward, begin_backward, check_first, end_backward, run_backward
 
 Criterion = Callable[[Any, Any], torch.Tensor]
 
@@ -62,10 +62,14 @@ def _run_stages(
     def computed(output: Any, target: Any) -> torch.Tensor:
         # A criterion that was not boosted runs outside of the precision, as it does without a pipeline.
         with nullcontext() if boosted else outside():
-            return criterion(model.cast_outputs(output), target)
+            loss: torch.Tensor = criterion(model.cast_outputs(output), target)
+        if gradients and isinstance(loss, torch.Tensor):
+            check_first(loss, gradients)
+        return loss
 
+    gradients = gradients_of(optimizers) if optimizers else []
     # One context around the schedule: micro-batches then share the half copies that autocast makes of weights.
-    this, seed = begin_backward(gradients_of(optimizers)) if optimizers else (None, None)
+    this, seed = begin_backward(gradients) if gradients else (None, None)
     try:
         with region(precision.forward_context), sharing_weights(), precision.backward_context():
             losses, outputs = pipeline.run(cast, computed, seed=seed, return_outputs=return_outputs)

@@ -25,6 +25,7 @@ from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.kernels.eligibility import ASKED, by_kernels
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
+from booster.mixed_precision.half_products.half_sums import check_probabilities
 from booster.mixed_precision.half_products.product_choice import CHOICES, Choice
 from booster.mixed_precision.policy import InProcess, Placement
 from booster.model.modules import PlacedModule, bare, fast_path_changes_dtype
@@ -158,6 +159,9 @@ def _wrap_optimizer(
         after_step=precision.step_follower,
         forget_weights=None if precision.conversion is None else precision.conversion.drop_weights,
     )
+    products = precision.half_products
+    if products is not None and products.dtype is not None and products.refuses_probabilities:
+        wrapper._update.gradients.check_loss = check_probabilities
     wrapper._update.optimizer_state.watch(as_one_module(placed))
     if make_update is not None and shards.sharded:
         shards.all_gather_params()  # masters round the weights of their own part anew, ties not as the cast did

@@ -126,6 +126,8 @@ def run_backward(
     if create_graph is not False:
         arguments.flag("create_graph", create_graph)
     inputs = None if inputs is None else _checked_inputs(inputs)
+    if members[0].check_loss is not None:
+        check_first(loss, members)
     released = not delayed and any(map(_IN_BACKWARD, members))
     if released:
         for member in members:
@@ -164,6 +166,13 @@ def run_backward(
     if not released:
         for member in members:
             member.after_backward(shown)
+
+
+def check_first(loss: torch.Tensor, members: Sequence[Gradients]) -> None:
+    """Refuse the first loss of `members` by raising, where it cannot be trained on."""
+    if members[0].check_loss is not None:
+        members[0].check_loss(loss)
+        members[0].check_loss = None
 
 
 def begin_backward(

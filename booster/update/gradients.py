@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
@@ -52,9 +52,11 @@ class Gradients:
         listeners: what hears of passes and steps.
         mutation_check: scaled gradients as the last pass left them, in steps that compare.
         piles_up: whether gradients can wait that no step may use yet although a backward pass has ended.
+        check_loss: called with the first loss, to refuse it by raising; None: nothing is.
     """
 
     piles_up = False
+    check_loss: Callable[[torch.Tensor], None] | None = None
 
     def __init__(self, context: UpdateContext, norms: Norms) -> None:
         scaler, options = context.scaler, context.options

@@ -62,6 +62,11 @@ def running_node() -> tuple[str, int, Any] | None:
     return None if node is None else (node.name(), node._sequence_nr(), getattr(node, "variable", None))
 
 
+def node_dtypes(node: Any) -> list[torch.dtype]:
+    """Return the dtypes of what the autograd `node` differentiates: of the results of its operation."""
+    return [each.dtype for each in getattr(node, "_input_metadata", ())]
+
+
 def newest_node_number() -> int:
     """Return the number of the autograd node that was made last in this thread: inside an operator, if it records, its own."""
     return torch.autograd._get_sequence_nr() - 1

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from booster.common.torch_internals.autograd_internals import dual_level, interpreters_around
+from booster.common.torch_internals.autograd_internals import dual_level, interpreters_around, node_dtypes
 from booster.model.dtensors import is_dtensor
 from booster.tensors.trees import HALF_DTYPES
 
@@ -312,6 +312,32 @@ def _embedding(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 def _refused(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     raise RuntimeError(UNSAFE)
+
+
+# Nodes of a graph that move and clip numbers: their names begin so.
+_MOVES = (
+    "ToCopy View UnsafeView Squeeze Unsqueeze Select Slice Index Transpose T Permute Expand Alias Clone Clamp Split Cat"
+)
+
+
+def check_probabilities(loss: torch.Tensor) -> None:
+    """Raise RuntimeError where `binary_cross_entropy` in the graph of `loss` read halves, also if they were widened since.
+
+    Cost: a walk through the whole graph, for one backward pass.
+    """
+    waiting, seen = [loss.grad_fn], {None}
+    while waiting:
+        if (node := waiting.pop()) in seen:
+            continue
+        seen.add(node)
+        waiting += [each for each, _ in node.next_functions]
+        if not node.name().startswith("BinaryCrossEntropyBackward"):
+            continue
+        while node is not None:
+            if HALF_DTYPES.intersection(node_dtypes(node)):
+                raise RuntimeError(UNSAFE)
+            kind = node.name().partition("Backward")[0]
+            node = node.next_functions[0][0] if kind in ("BinaryCrossEntropy", *_MOVES.split()) else None
 
 
 UNSAFE = (
