@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
 from booster.common import arguments
@@ -219,6 +220,13 @@ def install_keep_fp32(module: nn.Module, policy: DtypePolicy) -> None:
     remove_weak_buffers(inner)
     for name in policy.keep_fp32:
         compute_in_fp32(inner.get_submodule(name), None, half, as_weak=depth)
+    if half in HALF_DTYPES:
+        # Weights that are computed from parameters are rounded once, also where they are read outside of forward: many of
+        # these functions have no half kernel. Those with parameters of their own compute in the dtype of these.
+        for computed in [each for each in inner.modules() if isinstance(each, ParametrizationList)]:
+            for each in computed:
+                if next(each.parameters(), None) is None and not isinstance(each.forward, Float32Forward):
+                    compute_in_fp32(each, None, half)
     if half is not None and depth is not None:
         install_weak_buffers(inner, half, weak_buffers(inner, policy), depth, returning=policy.keep_fp32)
 

@@ -299,19 +299,6 @@ def test_the_loss_of_classes_is_summed_in_float32_within_a_model(precision):
     assert (model.layer.weight.grad - wide).norm() <= 0.03 * wide.norm()
 
 
-@pytest.mark.parametrize("precision", ["bf16_naive", "fp16_naive"])
-def test_an_orthogonal_parametrization_trains_in_half(precision):
-    torch.manual_seed(0)
-    net = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="matrix_exp")
-    booster = Booster("cpu", precision)
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=1e-2))
-    for _ in range(4):
-        booster.backward(model(torch.ones(2, 8)).square().mean(), optimizer)
-        assert optimizer.step() or precision == "fp16_naive"
-        optimizer.zero_grad()
-    assert model(torch.ones(2, 8)).isfinite().all()
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_naive", "fp16_naive"])
 def test_losses_of_probabilities_are_refused_in_half_with_the_cure(precision):
     net = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid())

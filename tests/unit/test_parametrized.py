@@ -39,6 +39,10 @@ KINDS = {
     "pruning": lambda module: prune.l1_unstructured(module, "weight", 2),
     "old weight_norm": weight_norm,
 }
+ORTHOGONAL = {
+    f"orthogonal, {name}": lambda module, name=name: parametrizations.orthogonal(module, orthogonal_map=name)
+    for name in ("matrix_exp", "cayley", "householder")
+}
 MODELS = {"root": Rooted, "layer": lambda: nn.Linear(4, 4)}
 HALF = {"fp32": None, "bf16": torch.bfloat16}
 
@@ -134,3 +138,31 @@ def test_functional_call_replaces_what_a_parameter_of_the_root_is_computed_from(
     found = torch.func.functional_call(boosted, given, (x,))
     assert torch.equal(found.float(), torch.full((2, 4), 4 * (4 * 0.5 * 2) * 0.5 + 0.5))
     assert torch.equal(boosted(x), before)
+
+
+@pytest.mark.parametrize("half_products", ["float32", "native"])
+@pytest.mark.parametrize("precision", ["bf16_naive", "fp16_naive"])
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", *ORTHOGONAL])
+def test_a_half_weight_that_is_computed_is_float32_rounded_once_wherever_it_is_read(kind, precision, half_products):
+    def made():
+        torch.manual_seed(0)
+        return (KINDS | ORTHOGONAL)[kind](nn.Linear(16, 8))
+
+    net, eps = made(), 2.0**-8 if precision == "bf16_naive" else 2.0**-11
+    booster = Booster("cpu", precision, half_products=half_products)
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    read = []
+    model.register_forward_hook(lambda module, args, out: read.append(net.weight))
+    for _ in range(3):
+        loss = model(torch.ones(2, 16)).square().mean() + 1e-3 * net.weight.float().square().sum()
+        booster.backward(loss, optimizer)
+        assert optimizer.step() or precision == "fp16_naive"
+        optimizer.zero_grad()
+    model.eval()
+    model(torch.ones(2, 16))
+    wide = made().double().eval()
+    wide.load_state_dict(model.state_dict())
+    for found in (net.weight, read[-1]):
+        assert found.dtype == net.bias.dtype == booster.precision.dtype
+        # One rounding, of float32 that is off by far less.
+        assert (found - wide.weight).norm() <= eps * wide.weight.norm()
