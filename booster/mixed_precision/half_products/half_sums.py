@@ -325,9 +325,9 @@ def check_probabilities(loss: torch.Tensor) -> None:
 
     Cost: a walk through the whole graph, for one backward pass.
     """
-    waiting, seen = [loss.grad_fn], {None}
+    waiting, seen = [loss.grad_fn], set()
     while waiting:
-        if (node := waiting.pop()) in seen:
+        if (node := waiting.pop()) is None or node in seen:
             continue
         seen.add(node)
         waiting += [each for each, _ in node.next_functions]
