@@ -179,7 +179,11 @@ class DistributedMuon:
             own = mesh.get_coordinate()
             index = tuple(slice(None) if dim in dims else own[dim] for dim in range(mesh.ndim))
             ranks = mesh.mesh[index].flatten().tolist()
-            self._groups[mesh, dims] = dist.new_group(ranks, use_local_synchronization=True)
+            # Torch names such a group by how many groups this rank has: ranks that have more or fewer would wait for ever.
+            whole = len(ranks) == dist.get_world_size()
+            self._groups[mesh, dims] = (
+                dist.group.WORLD if whole else dist.new_group(ranks, use_local_synchronization=True)
+            )
         return self._groups[mesh, dims]
 
 

@@ -100,6 +100,19 @@ def test_steps_are_the_same_on_two_dimensions_of_a_mesh(ranks4, name):
     ranks4(stepped, name, 0)
 
 
+def stepped_after_a_group_of_one_rank(rank, world_size):
+    own = dist.new_group([0], use_local_synchronization=True) if rank == 0 else None
+    try:
+        return len(compare_steps(PLACEMENTS["both"], {}))
+    finally:
+        if own is not None:
+            dist.destroy_process_group(own)
+
+
+def test_ranks_may_have_different_numbers_of_groups(ranks4):
+    assert len(set(ranks4(stepped_after_a_group_of_one_rank))) == 1
+
+
 def stepped_in_rounds(rank, world_size):
     sent = compare_steps([Shard(0)], {}), compare_steps([Shard(0)], {}, most=100)
     return [(len(each), sum(each)) for each in sent]
