@@ -179,11 +179,11 @@ class DistributedMuon:
             own = mesh.get_coordinate()
             index = tuple(slice(None) if dim in dims else own[dim] for dim in range(mesh.ndim))
             ranks = mesh.mesh[index].flatten().tolist()
-            # Torch names such a group by how many groups this rank has: ranks that have more or fewer would wait for ever.
-            whole = len(ranks) == dist.get_world_size()
-            self._groups[mesh, dims] = (
-                dist.group.WORLD if whole else dist.new_group(ranks, use_local_synchronization=True)
-            )
+            group: Any = dist.group.WORLD
+            if len(ranks) < dist.get_world_size():
+                # Torch names it by the number of groups of this rank: ranks that have more or fewer would wait for ever.
+                group = dist.new_group(ranks, use_local_synchronization=True)
+            self._groups[mesh, dims] = group
         return self._groups[mesh, dims]
 
 

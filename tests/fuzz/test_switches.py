@@ -22,6 +22,7 @@ def _quiet():
     logger.setLevel(before)
 
 
+@pytest.mark.slow_cases("3", "4", "5")
 @pytest.mark.parametrize("seed", range(6))
 def test_a_run_that_switches_is_one_that_loads_checkpoints(seed):
     agree(seed)

@@ -171,6 +171,22 @@ READS = {
 }
 
 
+@pytest.mark.slow_cases(
+    "float",
+    "int",
+    "bool",
+    "and",
+    "format",
+    "str",
+    "list by tensor",
+    "slice by tensor",
+    "masked_select",
+    "where",
+    "equal",
+    "to cpu, wide",
+    "as_tensor of tensors",
+    "new_tensor of tensors",
+)
 @pytest.mark.parametrize("name", READS)
 def test_what_a_host_reads_is_told_by_the_users_line(name):
     look, run = READS[name], Run()

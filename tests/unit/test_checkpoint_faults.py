@@ -365,7 +365,7 @@ def _save_again_and_again(folder, begun):
         running.booster.save(folder, *running.parts, step=7, extra=_mark(running))
 
 
-@pytest.mark.parametrize("number", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [8, pytest.param(200, marks=pytest.mark.slow)])
 def test_killed_while_saving_over_a_checkpoint_one_of_the_two_loads(tmp_path, number):
     target = job(seed=1)
     draw = random.Random(0)

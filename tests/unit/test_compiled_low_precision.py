@@ -73,6 +73,7 @@ def test_the_compiler_sees_through_two_layers_and_fuses_them(name, monkeypatch):
 DTYPES = {"fp8": torch.float32}
 
 
+@pytest.mark.slow_cases("mxfp8")
 @pytest.mark.parametrize(
     "name", [name if name in ("fp8", "mxfp8") else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )

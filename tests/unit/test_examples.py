@@ -112,7 +112,7 @@ def test_a_feature_is_a_small_difference_from_the_quickstart(name: str) -> None:
 
 
 @pytest.mark.slow_cases(
-    "gradient_clipping-2,000 images", "keep_fp32-2,000 images", "gradient_accumulation-2,000 images"
+    "gradient_clipping", "keep_fp32", "gradient_accumulation", "precision_schedule", "trackers", "custom_strategy"
 )
 @pytest.mark.crossed
 @pytest.mark.parametrize(("images", "percent"), LEARNT)

@@ -218,6 +218,7 @@ RETURNED = {
 }
 
 
+@pytest.mark.slow_cases("list", "dict", "named tuple")
 @pytest.mark.parametrize("name", RETURNED)
 def test_a_compiled_kept_module_returns_containers_that_widen_no_half(name):
     class Kept(nn.Linear):

@@ -100,7 +100,7 @@ def numbers_of(folder):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts memory in the units of Linux")
-@pytest.mark.parametrize("number", [20, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [8, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_changed_record_is_refused_by_file_and_line_or_read_by_every_reader(tmp_path, capsys, number):
     pytest.importorskip("rich", reason="the summary is drawn by rich")
     good, folder, page = clean(tmp_path / "good"), tmp_path / "bad", str(tmp_path / "page.html")
