@@ -1,5 +1,6 @@
 """Experts dealt to ranks train as on one device: losses, norms, skips, weights, and checkpoints between layouts."""
 
+import random
 from collections.abc import Mapping
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from choices import precisions
 from comparing import assert_same, difference, weights
 from experts import EXPERTS, TOP_K, WIDTH, Experts, Mixture, batches, made, results, steps
+from sequences import several, train
 from test_tensor_parallel import package
 from torch import nn
 
@@ -91,6 +93,44 @@ def test_four_ranks_train_as_one_device(ranks4, precision):
 def test_ways_to_use_experts(ranks2, options):
     for found in ranks2(compared, list(PLACEMENTS), "fp32", options):
         assert max(found.values()) < 16 * EPS["fp32"], found
+
+
+def program(seed, world_size):
+    """A placement, and a model with batches for it."""
+    draw = random.Random(seed)
+    ep_size = draw.choice([2, world_size])
+    options = {
+        "count": ep_size * draw.randint(1, 3),
+        "top_k": draw.randint(1, 3),
+        "fused": draw.random() < 0.5,
+        "recompute": draw.random() < 0.3,
+        "micro_batches": draw.choice([1, 1, 2]),
+        "clip": draw.choice([0.05, 10.0]),
+    }
+    options["chosen"] = [draw.randrange(options["count"]) for _ in range(draw.randint(1, 7))]
+    samples = world_size * options["micro_batches"] * draw.randint(1, 2)
+    options["given"] = batches(3, seed, samples, draw.randint(1, 6))
+    kinds = [lambda: TorchFSDPPlugin(ep_size=ep_size, reshard_after_forward=draw.random() < 0.5)]
+    kinds += [lambda z=z: HybridParallelPlugin(1, 1, zero_stage=z, ep_size=ep_size) for z in (0, 1)]
+    if ep_size < world_size:
+        kinds.append(lambda: TorchFSDPPlugin(ep_size=ep_size, replicate_size=world_size // ep_size))
+    return draw.choice(kinds), options
+
+
+def programs_run(rank, world_size, seeds):
+    found = {}
+    for seed in seeds:
+        make, options = program(seed, world_size)
+        alone = results(SingleDevice(), "fp32", optimizer=sgd, **options)
+        found[seed] = apart(results(make(), "fp32", optimizer=sgd, **options), alone)
+    return found
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 300, 10))])
+def test_random_programs(ranks2, ranks4, first):
+    seeds = range(first, first + (4 if first == 0 else 10))
+    for found in (ranks2 if first % 20 else ranks4)(programs_run, seeds):
+        assert max(found.values()) < 32 * EPS["fp32"], found
 
 
 def skipped(rank, world_size, name):
@@ -301,3 +341,15 @@ def languages_compared(rank, world_size, name, precision, kind):
 @pytest.mark.parametrize("name", list(HYBRID))
 def test_mixtures_of_transformers_with_layers_and_stages_on_four_ranks(ranks4, transformers, name, precision, kind):
     assert max(ranks4(languages_compared, name, precision, kind)) < 16 * EPS[precision]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
+def test_experts_and_shared_sequences(ranks2, ranks4, mode):
+    expected = train(0, 1, "mixtral", length=17)
+    shared = {"length": 17, "sp_size": 2, "sequence_parallelism_mode": mode, "ep_size": 2}
+    for run, kinds in ((ranks2, ("fsdp", "hybrid")), (ranks4, ("fsdp", "zero"))):
+        for found in run(several, [(("mixtral",), {"kind": kind, **shared}) for kind in kinds]):
+            for trace in found:
+                assert trace.losses == pytest.approx(expected.losses, rel=1e-5), (mode, kinds)
+                assert trace.norms == pytest.approx(expected.norms, rel=1e-5), (mode, kinds)

@@ -14,12 +14,12 @@ WIDTH, EXPERTS, TOP_K = 16, 8, 2
 class Experts(nn.Module):
     """As transformers writes them, with a bias. `fused` multiplies them in one; else one after the other."""
 
-    def __init__(self, fused):
+    def __init__(self, fused, count=EXPERTS):
         super().__init__()
-        self.num_experts, self.fused = EXPERTS, fused
-        self.up = nn.Parameter(torch.randn(EXPERTS, 32, WIDTH) * 0.2)
-        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, 32) * 0.2)
-        self.bias = nn.Parameter(torch.randn(EXPERTS, WIDTH) * 0.1)
+        self.num_experts, self.fused = count, fused
+        self.up = nn.Parameter(torch.randn(count, 32, WIDTH) * 0.2)
+        self.down = nn.Parameter(torch.randn(count, WIDTH, 32) * 0.2)
+        self.bias = nn.Parameter(torch.randn(count, WIDTH) * 0.1)
 
     def forward(self, tokens, index, weights):
         rows, numbers, scales = tokens.repeat_interleave(index.shape[1], 0), index.flatten(), weights.flatten()
@@ -41,17 +41,17 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, fused, chosen, recompute):
+    def __init__(self, fused, chosen, recompute, count, top_k):
         super().__init__()
-        self.chosen, self.recompute = torch.tensor(chosen, dtype=torch.int64), recompute
-        self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.experts = Experts(fused)
+        self.chosen, self.recompute, self.top_k = torch.tensor(chosen, dtype=torch.int64), recompute, top_k
+        self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, count, bias=False)
+        self.experts = Experts(fused, count)
 
     def forward(self, x):
         tokens = self.norm(x).flatten(0, 1)
         scores = self.router(tokens).float().softmax(-1)
         # By place in a sample, so that rounding changes no choice.
-        places = torch.arange(x.shape[1] * TOP_K, dtype=torch.int64).view(-1, TOP_K).repeat(len(x), 1)
+        places = torch.arange(x.shape[1] * self.top_k, dtype=torch.int64).view(-1, self.top_k).repeat(len(x), 1)
         index = self.chosen[places * 3 % len(self.chosen)]
         given = tokens, index, scores.gather(1, index).to(tokens.dtype)
         out = checkpoint(self.experts, *given, use_reentrant=False) if self.recompute else self.experts(*given)
@@ -59,13 +59,13 @@ class Block(nn.Module):
 
 
 class Mixture(nn.Module):
-    """chosen: the experts that tokens go to. recompute: experts are computed again in backward."""
+    """chosen: the experts that tokens go to, top_k each, of `count`. recompute: experts are computed again in backward."""
 
-    def __init__(self, fused=True, chosen=range(EXPERTS), recompute=False):
+    def __init__(self, fused=True, chosen=range(EXPERTS), recompute=False, count=EXPERTS, top_k=TOP_K):
         super().__init__()
         chosen = list(chosen)
         self.inp, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Block(fused, chosen, recompute) for _ in range(2)])
+        self.blocks = nn.ModuleList([Block(fused, chosen, recompute, count, top_k) for _ in range(2)])
 
     def forward(self, x):
         x = self.inp(x)
@@ -74,10 +74,11 @@ class Mixture(nn.Module):
         return self.head(x)
 
 
-def batches(count, seed=1):
-    """Of 8 samples with 5 tokens each."""
+def batches(count, seed=1, samples=8, tokens=5):
+    """`samples` of so many tokens each."""
     draw = torch.Generator().manual_seed(seed)
-    return [(torch.randn(8, 5, WIDTH, generator=draw), torch.randn(8, 5, WIDTH, generator=draw)) for _ in range(count)]
+    size = samples, tokens, WIDTH
+    return [(torch.randn(size, generator=draw), torch.randn(size, generator=draw)) for _ in range(count)]
 
 
 def made(plugin, precision="fp32", optimizer=torch.optim.AdamW, **options):
@@ -108,6 +109,6 @@ def steps(parts, given, micro_batches=1, clip=0.5):
     return losses, norms, taken
 
 
-def results(plugin, precision, given=None, micro_batches=1, **options):
+def results(plugin, precision, given=None, micro_batches=1, clip=0.5, **options):
     parts = made(plugin, precision, **options)
-    return *steps(parts, batches(4) if given is None else given, micro_batches), weights(parts[1])
+    return *steps(parts, batches(4) if given is None else given, micro_batches, clip), weights(parts[1])

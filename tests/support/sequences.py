@@ -94,6 +94,7 @@ MODELS = {
     "encoder": Encoder,
     "llama": lambda: of_transformers("Llama", num_key_value_heads=2),
     "mistral": lambda: of_transformers("Mistral", num_key_value_heads=2, sliding_window=WINDOW),
+    "mixtral": lambda: of_transformers("Mixtral", num_key_value_heads=2, num_local_experts=4),
 }
 
 
@@ -105,7 +106,7 @@ def batch_of(model, step, length):
     labels[: BATCH // 2, length // 3 :] = -100  # few labels on some ranks
     tokens = tokens[:, :-1].contiguous()
     positions = torch.arange(length).expand(BATCH, -1)
-    if model in ("llama", "mistral"):
+    if model in ("llama", "mistral", "mixtral"):
         real = torch.ones_like(tokens)
         real[1, length - 3 :] = 0
         return {"input_ids": tokens, "labels": tokens.masked_fill(labels < 0, -100), "attention_mask": real}
