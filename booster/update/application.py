@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, compress, repeat
-from operator import attrgetter, methodcaller
+from itertools import chain, repeat
+from operator import attrgetter, is_, methodcaller
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from booster.common.torch_internals.optimizer_internals import set_fused_flags, step_hooks
+from booster.common.torch_internals.tensor_internals import like_check
 from booster.model.optimizer_kinds import KNOWN, known
 from booster.tensors.flat import has_same_layout, is_dense
 from booster.tensors.grads import gradient_values, own_memory, scale_values
@@ -34,7 +35,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 # What every step asks of every group and parameter, without a Python call for each.
 _FUSED = methodcaller("get", "fused")
-_DTYPE, _GRAD, _SHAPE = attrgetter("dtype"), attrgetter("grad"), attrgetter("shape")
+_DTYPE, _GRAD = attrgetter("dtype"), attrgetter("grad")
 _ADDRESS = torch.Tensor.data_ptr
 _NO_STATE: dict[str, Any] = {}
 
@@ -147,9 +148,7 @@ class Application:
             optimizer.step()
         # The kernel's grad_scale is float32, too coarse for float64 gradients; and hooks would see scaled gradients.
         elif (
-            fused
-            and scalars.grad_scale <= _FLOAT32_MAX
-            and not (any(step_hooks(optimizer)) or torch.float64 in map(_DTYPE, params))
+            fused and scalars.grad_scale <= _FLOAT32_MAX and not (self.kernel.has_float64 or any(step_hooks(optimizer)))
         ):
             if params:
                 scalars.step(optimizer.step, optimizer, params[0].device)
@@ -288,11 +287,11 @@ class FusedKernel:
     ) -> None:
         self.optimizer = optimizer
         self._names = names
-        self._fitting: Any = None  # shapes of parameters and their states that were found to fit
         self.switched = switched
-        self._state: Any = None  # that was looked at; torch replaces it when it loads one
-        # Of parameters that are not contiguous, or once were not.
-        self._strides: dict[torch.Tensor, tuple[int, ...]] = {}
+        self.has_float64 = False  # of any parameter that it was given
+        # Of what was found to fit: how many tensors, and what tells whether others are like them. By the first parameter of a
+        # step, since a backward pass may step parts.
+        self._known: dict[int, tuple[int, Callable[..., bool] | None]] = {}
 
     def prepare(self, params: Sequence[torch.Tensor], *, looks_alone: bool = False) -> bool:
         """Before each step on the gradients of `params`: give gradients and states the memory order of their parameters.
@@ -308,27 +307,28 @@ class FusedKernel:
             return False
         if not all(fused):
             params = [p for group in groups if group.get("fused") for p in group["params"] if p.grad is not None]
-        # Without a Python call where nothing changed.
-        held = list(chain.from_iterable(map(dict.values, map(self.optimizer.state.get, params, repeat(_NO_STATE)))))
-        held = list(compress(held, map(isinstance, held, repeat(torch.Tensor))))
-        now = len(params), list(map(_SHAPE, chain(params, map(_GRAD, params), held)))
-        contiguous = torch.Tensor.is_contiguous
-        if now != self._fitting or not all(map(_ADDRESS, chain(params, held))) or not all(map(contiguous, held)):
+        state = self.optimizer.state
+        in_order = len(state) == len(params) and all(map(is_, state, params))  # else each is looked up, by its hash
+        own = state.values() if in_order else map(state.get, params, repeat(_NO_STATE))
+        held = list(chain.from_iterable(map(dict.values, own)))
+        found = [*params, *map(_GRAD, params), *held]
+        first = bool(params) and id(params[0])
+        num, alike = self._known.pop(first, (-1, None))
+        # On a CPU the kernels themselves raise where memory was freed.
+        freed = bool(params) and params[0].is_cuda and not all(map(_ADDRESS, chain(params, held)))
+        if alike is None or num != len(found) or freed or not alike(*found):
+            self.has_float64 |= torch.float64 in map(_DTYPE, params)
             self.check_shapes(params)
-            self._fitting = now
-        if looks_alone:
-            return False
-        half = type(self.optimizer) is SGD and not HALF_DTYPES.isdisjoint(map(_DTYPE, params))
-        alike = not self._strides and all(map(contiguous, params)) and all(map(contiguous, map(_GRAD, params)))
-        if half or not alike:
-            reason = self._unfit(params)
+            reason = None if looks_alone else self._unfit(params)
             if reason is not None:
                 self._give_up(reason)
                 return False
-        if self.optimizer.state is not self._state:
-            self._state = self.optimizer.state
-            for param, own in self._state.items():
-                lay_states(param, own)
+            held = list(chain.from_iterable(map(dict.values, map(state.get, params, repeat(_NO_STATE)))))
+            found = [*params, *map(_GRAD, params), *held]  # as they are laid now
+            alike = like_check(found)
+        self._known[first] = len(found), alike
+        if looks_alone:
+            return False
         if type(self.optimizer) is SGD:
             start_late_momentum(self.optimizer)
         return all(fused) and type(self.optimizer) in KERNELS
@@ -377,14 +377,10 @@ class FusedKernel:
                 if known(self.optimizer).takes_sparse:
                     return "it takes no sparse gradients"
                 continue  # torch says that this optimizer takes none at all
-            if param in self._strides or not (param.is_contiguous() and grad.is_contiguous()):
-                if self._strides.get(param) != param.stride():
-                    if not is_dense(param):
-                        return f"a parameter of shape {tuple(param.shape)} has gaps or overlaps in memory"
-                    self._strides[param] = param.stride()
-                    lay_states(param, self.optimizer.state.get(param, {}))
-                if not has_same_layout(grad, param):
-                    param.grad = laid_like(grad, param)
+            if not is_dense(param):
+                return f"a parameter of shape {tuple(param.shape)} has gaps or overlaps in memory"
+            if not has_same_layout(grad, param):
+                param.grad = laid_like(grad, param)
         return None
 
     def give_up(self) -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from booster import Booster
+from booster.common.torch_internals.tensor_internals import like_check
 from booster.mixed_precision import BF16NaiveMixedPrecision
 
 MAKES = {
@@ -101,3 +102,27 @@ def test_a_state_that_somebody_put_there_in_another_order_is_laid_as_its_paramet
     for each in runs:
         assert step(*each).applied
     assert all(map(torch.equal, runs[0][1].parameters(), runs[1][1].parameters()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x[:4],
+        lambda x: x.t(),
+        lambda x: x.double(),
+        lambda x: x.to("meta"),
+        nn.Parameter,
+        lambda x: x.to_sparse(),
+        lambda x: x.to_sparse_csr(),
+        lambda x: None,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_one_call_tells_whatever_a_kernel_trusts_from_what_it_was(change):
+    tensors = [torch.zeros(8, 8), torch.zeros(8, 8), torch.zeros(())]
+    alike = like_check(tensors)
+    assert alike(*map(torch.ones_like, tensors))
+    assert not alike(tensors[0], change(tensors[1]), tensors[2])
+    other = [tensors[0], change(tensors[1]), tensors[2]]
+    if other[1] is None or other[1].layout is not torch.strided:
+        assert like_check(other) is None

@@ -48,6 +48,7 @@ NAMES = {
     "torch._C._current_graph_task_id": lambda: torch._C._current_graph_task_id,
     "torch._C._autograd._top_saved_tensors_default_hooks": lambda: torch._C._autograd._top_saved_tensors_default_hooks,
     "torch.autograd.Variable._execution_engine": lambda: torch.autograd.Variable._execution_engine,
+    "torch._C._dynamo.guards.TensorGuards": lambda: tensor_internals.like_check([torch.zeros(1)])(torch.zeros(1)),
     "torch._C._current_autograd_node": lambda: torch._C._current_autograd_node,
     "Node._sequence_nr": lambda: torch.ones(1, requires_grad=True).exp().grad_fn._sequence_nr,
     "torch.autograd._get_sequence_nr": lambda: torch.autograd._get_sequence_nr,

@@ -142,6 +142,16 @@ def writes(tensors: Sequence[Any]) -> int:
     return sum(map(version, tensors)) + sum(map(version, map(_LOCAL, tensors)))
 
 
+def like_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """Return a function of as many objects: whether each has the class, shape, strides, dtype, device and requires_grad that
+    the one of `tensors` in its place has now. One call of torch's compiled code; it holds none of `tensors`.
+
+    None where one of them is no plain dense tensor: of a sparse one torch ends the process."""
+    if any(type(each) not in (torch.Tensor, nn.Parameter) or each.layout is not torch.strided for each in tensors):
+        return None
+    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
 def preserving_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
     """Return a context inside which `tensors` are written the very bits that they hold, so that graphs may go on with them."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
