@@ -192,8 +192,9 @@ class _Loading:
                 there = self.saved.tree.get(kind, {})
                 if missing := sorted(own.keys() - there.keys()):
                     different.append(f"{kind}: the checkpoint has {sorted(there)}, not {missing}")
-        for part in self._parts:
-            different += part.compare(self._found)
+        # Optimizers before models: weights that their masters give are not read for the model.
+        said = [list(part.compare(self._found)) for part in reversed(self._parts)]
+        different += [text for of_part in reversed(said) for text in of_part]
         if different:
             raise CheckpointError(
                 f"{self.saved.folder} does not fit this job:\n  "
@@ -229,6 +230,7 @@ class _Loading:
         self.saved.forget()
         for part in self._parts:
             part.finish()
+        self.saved.end(group)
         if self.saved.notes:
             _logger.warning("%s: %s", self.saved.folder, printable("; ".join(self.saved.notes)))
         run = self.saved.tree.get("run", {})

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from booster.checkpoint.agree import agree_on_success, agreed, first_failure
 from booster.checkpoint.dcp_storage import ManifestReader, load_into
+from booster.checkpoint.late_reads import LateReads
 from booster.checkpoint.manifest import CheckpointError, Tensor, check_sizes, dtype_of, read_manifest
 from booster.checkpoint.state_tree import decode, read_tree, reference, references
 from booster.checkpoint.tensor_layout import HeldTensor, can_be_read_into, empty_like_whole, mark_written
@@ -27,7 +28,7 @@ class SavedCheckpoint:
 
     Tensors are requested (`request`, `request_shard`, `request_all`), `read` reads all of them at once, and `value` and
     `tensor` give them. What is requested in place (`request_in_place`) is compared with its hash by `read`, and read by
-    `read_in_place` once nothing else can refuse.
+    `read_in_place` once nothing else can refuse. What buckets of masters take over (`request_late`) is read as they do.
 
     Attributes:
         folder: of the checkpoint.
@@ -35,6 +36,7 @@ class SavedCheckpoint:
         tree: what is no tensor, by kind of object and name, with a reference in each tensor's place.
         own: names of tensors that the loading rank has for itself, by the names that they stand for.
         notes: sentences for the user, logged if the load succeeds.
+        late: what is read as buckets take it over.
 
     rehearsed: nothing is read, and tensors are on the meta device. Raises OSError or CheckpointError if it cannot be opened.
     """
@@ -48,6 +50,8 @@ class SavedCheckpoint:
         self.notes: list[str] = []
         self._targets: dict[str, HeldTensor] = {}
         self._in_place: dict[str, Callable[[], HeldTensor]] = {}
+        self.late = LateReads(folder, self.manifest.tensors)
+        self._files: object = None
 
     # ------------------------------------------------------------------ what there is
 
@@ -84,8 +88,14 @@ class SavedCheckpoint:
         """Read the tensor `name`, where there is one, in the layout of `like`; whole where that is None."""
         name = self._own(name)
         entry = self.entry(name)
-        if name is not None and entry is not None and (name not in self._targets or name in self._in_place):
-            self._in_place.pop(name, None)  # somebody else wants its numbers before
+        known = self._targets.get(str(name))
+        if (
+            name is not None
+            and entry is not None
+            and (known is None or name in self._in_place or name in self.late or isinstance(known, FlatShard))
+        ):
+            self._in_place.pop(name, None)  # somebody else wants its numbers before, or all of them
+            self.late.drop(name)
             if self._rehearsed:
                 self._targets[name] = torch.empty(entry.shape, dtype=dtype_of(entry), device="meta")
             else:
@@ -135,7 +145,22 @@ class SavedCheckpoint:
             part = update.shards.empty_shard(param, dtype_of(entry))
             if part is not None:
                 self._targets[name] = part
-        self.request(name, param)
+        if name is not None and (name not in self._targets or name in self.late):
+            self.request(name, param)
+
+    def request_late(
+        self, name: str | None, param: torch.Tensor, optimizer: OptimizerWrapper, state: str | None
+    ) -> bool:
+        """Read the tensor `name` as the update of `optimizer` takes it over; returns False where that cannot be.
+
+        state: what the optimizer calls it; None for the master of `param`.
+        """
+        if name is None or self.entry(name) is None or name in self._targets or self._rehearsed:
+            return False
+        held = self.late.request(name, param, optimizer, state)
+        if held is not None:
+            self._targets[name] = held
+        return held is not None
 
     def request_all(self, tree: Any) -> None:
         """Read, whole, every tensor that a part of the tree refers to."""
@@ -147,7 +172,8 @@ class SavedCheckpoint:
 
         Raises CheckpointError on every rank if any of them finds damage, or cannot read.
         """
-        targets = {name: held for name, held in self._targets.items() if name not in self._in_place}
+        targets = {n: held for n, held in self._targets.items() if n not in self._in_place and n not in self.late}
+        self._files = self._stats()
         try:
             self._read(targets, None, group)
         except CheckpointError as error:
@@ -167,11 +193,18 @@ class SavedCheckpoint:
         try:
             self._read(targets, files, group)
         except CheckpointError as error:
-            raise CheckpointError(
-                f"{error}. It was whole when it was read first, and another process changed it meanwhile: weights and "
-                "optimizer states of this job hold parts of it, and all else is as it was; load a checkpoint before you go on"
-            ) from error
+            raise CheckpointError(_CHANGED.format(error, ", and all else is as it was")) from error
         mark_written(held.values if isinstance(held, FlatShard) else held for held in targets.values())
+
+    def end(self, group: dist.ProcessGroup | None) -> None:
+        """Let go of what was read late; a collective. Raises CheckpointError on every rank if a file changed since `read`."""
+        with agreed(group, lambda error: CheckpointError(_CHANGED.format(error, ""))):
+            if self.late.end() and self._stats() != self._files:
+                raise CheckpointError(f"files of {self.folder} were replaced or written to while they were read")
+
+    def _stats(self) -> object:
+        stats = [(self.folder / name).stat() for name in self.manifest.files]
+        return [(each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in stats]
 
     def _read(self, targets: dict[str, HeldTensor], files: set[str] | None, group: dist.ProcessGroup | None) -> None:
         """Read `targets`, and compare `files`, or all where that is None, with their hashes."""
@@ -198,6 +231,12 @@ class SavedCheckpoint:
         if self.own:
             targets = targets | {name: targets[own] for name, own in self.own.items() if own in targets}
         return decode(tree, targets)
+
+
+_CHANGED = (
+    "{}. It was whole when it was read first, and another process changed it meanwhile: weights and optimizer states of this "
+    "job hold parts of it{}; load a checkpoint before you go on"
+)
 
 
 def _state_here(optimizer: OptimizerWrapper, param: torch.Tensor, key: str) -> HeldTensor | None:

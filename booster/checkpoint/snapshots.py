@@ -93,8 +93,15 @@ def read_by_torch(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in found.items() if name not in watched}
 
 
-def _has_own_code(module: nn.Module) -> bool:
-    methods = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
+def makes_entries(module: nn.Module) -> bool:
+    """Return whether code of the user's may give `module` what a state does not have under its name."""
+    return any(_has_own_code(child, _LOAD) for child in user_module(module).modules())
+
+
+_LOAD = ("load_state_dict", "_load_from_state_dict")
+
+
+def _has_own_code(module: nn.Module, methods: tuple[str, ...] = (*_LOAD, "set_extra_state")) -> bool:
     code = [getattr(getattr(type(module), name), "__module__", "") for name in methods]
     code += ["instance" for name in methods if name in vars(module)]
     for hook in (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()):

@@ -19,14 +19,14 @@ def as_planned(tensor: HeldTensor) -> HeldTensor:
     A collective for a DTensor with shards that are not boxes of the whole, as those of a fused projection are that tensor
     parallelism divides part by part.
     """
-    if is_dtensor(tensor) and not _is_boxes(tensor):  # type: ignore[arg-type]
+    if is_dtensor(tensor) and not is_boxes(tensor):  # type: ignore[arg-type]
         return gather_full(tensor)
     return tensor
 
 
 def empty_like_whole(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor | None) -> torch.Tensor:
     """Return memory to read a whole tensor of `shape` into: divided as `like` is where that has this shape, else plain."""
-    if like is None or tuple(like.shape) != shape or not is_dtensor(like) or not _is_boxes(like):
+    if like is None or tuple(like.shape) != shape or not is_dtensor(like) or not is_boxes(like):
         return torch.empty(shape, dtype=dtype, device="cpu" if like is None else like.device)
     return torch.empty_like(like, dtype=dtype)
 
@@ -42,7 +42,7 @@ def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def can_be_read_into(held: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Whether the bytes of a tensor of `shape` and `dtype`, or this rank's part of them, are in `held` as in a file."""
-    if held.dtype != dtype or tuple(held.shape) != shape or (is_dtensor(held) and not _is_boxes(held)):
+    if held.dtype != dtype or tuple(held.shape) != shape or (is_dtensor(held) and not is_boxes(held)):
         return False
     local = local_shard(held)
     return (
@@ -62,7 +62,8 @@ def mark_written(tensors: Iterable[torch.Tensor]) -> None:
     torch.autograd.graph.increment_version([*written, *(local_shard(each) for each in written if is_dtensor(each))])
 
 
-def _is_boxes(tensor: torch.Tensor) -> bool:
+def is_boxes(tensor: torch.Tensor) -> bool:
+    """Return whether what each rank has of a DTensor is one box of it."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     placements = tensor.placements  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ from booster.update.backward import run_backward
 from booster.update.choice import choose_update
 from booster.update.context import UpdateContext
 from booster.update.gradients import Gradients
+from booster.update.optimizer_state import Fill
 from booster.update.outcome import StepHistory, StepResult
 from booster.update.parameters import name_of_stranger
 from booster.update.state_dict import STATE_KEY, state_of
@@ -446,11 +447,13 @@ class OptimizerWrapper(Optimizer):
         """
         self.read_state_dict(state_dict).take_over()
 
-    def read_state_dict(self, state_dict: dict[str, Any]) -> Reading:
-        """The first half of loading `state_dict`, which may raise; the weights may be written before the second."""
+    def read_state_dict(self, state_dict: dict[str, Any], fill: Fill | None = None) -> Reading:
+        """The first half of loading `state_dict`, which may raise; the weights may be written before the second.
+
+        fill: gives the second what is on the meta device in `state_dict`."""
         self.sync()
         self.wait_for_weights()
-        return read_state(self._update, self._history, state_dict)
+        return read_state(self._update, self._history, state_dict, fill)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"

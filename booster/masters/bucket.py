@@ -70,6 +70,11 @@ class Bucket:
         self._addresses: list[int] = []
         self._views: list[torch.Tensor] = []
 
+    def is_laid(self, group: int, pieces: Sequence[Piece], whole: bool) -> bool:
+        """Return whether a bucket that was made of these now would be like this one."""
+        one, other = ([(id(p.param), p.start, p.stop, p.offset) for p in each] for each in (self.pieces, pieces))
+        return (self.group, self.whole) == (group, whole) and one == other
+
     # ------------------------------------------------------------------ working weights
 
     @property

@@ -21,7 +21,7 @@ from booster.shards.base import State
 from booster.tensors.flat import flat
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.context import UpdateContext
-from booster.update.optimizer_state import OptimizerState
+from booster.update.optimizer_state import Fill, OptimizerState
 from booster.update.state_dict import IN_MODEL
 
 DRAWS = "draws"  # key in a checkpoint: how many steps were rounded stochastically
@@ -116,7 +116,11 @@ class MasterState(OptimizerState):
         return param.requires_grad and has_half_elements(param)
 
     def loads_without_copy(self, param: torch.Tensor) -> bool:
-        return False  # they are copied into buckets
+        return not self.masters.may_have(param) and super().loads_without_copy(param)
+
+    def can_be_filled(self, param: torch.Tensor) -> bool:
+        own = self.masters.may_have(param) and param.requires_grad and param.dim() > 0
+        return own and self.masters.kind == "elementwise" and super().loads_without_copy(param)
 
     # ------------------------------------------------------------------ saving
 
@@ -234,22 +238,26 @@ class MasterState(OptimizerState):
         held = (param for group in self.optimizer.param_groups for param in group["params"])
         return {self.names[param]: param for param in held if param in self.names}
 
-    def read_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> Callable[[], None]:
+    def read_state_dict(
+        self, state_dict: dict[str, Any], own: Mapping[str, Any], fill: Fill | None = None
+    ) -> Callable[[], None]:
         saved = own.get("masters")
         self.masters.register_params()
         weights = {} if saved is None else self._read_weights(saved)
-        states = self._read_states(state_dict)
+        if fill is not None:
+            fill.before = self.optimizer.state
+        states = self._read_states(state_dict, fill)
         rounding = None if saved is None else saved.get("rounding", {})
 
         def take_over() -> None:
             self.masters.register_params()  # weights that were loaded since
-            self._take_over(states, weights)
+            self._take_over(states, weights, fill)
             if rounding is not None:
                 self.load_rounding(rounding)
 
         return take_over
 
-    def _read_states(self, state_dict: dict[str, Any]) -> dict[torch.Tensor, State]:
+    def _read_states(self, state_dict: dict[str, Any], fill: Fill | None) -> dict[torch.Tensor, State]:
         """Load torch's state dict into the optimizer, but for the state of half parameters, which is returned.
 
         Masters and handles stay; only containers of the optimizer change.
@@ -265,9 +273,20 @@ class MasterState(OptimizerState):
             for p in self._params_with_masters()
         }
         optimizer.state = defaultdict(dict)
+        late: dict[Any, State] = {}
+        if fill is not None:  # what has no numbers yet torch could not cast
+            given = state_dict["state"]
+            late = {key: {name: value for name, value in own.items() if _is_late(value)} for key, own in given.items()}
+            early = {key: {name: own[name] for name in own.keys() - late[key].keys()} for key, own in given.items()}
+            state_dict = {**state_dict, "state": early}
         with self._replaced(proxies):
             load_states(optimizer, state_dict)
-        return {p: optimizer.state.pop(s) for p, s in proxies.items() if s in optimizer.state}
+        held = (param for group in optimizer.param_groups for param in group["params"])
+        return {
+            param: optimizer.state.pop(proxies[param]) | late.get(index, {})
+            for index, param in enumerate(held)
+            if param in proxies and proxies[param] in optimizer.state
+        }
 
     def _params_with_masters(self) -> list[torch.Tensor]:
         """Return the parameters of the groups that have a place in a bucket, or would have if they were trained."""
@@ -285,7 +304,7 @@ class MasterState(OptimizerState):
             for params, old in zip(lists, before, strict=True):
                 params[:] = old
 
-    def _take_over(self, states: MutableMapping[torch.Tensor, State], masters: Weights) -> None:
+    def _take_over(self, states: MutableMapping[torch.Tensor, State], masters: Weights, fill: Fill | None) -> None:
         """Make these the states and masters of half parameters; masters that are not given stay as they are.
 
         Where none are given, buckets stay as they are laid, unless their parameters come with different histories.
@@ -293,7 +312,7 @@ class MasterState(OptimizerState):
         if not masters and self.masters.fits_buckets(states):
             self.masters.sync()
             for bucket in self.masters.buckets:
-                self.optimizer.state.update(state_of_bucket(bucket, states))
+                self.optimizer.state.update(state_of_bucket(bucket, states, fill))
                 if bucket.host is not None:
                     bucket.host.keep_states(bucket, self.optimizer.state)
             self.optimizer.state.update({p: own for p, own in states.items() if p not in self.masters.layouts})
@@ -301,7 +320,8 @@ class MasterState(OptimizerState):
         # Of a parameter that was frozen since: kept for the day when it is not, while its weights stay what they are.
         frozen = [(p, p.detach().clone()) for p in masters if p not in self.masters.layouts]
         kept = {} if self.masters.layouts.keys() <= masters.keys() else self.masters.values()
-        self.masters.rebuild(states, {**kept, **masters})
+        self._places, self._placed = {}, []  # which would keep the buckets of before
+        self.masters.rebuild(states, {**kept, **masters}, fill)
         for param, weights in frozen:
             param.detach().copy_(weights)
         self.optimizer.state.update({p: own for p, own in states.items() if p not in self.masters.layouts})
@@ -352,3 +372,7 @@ class MasterState(OptimizerState):
                 for device, generator in state.items():
                     if device != DRAWS:
                         form.generator(torch.device(device)).set_state(generator)
+
+
+def _is_late(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta

@@ -21,12 +21,13 @@ from booster.masters.formats_compiled import compiled_format
 from booster.masters.offload import HostMemory, can_offload
 from booster.masters.options import MasterOptions
 from booster.masters.rounding import RoundingRNG, rounded
-from booster.masters.states import as_of_master, signature, state_of_bucket, state_of_params
+from booster.masters.states import as_of_master, signature, state_of_bucket, state_of_params, stretch
 from booster.model.dtensors import dtensor_around, is_dtensor, local_shard
 from booster.model.optimizer_kinds import check_attributes, kind_of
 from booster.shards.base import State
 from booster.tensors.flat import Piece, bucket_size, cut, cut_apart, flat_like, is_dense, pack, shaped_like
 from booster.tensors.trees import HALF_DTYPES
+from booster.update.optimizer_state import Fill
 from booster.update.parameters import name_of_stranger
 
 Weights = Mapping[torch.Tensor, torch.Tensor]
@@ -235,17 +236,24 @@ class Masters:
                 state.pop(handle, None)
         self.rebuild(states, values)
 
-    def rebuild(self, states: MutableMapping[Any, State], values: MutableMapping[torch.Tensor, torch.Tensor]) -> None:
+    def rebuild(
+        self,
+        states: MutableMapping[Any, State],
+        values: MutableMapping[torch.Tensor, torch.Tensor],
+        fill: Fill | None = None,
+    ) -> None:
         """Make buckets anew, of the parameters that are in `values`, which are their masters, and of their `states`."""
         held = [[p for p in group["params"] if p in values] for group in self.optimizer.param_groups]
-        self.buckets, self.layouts = [], {}
-        self.buckets = self._build(held, states, values)
+        old, self.buckets, self.layouts = self.buckets if fill is not None else [], [], {}
+        self.buckets = self._build(held, states, values, fill, old)
 
     def _build(
         self,
         groups: list[list[torch.Tensor]],
         states: MutableMapping[Any, State],
         sources: MutableMapping[torch.Tensor, torch.Tensor],
+        fill: Fill | None = None,
+        old: Sequence[Bucket] = (),
     ) -> list[Bucket]:
         """Make the buckets. `states` and `sources` are emptied on the way: no more than a bucket of them is there twice."""
         # A bucket is at most a share of all elements, and so is the float32 scratch of a step.
@@ -272,21 +280,22 @@ class Masters:
                 laid += [(index, pieces, whole, host) for pieces in _laid(lay, several, size)]
         last = {piece.param: place for place, (_, pieces, _, _) in enumerate(laid) for piece in pieces}
         buckets = []
+        if len(old) != len(laid) or not all(one.is_laid(*each[:3]) for one, each in zip(old, laid, strict=True)):
+            old = ()
+            if fill is not None:
+                fill.before.clear()
         for place, (index, pieces, whole, host) in enumerate(laid):
             form = self._format(pieces[0].param.dtype)
-            bucket = Bucket(index, pieces, form, whole=whole, quantizer=self.quantizer, host=host)
+            bucket = (
+                old[place] if old else Bucket(index, pieces, form, whole=whole, quantizer=self.quantizer, host=host)
+            )
             buckets.append(bucket)
-            if host is not None:
+            if host is not None and not old:
                 host.keep_residual(bucket)
-            self.optimizer.state.update(state_of_bucket(bucket, states))
+            self.optimizer.state.update(state_of_bucket(bucket, states, fill))
             here = bucket.host is None and bucket.residual is not None and bucket.residual.dtype == torch.float32
             values: torch.Tensor = bucket.residual if here else bucket.scratch()  # type: ignore[assignment]
-            found = [
-                flat_like(local_shard(sources.get(piece.param, piece.param)).detach(), local_shard(piece.param))[
-                    piece.start : piece.stop
-                ]
-                for piece in bucket.pieces
-            ]
+            found = [stretch(sources.get(piece.param, piece.param), piece, None, fill) for piece in bucket.pieces]
             torch._foreach_copy_(bucket.pieces_of(values), found)
             values.masked_fill_(values.isnan(), math.nan)  # see `rounding.canonical_nan_`
             # A master made of its weight rounds to it. With released gradients that is between forward and backward.

@@ -12,9 +12,11 @@ from booster.common.torch_internals.autograd_internals import plain_functions
 from booster.common.torch_internals.tensor_internals import version
 from booster.masters.bucket import Bucket, is_elementwise
 from booster.masters.quantized_state import dequantized
+from booster.model.dtensors import local_shard
 from booster.shards.base import State
-from booster.tensors.flat import flat, flat_like, shaped_like
+from booster.tensors.flat import Piece, flat, flat_like, shaped_like
 from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
+from booster.update.optimizer_state import Fill
 
 Places = dict[torch.Tensor, list[tuple[Bucket, int]]]
 
@@ -239,7 +241,16 @@ def signature(param: torch.Tensor, state: State | None) -> tuple[Any, ...]:
     )
 
 
-def state_of_bucket(bucket: Bucket, states: Mapping[torch.Tensor, State]) -> dict[torch.Tensor, State]:
+def stretch(value: torch.Tensor, piece: Piece, key: str | None, fill: Fill | None) -> torch.Tensor:
+    """Return the elements of `value`, the state `key` of the parameter of `piece` or its master, that are in `piece`."""
+    if value.is_meta and fill is not None:
+        return fill.read(piece.param, key, piece.start, piece.stop)
+    return flat_like(local_shard(value).detach(), local_shard(piece.param))[piece.start : piece.stop]
+
+
+def state_of_bucket(
+    bucket: Bucket, states: Mapping[torch.Tensor, State], fill: Fill | None = None
+) -> dict[torch.Tensor, State]:
     """Return the state of the handles of `bucket`, from those of its parameters."""
     if bucket.whole:
         return {
@@ -251,15 +262,18 @@ def state_of_bucket(bucket: Bucket, states: Mapping[torch.Tensor, State]) -> dic
     if not first:
         return {}
     own: State = {}
+    old = {} if fill is None else fill.before.pop(bucket.handles[0], {})
     for key, value in first.items():
         if not _has_shape_of(value, bucket.pieces[0].param):
             own[key] = value.clone() if isinstance(value, torch.Tensor) else value
             continue
         dtype = torch.float32 if value.is_floating_point() else value.dtype
-        own[key] = joined = torch.zeros(bucket.size, dtype=dtype, device=value.device)
-        sources = [
-            flat_like(states[piece.param][key], piece.param)[piece.start : piece.stop] for piece in bucket.pieces
-        ]
+        device = value.device if not value.is_meta else bucket.device if bucket.host is None else torch.device("cpu")
+        there = old.pop(key, None)
+        if not isinstance(there, torch.Tensor) or (there.shape, there.dtype) != ((bucket.size,), dtype):
+            there = torch.zeros(bucket.size, dtype=dtype, device=device)
+        own[key] = joined = there
+        sources = [stretch(states[piece.param][key], piece, key, fill) for piece in bucket.pieces]
         torch._foreach_copy_(bucket.pieces_of(joined), sources)
     if bucket.quantizer is not None:
         bucket.quantizer.quantize(bucket, own)

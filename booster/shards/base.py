@@ -251,7 +251,7 @@ class Shards:
         replaced: by parameter of `before` the one in its place now, where that is another. May be a collective.
         """
 
-    def empty_shard(self, param: torch.Tensor, dtype: torch.dtype) -> FlatShard | None:
+    def empty_shard(self, param: torch.Tensor, dtype: torch.dtype, device: Any = None) -> FlatShard | None:
         """Return memory for this rank's shard of a tensor of the shape of `param`; None where a whole tensor is wanted."""
         return None
 

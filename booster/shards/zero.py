@@ -356,11 +356,11 @@ class ZeroShards(Shards):
                 found[key] = {name: self._shard_entry(value, param) for name, value in own.items()}
         return found
 
-    def empty_shard(self, param: torch.Tensor, dtype: torch.dtype) -> FlatShard | None:
+    def empty_shard(self, param: torch.Tensor, dtype: torch.dtype, device: Any = None) -> FlatShard | None:
         slot = self.slot_of(param)
         if slot is None or not param.dim():
             return None
-        return slot.empty_shard(dtype, self._rank)
+        return slot.empty_shard(dtype, self._rank, device or param.device)
 
     def full_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         wide = {param: value for shard, value in masters.items() if (param := self._params.get(shard, shard)) is shard}

@@ -42,10 +42,10 @@ class BucketSlot(NamedTuple):
         start, stop = self.bucket.overlap(self.position, rank)
         return self.bucket.by_elements and value.dim() == 1 and value.numel() == stop - start
 
-    def empty_shard(self, dtype: torch.dtype, rank: int) -> FlatShard:
+    def empty_shard(self, dtype: torch.dtype, rank: int, device: torch.device) -> FlatShard:
         """Return memory without values for what `rank` holds of a tensor like the parameter."""
         start, stop = self.bucket.overlap(self.position, rank)
-        values = torch.empty(stop - start, dtype=dtype, device=self.param.device)
+        values = torch.empty(stop - start, dtype=dtype, device=device)
         return FlatShard(values, start, self.param.shape, self.param.stride())
 
     def flat_shard(self, value: Any, rank: int) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +12,20 @@ from torch import nn
 from booster.common.torch_internals.optimizer_internals import loads_with_hooks
 from booster.model.optimizer_states import load_states
 from booster.update.context import UpdateContext
+
+
+@dataclass
+class Fill:
+    """What a load gives for states and masters on the meta device, as buckets take them over: no more than one is there twice.
+
+    Attributes:
+        read: given what a group holds, the name of a state (None: its master), and two places in memory order, reads what is
+            between.
+        before: the states of buckets until then, to be written over.
+    """
+
+    read: Callable[[torch.Tensor, str | None, int, int], torch.Tensor]
+    before: MutableMapping[Any, Any] = field(default_factory=dict)
 
 
 class OptimizerState:
@@ -44,7 +59,13 @@ class OptimizerState:
         """Torch's state dict of what the optimizer's groups hold, and what is kept besides. Inside `local()`."""
         return self.optimizer.state_dict(), {}
 
-    def read_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> Callable[[], None]:
+    def can_be_filled(self, param: torch.Tensor) -> bool:
+        """Return whether a load may give states and master of `param`, a whole parameter, by a `Fill`."""
+        return False
+
+    def read_state_dict(
+        self, state_dict: dict[str, Any], own: Mapping[str, Any], fill: Fill | None = None
+    ) -> Callable[[], None]:
         """`load_state_dict` into what the optimizer's groups hold; own: what `state_dict` gave besides. Inside `local()`.
 
         Containers of the optimizer may change, but no tensor; what is returned does the rest, and does not fail.

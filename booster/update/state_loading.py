@@ -17,6 +17,7 @@ from booster.ranks import agreement
 from booster.shards.flat_shard import FlatShard
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.fused_kernel import implementation, keep_implementation
+from booster.update.optimizer_state import Fill
 from booster.update.outcome import StepHistory, read_counters
 from booster.update.state_dict import (
     PREVIOUS_NORM,
@@ -54,7 +55,7 @@ class Reading(NamedTuple):
     undo: Callable[[], None]
 
 
-def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading:
+def read_state(update: Update, history: StepHistory, state_dict: Any, fill: Fill | None = None) -> Reading:
     """Read what `OptimizerWrapper.state_dict` gave, or a plain torch state dict; if it raises on one rank, on none has
     anything changed, and all raise. A collective of every rank of the update's group.
 
@@ -98,7 +99,7 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
                         f"{_KEEP_SCALE}"
                     ) from error
             groups = [dict(group) for group in optimizer.param_groups]
-            take_over_states = update.optimizer_state.read_state_dict(*cut(update, state, rest))
+            take_over_states = update.optimizer_state.read_state_dict(*cut(update, state, rest), fill)
             weights = {param: update.shards.distribute(value, param) for param, value in values.items()}
             keep_implementation(optimizer, before)
             for index, (old, new) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
@@ -188,7 +189,7 @@ def _why_no_master(weight: Any, dtypes: tuple[torch.dtype, ...]) -> str | None:
     if weight.dtype not in dtypes:
         return f"is of {weight.dtype}, and must be of float32"
     local = local_shard(weight.values if isinstance(weight, FlatShard) else weight)
-    return "holds NaN: the run has failed" if bool(local.isnan().any()) else None
+    return "holds NaN: the run has failed" if not local.is_meta and bool(local.isnan().any()) else None
 
 
 def _plain(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2] / "booster"
 BUDGETS = {
     "loose": 1700,
     "capture": 1600,
-    "checkpoint": 5400,
+    "checkpoint": 5600,
     "cli": 2600,
     "common": 2900,
     "data": 1300,
@@ -36,7 +36,7 @@ BUDGETS = {
     "tensors": 1500,
     "update": 4600,
 }
-TOTAL = 68_030  # less than all rooms together: not every one of them may use its hundred up
+TOTAL = 68_330  # less than all rooms together: not every one of them may use its hundred up
 LARGEST, SMALLEST = 500, 40  # lines of a file that is rather two nouns, or half a one
 
 

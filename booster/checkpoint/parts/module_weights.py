@@ -16,7 +16,7 @@ from booster.checkpoint.manifest import CheckpointError, dtype_of
 from booster.checkpoint.objects import user_module
 from booster.checkpoint.parts.part import LoadContext, Part, SaveContext, Step, leaves_out_frozen
 from booster.checkpoint.saved_checkpoint import SavedCheckpoint
-from booster.checkpoint.snapshots import load_module, may_refuse, read_by_torch
+from booster.checkpoint.snapshots import load_module, makes_entries, may_refuse, read_by_torch
 from booster.checkpoint.state_tree import reference
 from booster.checkpoint.tensor_layout import shard_like
 from booster.checkpoint.weight_files import fits, ties_that_differ
@@ -69,8 +69,18 @@ class Modules(Part):
 
 
 def _kept(kind: str, module: nn.Module, into: SaveContext) -> dict[str, Any]:
-    left_out = _frozen_names(module) if kind == "models" and not into.frozen else frozenset()
-    return {key: value for key, value in module.state_dict().items() if not _is_of(key, left_out)}
+    left_out, state = (
+        _frozen_names(module) if kind == "models" and not into.frozen else frozenset(),
+        module.state_dict(),
+    )
+    trained = (name for name, param in user_module(module).named_parameters() if param.requires_grad)
+    # What a hook renames or makes again as it loads is for that to say.
+    if not makes_entries(module) and (lost := [name for name in trained if name not in state]):
+        raise CheckpointError(
+            f"{listed(lost, 8)} train, and the state_dict() of this model leaves them out, so that no load could give them "
+            "back; keep them in it, or stop training them. Nothing is written or removed"
+        )
+    return {key: value for key, value in state.items() if not _is_of(key, left_out)}
 
 
 def _frozen_names(module: nn.Module) -> frozenset[str]:
@@ -113,7 +123,7 @@ class _Entry:
                 yield f"{self.what}: {listed(keys, 8)} {text}"
             elif keys:
                 self._saved.notes.append(f"{self.what}: {listed(keys, 8)} {text}")
-        own = read_by_torch(self.module)
+        own, given = read_by_torch(self.module), self._given_by_masters(sources)
         for key, value in current.items():
             if key not in saved or not isinstance(value, torch.Tensor):
                 self._saved.request_all(saved.get(key))
@@ -126,6 +136,8 @@ class _Entry:
             if not fits(dtype_of(entry), value.dtype):
                 yield f"{self.what}: {key} has dtype {dtype_of(entry)} in the checkpoint and {value.dtype} here"
                 continue
+            if key in given:
+                continue
             # Values that a state dict made anew, as casts do, are not the memory that forward reads.
             in_place = key in own and local_shard(own[key]).data_ptr() == local_shard(value).data_ptr()
             if not in_place or not self._saved.request_in_place(
@@ -137,8 +149,11 @@ class _Entry:
         """Return what was read as the module takes it."""
         saved, current = self._saved.tree[self._kind][self._name], self.module.state_dict()
         sources, state = self._sources(saved, current), {}
+        given = self._given_by_masters(sources)
         for key, value in current.items():
-            if key not in saved or (isinstance(value, torch.Tensor) and self._saved.is_in_place(sources[key])):
+            if key not in saved or key in given:
+                continue
+            if isinstance(value, torch.Tensor) and self._saved.is_in_place(sources[key]):
                 continue
             if isinstance(value, torch.Tensor):
                 state[key] = shard_like(self._saved.tensor(sources[key]), value)  # type: ignore[arg-type]
@@ -160,6 +175,16 @@ class _Entry:
             if key in watched or not self._is_half(sources[key], current[key]):
                 sources[key] = wide[key]
         return sources
+
+    def _given_by_masters(self, sources: Mapping[str, str | None]) -> set[str]:
+        """The names of half weights that need not be read: their masters, which are read in the end, give them."""
+        named = {} if may_refuse(self.module) else parameter_names(user_module(self.module))
+        return {
+            name
+            for param, names in named.items()
+            if all(self._saved.late.fills(param, sources.get(each)) for each in names)
+            for name in names
+        }
 
     def _is_half(self, source: str | None, current: Any) -> bool:
         """Whether an entry was saved in half precision, and is wanted in the same."""

@@ -18,6 +18,7 @@ from booster.checkpoint.state_tree import BESIDE, has_order, reference, referenc
 from booster.common.text import listed
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.masters.masters import has_half_elements
+from booster.model.dtensors import local_shard
 from booster.model.modules import bare
 from booster.model.optimizer_kinds import has_torch_form, inner_optimizers, kind_of
 from booster.shards.flat_shard import FlatShard
@@ -51,8 +52,11 @@ class Optimizers(Part):
             yield from each.differences()
 
     def prepare(self, found: LoadContext) -> None:
+        for name in found.saved.late.masters_with_nan():
+            raise CheckpointError(f"{name}, the master of a half weight here, holds NaN: the run has failed")
         self._states = [(each.what, each.optimizer, each.state()) for each in self._entries(found)]
         self._readings: list[Reading] = []
+        self._late = found.saved.late
 
     def check_loads(self, found: LoadContext) -> None:
         for each in self._entries(found):
@@ -64,7 +68,7 @@ class Optimizers(Part):
 
     def _read(self, optimizer: OptimizerWrapper, state: dict[str, Any], undo: ExitStack) -> None:
         inner = state.pop(_INNER, {})
-        self._readings.append(optimizer.read_state_dict(state))
+        self._readings.append(optimizer.read_state_dict(state, self._late.fill(optimizer)))
         undo.callback(self._readings[-1].undo)
         for name, each in inner_optimizers(optimizer.unwrap()).items():
             if name in inner:
@@ -127,14 +131,16 @@ class _Entry:
         self._saved.request_all(saved.get(_INNER))
         for param_name, param in params.items():
             for key, value in (saved["state"].get(param_name) or {}).items():
-                if (entry := reference(value)) is not None:
-                    self._saved.request_shard(entry, param, optimizer, None if has_order(value) else key)
+                in_order = None if has_order(value) else key
+                entry = reference(value)
+                if entry is not None and not (in_order and self._saved.request_late(entry, param, optimizer, key)):
+                    self._saved.request_shard(entry, param, optimizer, in_order)
                 for nested in references(value) if entry is None else ():
                     self._saved.request(nested, param)
             if self._takes_master(param_name, param):
-                self._saved.request_shard(
-                    self._saved.widest_source(param_name, name, self._homes.get(param)), param, optimizer
-                )
+                source = self._saved.widest_source(param_name, name, self._homes.get(param))
+                if not self._saved.request_late(source, param, optimizer, None):
+                    self._saved.request_shard(source, param, optimizer)
         for key, value in saved[STATE_KEY].items():
             if key != "masters":
                 self._saved.request_all(value)
@@ -318,6 +324,9 @@ def masters_behind(objects: Objects, optimizers: Mapping[str, Any]) -> dict[str,
         f"{kind}/{name}/{key}": masters[param]
         for kind, modules in (("models", objects.models), ("criteria", objects.criteria))
         for name, module in modules.items()
+        for state in (module.state_dict(),)
         for key, param in user_module(module).named_parameters(remove_duplicate=False)
-        if param in masters
+        # What a hook makes other numbers of is to be given back to its own load.
+        if param in masters and isinstance(state.get(key), torch.Tensor)
+        if local_shard(state[key]).data_ptr() == local_shard(param).data_ptr()
     }
