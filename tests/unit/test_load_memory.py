@@ -1,5 +1,9 @@
 """A load into masters is to the bit, and has no more in memory twice than a few buckets."""
 
+import copy
+import math
+from pathlib import Path
+
 import pytest
 import torch
 from bytes_alive import BytesAlive
@@ -7,6 +11,8 @@ from comparing import same
 from torch import nn
 
 from booster import Booster
+from booster.checkpoint import CheckpointError
+from booster.masters.masters import Masters
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 
 FORMS = {
@@ -68,3 +74,41 @@ def test_memory_of_a_second_copy_is_counted():
         _ = torch.zeros(500, dtype=torch.float64)
     assert memory.most - memory.before == 4000 + 4000
     assert memory.now - memory.before == 4000
+
+
+def written_to(file):
+    with file.open("r+b") as opened:
+        opened.seek(-1, 2)
+        opened.write(b"\x7f")
+
+
+@pytest.mark.parametrize("change", [written_to, Path.unlink], ids=["written to", "removed"])
+def test_a_file_that_changes_while_masters_are_read_from_it_is_told_and_a_whole_one_loads(
+    tmp_path, monkeypatch, change
+):
+    first, second, rebuild = Job("bf16_naive", 1, seed=0), Job("bf16_naive", 1, seed=1), Masters.rebuild
+    for folder in ("a", "b"):
+        first.booster.save(tmp_path / folder, first.model, first.optimizer)
+
+    def changed(masters, *rest):
+        for file in (tmp_path / "a").rglob("*.safetensors"):
+            change(file)
+        rebuild(masters, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Masters, "rebuild", changed)
+        with pytest.raises(CheckpointError, match="hold parts of it; load a checkpoint before you go on"):
+            second.booster.load(tmp_path / "a", second.model, second.optimizer)
+    second.booster.load(tmp_path / "b", second.model, second.optimizer)
+    assert same(second.state(), first.state())
+
+
+def test_masters_of_nan_are_refused_before_anything_changes(tmp_path):
+    first, second = Job("fp32", 1, seed=0), Job("bf16_naive", 1, seed=1)
+    with torch.no_grad():
+        first.model[1].weight[5, 5] = math.nan
+    first.booster.save(tmp_path, first.model, first.optimizer)
+    before = copy.deepcopy(second.state())
+    with pytest.raises(CheckpointError, match=r"1\.weight.*holds NaN"):
+        second.booster.load(tmp_path, second.model, second.optimizer)
+    assert same(second.state(), before)
