@@ -63,7 +63,7 @@ class Net(nn.Module):
         return h if self.ends_in_a_block else self.heads[way["head"]](h)
 
 
-def program_of(seed, world_size, *, num_blocks=None, num_micro_batches=None):
+def program_of(seed, world_size, *, num_blocks=None, num_micro_batches=None, after_equal_steps=0.0):
     """What `seed` draws: a model, and the way that each rank takes in each micro-batch of each step."""
     draw = random.Random(seed)
     num_blocks = num_blocks or draw.randint(2, 3)
@@ -77,7 +77,7 @@ def program_of(seed, world_size, *, num_blocks=None, num_micro_batches=None):
             "computed": [[index for index in range(len(sizes)) if draw.random() < 0.2] for sizes in hidden],
         }
 
-    return {
+    program = {
         "seed": seed,
         "hidden": hidden,
         "heads": heads,
@@ -86,6 +86,10 @@ def program_of(seed, world_size, *, num_blocks=None, num_micro_batches=None):
         "ways": [[[way() for _ in range(world_size)] for _ in range(num_micro_batches)] for _ in range(2)],
         "ends_in_a_block": draw.random() < 0.4,
     }
+    if draw.random() < after_equal_steps:  # in which every rank takes one way, always the same
+        one = way()
+        program["ways"] = [[[one] * world_size for _ in range(num_micro_batches)] for _ in range(5)] + program["ways"]
+    return program
 
 
 def optimizer_of(model, program):
@@ -119,7 +123,7 @@ def trained(rank, world_size, seeds, plugin, precision):
     """Of each seed the largest error of a weight's change, in units of what `precision` allows."""
     worst = {}
     for seed in seeds:
-        program = program_of(seed, world_size)
+        program = program_of(seed, world_size, after_equal_steps=0.5 * (plugin in ("fsdp", "hybrid")))
         torch.manual_seed(program["seed"])
         model = Net(program)
         before = {name: param.detach().clone() for name, param in model.named_parameters()}

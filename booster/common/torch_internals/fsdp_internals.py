@@ -284,9 +284,21 @@ def reduces(group: Any) -> bool:
     return bool(group.reduce_grads)
 
 
-def unreduced(group: Any) -> tuple[list[bool | None], bool]:
-    """Return of each record of a group of `fsdp_groups` whether it has a gradient that is to be reduced, None for one that is
-    frozen or was never gathered; and whether gradients of the group are kept in the records, in the dtype of the reduction.
+_HOOKS = attrgetter("sharded_param._post_accumulate_grad_hooks")
+
+
+def has_hooks(group: Any) -> bool:
+    """Return whether a parameter of a group of `fsdp_groups` has `register_post_accumulate_grad_hook`."""
+    return any(map(_HOOKS, group.fsdp_params))
+
+
+NOTHING, FROZEN, LACKS, HAS = range(4)
+"""What `unreduced` says of a parameter: never gathered or empty; no gradient, and it trains not, or does; it has one."""
+
+
+def unreduced(group: Any) -> tuple[list[int], bool]:
+    """Return of each record of a group of `fsdp_groups` one of the four states of its gradient that is to be reduced; and
+    whether gradients of the group are kept in the records, in the dtype of the reduction.
 
     Those of this pass are kept there too, if those of earlier passes are: a reduction is of one dtype.
     """
@@ -295,20 +307,22 @@ def unreduced(group: Any) -> tuple[list[bool | None], bool]:
     if params and not isinstance(getattr(type(params[0]), _HELD_BACK, None), property):  # see `unreduced_grad`
         for param in params:
             apart = apart or param.unsharded_accumulated_grad is not None
-    found: list[bool | None] = []
+    found: list[int] = []
     for param in params:
         whole = getattr(param, "_unsharded_param", None)
-        if whole is None:
-            found.append(None)
+        if whole is None or not whole.numel():
+            if whole is not None:  # there is nothing in it, and torch's reduction takes no empty ones
+                whole.grad = None
+                if apart:
+                    param.unsharded_accumulated_grad = None
+            found.append(NOTHING)
             continue
-        if not whole.numel():
-            whole.grad = None  # there is nothing in it, and torch's reduction takes no empty ones
         if apart and param.unsharded_accumulated_grad is not None:
             param.accumulate_unsharded_grad_if_needed()
         elif apart:
             param.to_accumulated_grad_if_needed()
         has = whole.grad is not None or (apart and param.unsharded_accumulated_grad is not None)
-        found.append(has if has or (whole.requires_grad and whole.numel() > 0) else None)
+        found.append(HAS if has else LACKS if whole.requires_grad else FROZEN)
     return found, apart
 
 

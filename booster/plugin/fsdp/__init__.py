@@ -20,7 +20,7 @@ The files, in reading order:
     shard_module.py       `shard_module` checks, casts and shards, group by group; `change_dtypes` for another precision
     forward_hooks.py      hooks around forward: no views, computed dtypes shown, gathered parameters freed
     loaded_shards.py      whole or sharded weights that are loaded into shards
-    unused_parameters.py  ranks agree before each reduction which parameters have gradients
+    unused_parameters.py  zeros where a rank lacks a gradient; ranks agree which parameters had one
     forward_writes.py     what a forward writes to gathered parameters reaches the shards
 
 What a rank holds and steps is `shards/fully_sharded.py`. Private names of torch's FSDP are in

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from operator import and_
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from booster.common.text import listed
 from booster.common.torch_internals.autograd_internals import graph_task, when_backward_ends, without_function_modes
 from booster.common.torch_internals.fsdp_internals import (
+    FROZEN,
+    HAS,
+    LACKS,
     fsdp_groups,
+    has_hooks,
+    name_of,
     reduces,
     registered_group,
     skip_backward_end,
@@ -27,6 +31,10 @@ from booster.tensors.trees import tensors
 
 # First forward passes, in which ranks compare the order in which they gather, and a GPU is asked what they reduce.
 _COMPARED = 4
+_FROZEN = (
+    "requires_grad of {names} is True on some ranks and was set so after the first steps, and is False on others, so that "
+    "gradients of different parameters were added to each other. Freeze and unfreeze on all ranks alike"
+)
 
 
 class _Group:
@@ -36,7 +44,7 @@ class _Group:
         own: torch's record of the group.
         first: the place of its first parameter among all.
         called: in a forward pass since gradients were last reduced.
-        agreed: in this backward pass.
+        place: in the order in which groups are reduced in this pass, from 1 to 254; 0: not reduced yet.
     """
 
     own: Any = None
@@ -44,7 +52,7 @@ class _Group:
 
     def __init__(self, owner: UnusedParameters, index: int, name: str) -> None:
         self.index, self.name = index, name
-        self.called = self.agreed = False
+        self.called, self.place = False, 0
         self._owner = owner
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -60,7 +68,7 @@ class _Group:
 
     def _before_reduction(self, grad: torch.Tensor) -> None:
         if reduces(self.own):
-            self._owner.agree((self,), last=False)
+            self._owner.before_group(self)
 
     def before_gather(self, module: nn.Module, args: Any) -> None:
         if self.own is not None and graph_task() == -1:  # what is computed again within backward is gathered
@@ -88,10 +96,12 @@ class UnusedParameters:
     """Makes all ranks reduce gradients of the same parameters of `model`, which goes through `fully_shard`.
 
     `fully_shard` lays the gradients that a rank has end to end and adds these over ranks. If ranks took other branches, it
-    would add gradients of different parameters. So before a group is reduced its ranks agree, in a small collective, which of
-    its parameters have a gradient, and a rank without one that another has adds zeros. What no rank used gets none. In the
-    first passes ranks compare what they gather too. RuntimeError where they are about to gather or reduce different groups:
-    on all ranks in the first passes; later, on a GPU, on those that lack a gradient, which alone wait for it.
+    would add gradients of different parameters. So a rank brings zeros where it has none, and when backward ends ranks agree,
+    in one small collective, which parameters had a gradient on any; what no rank used gets none. They agree before each group
+    instead, in a collective each, in the first passes, and from then on that a rank reduces groups in another order than in
+    its pass before, or that a hook of `register_post_accumulate_grad_hook` would see zeros. In the first passes ranks compare
+    what they gather too. RuntimeError where they gather or reduce different groups: on all ranks; on a GPU, after the first
+    passes, on those that lack a gradient, which alone wait for it.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, device: torch.device, written: ForwardWrites) -> None:
@@ -103,6 +113,11 @@ class UnusedParameters:
         self._groups: list[weakref.ref[_Group]] = []  # hooks of their modules hold them, and they hold this
         self._num_params = 0
         self._under_way = False
+        # Whether ranks agree before each group is reduced, and the number of passes for which this one still asks for that.
+        self._each, self._wary = True, _COMPARED
+        self._order = bytearray()  # the places of groups in the pass before
+        self._trained = bytearray()  # of each parameter, whether ranks may bring a gradient of it
+        self._forget()
         self.passes_left = _COMPARED if self._ranks else 0
         self._compare_hooks: list[Any] = []  # of those first passes
 
@@ -116,7 +131,7 @@ class UnusedParameters:
         for module in modules:
             module.register_forward_hook(torch.compiler.disable(group.before_backward))
             if module is self._model():
-                module.register_forward_hook(torch.compiler.disable(self._after_forward))
+                module.register_forward_hook(torch.compiler.disable(self._after_forward), always_call=True)
         return group
 
     def after_sharding(self, modules: Sequence[nn.Module], group: _Group) -> None:
@@ -124,6 +139,7 @@ class UnusedParameters:
         if own := fsdp_groups(modules[:1]):
             (group.own,), group.first = own, self._num_params
             self._num_params += len(group.own.fsdp_params)
+            self._trained.extend(bytes(len(group.own.fsdp_params)))
             self._groups.append(weakref.ref(group))
         for module in modules:
             if own:
@@ -135,6 +151,10 @@ class UnusedParameters:
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._under_way = False  # if a backward pass raised
+        if output is None:  # this one raised
+            for each in self._alive():
+                each.called = False
+            return
         self._passes += 1
         if self._passes & (self._passes - 1) == 0:  # a power of two
             self._written.before_end(self._passes)
@@ -149,9 +169,21 @@ class UnusedParameters:
         """A backward pass has come to outputs of a module that was sharded."""
         if not self._under_way:
             self._under_way = True
-            for group in self._alive():
-                group.agreed = False  # of a pass that raised
+            self._forget()  # a pass that raised
             when_backward_ends(self._before_end)  # before torch's own callback, which is queued later
+
+    def _forget(self) -> None:
+        self._num_reduced, self._hooked = 0, False
+        self._found, self._left_out = bytearray(self._num_params), bytearray(self._num_params)  # states of `unreduced`
+        self._zeros: list[
+            tuple[int, Any, bool]
+        ] = []  # what brings zeros, and whether it had no gradient before this pass
+        for group in self._alive():
+            group.place = 0
+
+    def before_group(self, group: _Group) -> None:
+        """Torch is about to reduce `group`, as backward has come to its inputs."""
+        (self._agree if self._each else self._fill)((group,), last=False)
 
     def _before_end(self) -> None:
         """Torch is about to reduce groups with inputs that need no gradient, and those that were not reached."""
@@ -164,9 +196,13 @@ class UnusedParameters:
                 skip_backward_end(group.own)
 
     def before_reduction(self) -> None:
-        """Agree on what is left to be reduced: all, where that is done outside of backward."""
+        """Prepare what is left to be reduced: all, where that is done outside of backward."""
         groups = self._alive()
-        self.agree(groups, last=True)
+        if self._each or graph_task() == -1:
+            self._agree(groups, last=True)
+        else:
+            self._fill(groups, last=True)
+            when_backward_ends(self._after_end)  # after torch's own callback, which reduces the rest
         for group in groups:
             group.called = False
 
@@ -176,57 +212,115 @@ class UnusedParameters:
     def compare_gathers(self, group: _Group | None) -> None:
         """Compare among ranks which group is gathered next; None: the forward pass ends."""
         count = len(self._groups)
-        here = bytearray(count) + bytearray([1]) * count
+        here = bytearray(count) + bytearray([255]) * count
         if group is not None:
             here[group.index], here[count + group.index] = 1, 0
         with torch.no_grad(), without_function_modes():
             flags = torch.frombuffer(here, dtype=torch.uint8).to(self._device)
             for ranks in self._ranks:
                 dist.all_reduce(flags, dist.ReduceOp.MAX, group=ranks)
-            anywhere = flags.tolist()
-            if sum(anywhere) > count:
-                self._refuse(anywhere)
+            self._check(flags.tolist())
 
-    def agree(self, groups: Sequence[_Group], *, last: bool) -> None:
-        """Agree on the gradients of `groups`, which are about to be reduced; zeros where only other ranks have one.
+    def _collect(self, groups: Sequence[_Group], here: bytearray, last: bool) -> Iterator[tuple[int, Any, bool]]:
+        """Note what is about to be reduced; yield each parameter that may have to bring zeros: its place, record, `apart`.
 
-        last: `groups` are all, and those without a call in this pass and without waiting gradients are left out.
+        here: of each group two numbers, of which ranks agree on the maxima: a, and 255 - a for another a is refused.
+        last: `groups` are all, and those are left out that were reduced, or had neither a call nor gradients in this pass.
         """
-        with torch.no_grad(), without_function_modes():
-            # Of each group whether it is reduced, of each whether it is not, and of each parameter whether it has a gradient.
-            count = len(self._groups)
-            here = bytearray(count) + bytearray([1]) * count + bytearray(self._num_params)
-            lacking: list[tuple[int, Any, bool]] = []
-            for group in groups:
-                if last and group.agreed:
-                    continue
-                found, apart = unreduced(group.own)
-                if last and not group.called and True not in found:
-                    continue
-                group.agreed = True
-                # Neither, of a group that only joins others: of its call a pass that raised may be all that is left.
-                here[group.index], here[count + group.index] = not last or True in found, 0
-                for place, has in enumerate(found, 2 * count + group.first):
-                    if has:
-                        here[place] = 1
-                    elif has is not None:
-                        lacking.append((place, group.own.fsdp_params[place - 2 * count - group.first], apart))
-            if not self._ranks:
-                return
-            flags = torch.frombuffer(here, dtype=torch.uint8).to(self._device)
-            for ranks in self._ranks:
-                dist.all_reduce(flags, dist.ReduceOp.MAX, group=ranks)
-            if lacking or self.passes_left or self._device.type == "cpu":
-                anywhere = flags.tolist()
-                if any(map(and_, anywhere[:count], anywhere[count : 2 * count])):
-                    self._refuse(anywhere)
-                for place, param, apart in lacking:
-                    if anywhere[place]:
-                        zero_unreduced(param, apart)
+        for group in groups:
+            if last and group.place:
+                continue
+            found, apart = unreduced(group.own)
+            if last and not group.called and HAS not in found:
+                continue
+            if not group.place:
+                group.place = self._num_reduced % 254 + 1
+                self._num_reduced += 1
+            # Neither, of a group that only joins others: of its call a pass that raised may be all that is left.
+            here[group.index], here[len(self._groups) + group.index] = (not last or HAS in found), 0
+            self._hooked = self._hooked or has_hooks(group.own)
+            for place, state in enumerate(found, group.first):
+                self._found[place] = max(self._found[place], state)
+                self._trained[place] |= state >= LACKS
+                if FROZEN <= state < HAS and (self._each or self._trained[place]):
+                    yield place, group.own.fsdp_params[place - group.first], apart
+                elif state < HAS:
+                    self._left_out[place] = 1
 
-    def _refuse(self, anywhere: list[int]) -> None:
+    def _agree(self, groups: Sequence[_Group], *, last: bool) -> None:
+        """Agree on gradients of `groups`, which are about to be reduced; zeros where only other ranks have one."""
         count = len(self._groups)
-        names = [group.name for group in self._alive() if anywhere[group.index] and anywhere[count + group.index]]
+        with torch.no_grad(), without_function_modes():
+            here = bytearray(count) + bytearray([255]) * count
+            lacking = list(self._collect(groups, here, last))
+            anywhere = self._exchange(here, wait=bool(lacking), last=last)
+            for place, param, apart in lacking:
+                if anywhere[place] == HAS:
+                    zero_unreduced(param, apart)
+
+    def _fill(self, groups: Sequence[_Group], *, last: bool) -> None:
+        """Let `groups`, which are about to be reduced, bring zeros where this rank has no gradient.
+
+        So do parameters that were frozen since, as other ranks may train them still."""
+        with torch.no_grad(), without_function_modes():
+            for place, param, apart in self._collect(groups, bytearray(2 * len(self._groups)), last):
+                self._zeros.append((place, param, param.sharded_param.grad is None))
+                zero_unreduced(param, apart)
+
+    def _after_end(self) -> None:
+        """All is reduced: compare in which order, and drop gradients that are zeros of all ranks."""
+        here = bytearray(group.place for group in self._alive())
+        zeros, left_out = self._zeros, self._left_out
+        with torch.no_grad(), without_function_modes():
+            anywhere = self._exchange(
+                here + bytes(255 - place for place in here), left_out, wait=bool(zeros), last=True
+            )
+            for place, param, is_new in zeros:
+                self._trained[place] = anywhere[place] > FROZEN  # if all have frozen it, all come here
+                if is_new and anywhere[place] < HAS:
+                    param.sharded_param.grad = None
+
+    def _exchange(self, here: Sequence[int], left_out: Sequence[int] = (), *, wait: bool, last: bool) -> Sequence[int]:
+        """Return of each parameter the most that any rank has found; what this rank has found, if nobody waits.
+
+        last: of this pass. RuntimeError where ranks reduce different groups.
+        """
+        count, found = len(self._groups), self._found
+        if last:
+            order = bytearray(group.place for group in self._alive())
+            varies = self._hooked or order != (self._order or order)
+            self._order, self._wary = order, _COMPARED if varies else max(self._wary - 1, 0)
+            self._forget()
+        if not self._ranks:
+            return found
+        message = bytearray([self._wary > 0, *here, *found, *left_out])
+        flags = torch.frombuffer(message, dtype=torch.uint8).to(self._device)
+        for ranks in self._ranks:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=ranks)
+        all_wait = self._each or self._device.type == "cpu"
+        if not (wait or all_wait):
+            return found
+        is_wary, *anywhere = flags.tolist()
+        self._check(anywhere)
+        states, left = anywhere[2 * count :][: len(found)], anywhere[2 * count + len(found) :]
+        if last and all_wait:
+            self._each = bool(is_wary)
+            self._trained = bytearray(
+                max(trained, state > FROZEN) for trained, state in zip(self._trained, states, strict=True)
+            )
+        if names := [self._name(place) for place, is_left in enumerate(left) if is_left and states[place] > FROZEN]:
+            raise RuntimeError(_FROZEN.format(names=listed(names, 5)))
+        return states
+
+    def _name(self, place: int) -> str:
+        group = next(group for group in reversed(self._alive()) if group.first <= place)
+        return name_of(group.own.fsdp_params[place - group.first])
+
+    def _check(self, anywhere: list[int]) -> None:
+        count = len(self._groups)
+        names = [group.name for group in self._alive() if anywhere[group.index] + anywhere[count + group.index] > 255]
+        if not names:
+            return
         raise RuntimeError(
             f"ranks take different ways through the model: some go through {listed(names, 5)} now and others do not, but each "
             "of these is gathered and reduced by itself, so that weights and gradients of different modules would be taken for "
