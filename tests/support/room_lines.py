@@ -30,13 +30,13 @@ BUDGETS = {
     "nn": 500,
     "number_formats": 600,
     "numerics": 6500,
-    "plugin": 9600,
+    "plugin": 9700,
     "ranks": 500,
     "shards": 3100,
     "tensors": 1500,
     "update": 4700,
 }
-TOTAL = 68_330  # less than all rooms together: not every one of them may use its hundred up
+TOTAL = 68_440  # less than all rooms together: not every one of them may use its hundred up
 LARGEST, SMALLEST = 500, 40  # lines of a file that is rather two nouns, or half a one
 
 
