@@ -58,7 +58,8 @@ class _Worker:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a driver may outlive this
+            self.process.wait(timeout=10.0)
 
     def close(self) -> None:
         self.kill()  # also what it started
@@ -121,7 +122,11 @@ def supervise(job: Job, file: RowFile, say: Any = print) -> int:
                 else:
                     idle[index] += 1
                     why = f"it did nothing for {IMPORTS:g} s" if stuck else _why(ended_with, late, row)
-                    say(f"a process was ended outside of any row, {why}: {worker.last_words()}")
+                    why = f"a process was ended outside of any row, {why}: {worker.last_words()}"
+                    say(why)
+                    for part in job.parts if idle[index] == 3 else ():  # it is tried no more, and its parts have failed
+                        own = {"part": part, "worker": index, "row": "all", "begun": now}
+                        file.write({**own, "ended": stamp(), "error": why})
                 workers.pop(index).close()
                 if now <= until and idle[index] < 3:
                     workers[index] = _Worker(job, file.folder, since, index)

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,8 @@ def prepared(place: Place) -> Found | str:
 
     if place.device == "cuda" and not torch.cuda.is_available():
         return f"benchmarks.gpu needs a GPU, and torch {torch.__version__} sees none; --rehearse runs it small on a CPU"
+    if place.small and find_spec("triton") is not None and find_spec("numpy") is None:
+        return "--rehearse runs kernels by Triton's interpreter, which needs numpy: install that, or rehearse without Triton"
     if place.small:
         from quick_interpreter import quicken
 

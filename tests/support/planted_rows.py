@@ -32,6 +32,8 @@ def _timed(place):
 def rows(part, place):
     if "PLANTED_WITHOUT" in os.environ:
         raise ModuleNotFoundError("No module named 'pytest'")
+    if "PLANTED_DEATH" in os.environ:
+        os._exit(1)
     judged = {"rule AdamW": None}
     return [
         Row("right", lambda place: {"right": True}, judges=judged),

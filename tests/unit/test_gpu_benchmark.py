@@ -106,6 +106,25 @@ def test_a_part_whose_rows_cannot_be_listed_says_why(planted, monkeypatch):
     assert only["error"].startswith("ModuleNotFoundError: No module named 'pytest'")
 
 
+def test_a_part_with_processes_that_die_before_any_row_has_failed(planted, monkeypatch):
+    file, job = planted
+    monkeypatch.setenv("PLANTED_DEATH", "1")
+    said = []
+    assert supervise(job, file, said.append) == 0
+    (only,) = found_in(file).values()
+    assert only["error"].startswith("a process was ended outside of any row, its process ended with exit code 1")
+    assert len(said) == 4, "thrice a process, and the row"
+    assert verdict.is_bad([only])
+    assert verdict.last_line(PLANTED, [only], []) == "part 9, planted: failed: all"
+
+
+def test_a_rehearsal_by_triton_without_numpy_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(worker, "find_spec", lambda name: None if name == "numpy" else name)
+    assert worker.prepared(Place("cpu", True)).startswith(
+        "--rehearse runs kernels by Triton's interpreter, which needs numpy"
+    )
+
+
 def test_a_part_ends_when_its_time_is_over(planted):
     file, job = planted
     job.seconds, job.only = 4.0, "never ends|slow"
