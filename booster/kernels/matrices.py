@@ -100,7 +100,7 @@ def quantized(
         tensors, parts = (x, *bytes_of, scale, partials, given, seen), above * splits if kind == TENSOR else splits
         args = *tensors, rows, columns, filled, transposed_filled, *layout[2:], parts
         form = {"KIND": kind, "POWER": scaling.scale == "power_of_two", "DOWN": down, "ACROSS": across}
-        write[(tiles,)](*args, BLOCK=_BLOCK, num_warps=8 if down > 1 else 4, **form, **form_of(target), **sizes)
+        write[(tiles,)](*args, BLOCK=_BLOCK, num_warps=warps_of(kind, down), **form, **form_of(target), **sizes)
         if given is not None:
             track_largest[(1,)](seen, tiles, given, largest, scale, LARGEST=target.largest, BLOCK=_BLOCK)
     made = ScaledTensor(values, scale, None, scaling)
@@ -142,6 +142,12 @@ def quantized_to_e2m1(
         args = x, values, scale, outer, partials, sums, rows, columns, filled, *layout, parts
         write_fours[(above * -(-filled // width),)](*args, DOWN=down, BLOCK=_BLOCK, **sizes)
     return ScaledTensor(values, scale, outer, scaling)
+
+
+def warps_of(kind: int, down: int) -> int:
+    """Return by how many warps `write` is run: by 4 a tile of 64 rows puts 600 bytes of a thread aside."""
+    rows, columns = tile_of(kind, down)
+    return min(8, rows * columns // 1024)
 
 
 def tile_of(kind: int, down: int) -> tuple[int, int]:
