@@ -36,8 +36,9 @@ def trained(precision, make, **options):
     model = Words()
     b = Booster("cpu", PRECISIONS[precision](), **options)
     model, optimizer, *_ = b.boost(model, MAKES[make](model.parameters()))
-    step(b, model, optimizer)
-    optimizer.zero_grad()
+    for _ in range(3):  # from the third on, nothing is looked at again that is as it was
+        step(b, model, optimizer)
+        optimizer.zero_grad()
     return b, model, optimizer
 
 
