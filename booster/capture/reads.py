@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from booster.common.snapshot import StateSnapshot
-from booster.common.torch_internals.tensor_internals import TorchDispatchMode, storage_key
+from booster.common.torch_internals.tensor_internals import TorchDispatchMode, storage_key, written_values
 from booster.tensors.trees import tensors
 
 _HERE = os.path.dirname(__file__)
@@ -176,9 +176,7 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterat
     """Yield the arguments of an operation that it writes to."""
     if "batch_norm" in func.overloadpacket.__name__:  # writes running statistics, of which its schema says nothing
         yield from args
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield kwargs.get(argument.name) if index >= len(args) else args[index]
+    yield from written_values(func, args, kwargs)
 
 
 _WAITING = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from booster.capture.reads import Reads, origin_of
 from booster.common.snapshot import StateSnapshot
-from booster.common.torch_internals.autograd_internals import compiler_is_loaded
+from booster.common.torch_internals.autograd_internals import uncompiled
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.loss_scaler import HostRule
@@ -106,12 +106,10 @@ def reads_of(
     snapshot = StateSnapshot([*roots, *optimizers, *_schedules_of(optimizers)])
     origin = origin_of(train_step)
     reads = Reads(snapshot, origin, device, _counts_on_host(optimizers))
-    # Compiled code shows no operations. Importing the compiler where nothing is compiled would take seconds.
-    eager = torch.compiler.set_stance("force_eager") if compiler_is_loaded() else nullcontext()
     try:
         for optimizer in optimizers:
             _begin(optimizer)
-        with eager, reads.watched(), _numbers_watched(optimizers, reads):
+        with uncompiled(), reads.watched(), _numbers_watched(optimizers, reads):
             train_step(*batch)
             for optimizer in optimizers:
                 optimizer.sync()

@@ -19,7 +19,7 @@ from booster.checkpoint.objects import user_module
 from booster.checkpoint.tensor_file import Entry, entries_of
 from booster.checkpoint.tensor_layout import empty_like_whole, shard_like
 from booster.common.untrusted_files import ROOM, names_a_regular_file, open_regular, parse_json, read_regular
-from booster.model.dtensors import local_shard
+from booster.model.dtensors import local_shard, memory_of
 from booster.model.modules import tensor_places
 
 # (name of one file, ending) as transformers looks for them.
@@ -155,7 +155,7 @@ def weights_for(
             different.append(f"{name} has dtype {value.dtype} in the file and {here.dtype} in the model")
         elif isinstance(value, torch.Tensor):
             found.state[name] = shard_like(value.to(here.device), here)
-        elif name in own and _memory(own[name]) == _memory(here):
+        elif name in own and memory_of(own[name]) == memory_of(here):
             # The state dict has the memory of the model itself, so nothing needs to be loaded afterwards.
             found.in_place[name] = value, here
         else:
@@ -166,11 +166,11 @@ def weights_for(
     different += ties_that_differ(module, found.state)
     # Files of other programs hold a tied weight once.
     names = found.state.keys() | found.in_place.keys()
-    held = {id(current[name]) for name in names} | {_memory(current[name]) for name in names}
+    held = {id(current[name]) for name in names} | {memory_of(current[name]) for name in names}
     missing = [
         name
         for name, here in current.items()
-        if name not in names and isinstance(here, torch.Tensor) and _memory(here) not in held
+        if name not in names and isinstance(here, torch.Tensor) and memory_of(here) not in held
     ]
     found.left_out = [f"{name} is not in the file" for name in missing]
     found.left_out += [] if partial else [f"{name} is not in the model" for name in unknown]
@@ -199,10 +199,6 @@ def ties_that_differ(module: nn.Module, state: Mapping[str, Any]) -> Iterator[st
         for name in names[1:]:
             if not _same_bits(state[name], state[names[0]]):
                 yield f"{name} and {names[0]} are one tensor in the model, and differ in the file"
-
-
-def _memory(tensor: torch.Tensor) -> Any:
-    return local.data_ptr() if (local := local_shard(tensor)).numel() else id(tensor)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from booster.common.torch_internals.tensor_internals import gather_full
 from booster.facade.booster_state import BoosterState
 from booster.interface.model import boosted_wrapper
 from booster.mixed_precision.policy import dtypes_read
-from booster.model.dtensors import is_dtensor, local_shard
+from booster.model.dtensors import is_dtensor, memory_of
 from booster.model.modules import bare
 
 if TYPE_CHECKING:
@@ -72,11 +72,11 @@ def _gathered(
     def read(name: str) -> torch.Tensor:
         return _whole(state[name], dtypes.get(name) if halves else None)
 
-    left = Counter(_memory(state[source.stored]) for source in sources.values())
+    left = Counter(memory_of(state[source.stored]) for source in sources.values())
     shared: dict[int, torch.Tensor] = {}  # what was gathered and is asked for again, as tied weights are
     for name, source in sources.items():
         held, dtype = state[source.stored], dtypes.get(source.stored)
-        key = _memory(held)
+        key = memory_of(held)
         left[key] -= 1
         if source != type(source)(source.stored):  # merged with adapters
             value = source.whole(read)
@@ -92,7 +92,7 @@ def _made_alike(state: dict[str, torch.Tensor], sources: dict[str, ExportSpec], 
     """Whether two weights are made of the same tensors in the same way, or one of them is not there."""
     ends = [sources[name] for name in (one, other) if name in sources]
     return len(ends) < 2 or (
-        ends[0].adapters == ends[1].adapters and len({_memory(state[end.stored]) for end in ends}) == 1
+        ends[0].adapters == ends[1].adapters and len({memory_of(state[end.stored]) for end in ends}) == 1
     )
 
 
@@ -100,9 +100,3 @@ def _whole(held: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """Rounded first, where it is, as fewer bytes travel then."""
     rounded = held if dtype is None else held.to(dtype)
     return gather_full(rounded) if is_dtensor(rounded) else rounded
-
-
-def _memory(held: torch.Tensor) -> int:
-    """The identity of a weight: the memory of this rank's shard, or the tensor itself where that is empty."""
-    local = local_shard(held)
-    return local.data_ptr() if local.numel() else id(held)

@@ -41,6 +41,12 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return what is the same of two weights in one place: the memory of this rank's shard, or, where that is empty, the id."""
+    local = local_shard(tensor)
+    return local.data_ptr() if local.numel() else id(tensor)
+
+
 def dtensor_around(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """Return a tensor laid out as `whole`, of which this rank holds `local`; where `whole` is no DTensor, `local`."""
     if not is_dtensor(whole):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -122,6 +122,12 @@ def compiler_is_loaded() -> bool:
 # What knows in `cached_backends` all that `torch.compile` was called for, and None for what optimizers of torch exempt; None
 # where nothing has loaded it. A function of C likewise.
 compiler_frames = functools.partial(sys.modules.get, "torch._dynamo.eval_frame")
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Return a context in which what was compiled runs as it was written: compiled code shows no operations."""
+    # Importing the compiler where nothing is compiled would take seconds.
+    return torch.compiler.set_stance("force_eager") if compiler_is_loaded() else nullcontext()
 
 
 def outside_of_graphs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from operator import attrgetter
@@ -77,6 +77,15 @@ def written_arguments(func: Any) -> tuple[int | str, ...]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += [place, argument.name]
     return tuple(found)
+
+
+def written_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of a call of an operator that it writes to, as its schema says."""
+    return [
+        kwargs.get(argument.name, args[place] if place < len(args) else None)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def sparse_values(tensor: torch.Tensor) -> torch.Tensor:

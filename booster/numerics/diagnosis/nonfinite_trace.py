@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from booster.common.text import dtype_name
 from booster.common.torch_internals.autograd_internals import without_function_modes
-from booster.common.torch_internals.tensor_internals import TorchDispatchMode, is_fake_kind, storage_key
+from booster.common.torch_internals.tensor_internals import TorchDispatchMode, is_fake_kind, storage_key, written_values
 from booster.numerics.diagnosis.places import MemoryNames, Numbers, Place, PlaceFinder, bad_rows, numbers_of
 from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
 
@@ -186,7 +186,7 @@ class NonFiniteTrace(TorchDispatchMode):
             self.last_in_model[micro_batch] = index
         collective = func.namespace in _COLLECTIVES
         given = [tensor for tensor in tensors((args, kwargs)) if _is_plain(tensor)]
-        written = given if collective else [t for t in _written(func, args, kwargs) if _is_plain(t)]
+        written = given if collective else [t for t in tensors(written_values(func, args, kwargs)) if _is_plain(t)]
         for tensor in written:
             if storage_key(tensor) not in self._made:
                 self._before_write(tensor)
@@ -365,13 +365,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _has_own(kind: type) -> bool:
     return getattr(kind, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = kwargs.get(argument.name, args[position] if position < len(args) else None)
-            yield from tensors(value)
 
 
 def _is_out(func: Any, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:

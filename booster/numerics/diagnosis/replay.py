@@ -22,7 +22,7 @@ from booster.common import arguments
 from booster.common.random_states import random_state, set_random_state
 from booster.common.snapshot import ContainerSnapshot, MemorySnapshot, attributes
 from booster.common.store_barrier import StoreBarrier
-from booster.common.torch_internals.autograd_internals import compiler_is_loaded
+from booster.common.torch_internals.autograd_internals import uncompiled
 from booster.common.torch_internals.tensor_internals import default_store
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of
@@ -290,9 +290,7 @@ def _together(function: Callable[[], Any], agree: Callable[[bool], bool]) -> Any
 
 def _call(trace: NonFiniteTrace, function: Callable[[], Any]) -> Any:
     """Call `function` under `trace`; what is above this on Python's stack is not the user's computation."""
-    # Compiled code shows no operations. Importing the compiler where nothing is compiled would take seconds.
-    eager = torch.compiler.set_stance("force_eager") if compiler_is_loaded() else nullcontext()
-    with trace, eager:
+    with trace, uncompiled():
         return function()
 
 

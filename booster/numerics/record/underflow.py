@@ -44,6 +44,11 @@ class Underflow:
     weight_norm: float | None = None
 
     @property
+    def label(self) -> str:
+        """The name, and what the numbers are where they are no gradient of a parameter."""
+        return self.name if self.of == "gradient" else f"{self.name} ({self.of})"
+
+    @property
     def zeros(self) -> float:
         """The share of zeros."""
         return self.exponents.zeros / max(1, self.exponents.total)

@@ -79,7 +79,7 @@ def report(source: Any, *, format: torch.dtype | None = None) -> Report:
 
 def _cells(row: Underflow) -> tuple[str, ...]:
     return (
-        row.name if row.of == "gradient" else f"{row.name} ({row.of})",
+        row.label,
         row.format,
         *(f"{share:.2%}" if share else "" for share in (row.zeros, row.lost, row.subnormal)),
         "" if row.headroom is None else f"{row.headroom:.1f} bits",

@@ -168,22 +168,16 @@ def _over_time(
     every = math.ceil(len(steps) / _MOST_COLUMNS)
     columns = steps[::every]
     kept = [key for key in tensors if key in telling]
-    shares = [_at(tensors[key], columns, share) for key in kept]
+    by_step = [{row.step: share(row) for row in tensors[key]} for key in kept]
+    shares = [[own.get(step) for step in columns] for own in by_step]
     left_out = sum(value >= least for value in worst.values()) - len(kept)
     more = f" {left_out} with less are left out." if left_out else ""
-    names, most = [_named(key) for key in kept], max(worst.values())
+    names, most = [tensors[key][0].label for key in kept], max(worst.values())
     yield _panel(
         title,
         f"{text} The strongest colour is {most:.2%}.{more}",
         lambda width: map_of(names, [f"{step}" for step in columns], shares, width=width, axis="step", most=most),
     )
-
-
-def _at(
-    rows: Sequence[Underflow], steps: Sequence[int], share: Callable[[Underflow], float | None]
-) -> list[float | None]:
-    by_step = {row.step: share(row) for row in rows}
-    return [by_step.get(step) for step in steps]
 
 
 def exponent_maps(rows: Sequence[Underflow]) -> Iterator[tuple[str, int, Callable[[int], str]]]:
@@ -213,7 +207,7 @@ def _map_of_exponents(rows: Sequence[Underflow], format: str) -> Callable[[int],
         counts = [0.0] * (row.exponents.low - low) + list(row.exponents.counts)
         shares.append([count / most for count in counts + [0.0] * (high - low - len(counts))])
     return lambda width: map_of(
-        [_named((row.of, row.name)) for row in rows],
+        [row.label for row in rows],
         [f"2{raised(exponent)}" for exponent in range(low, high)],
         shares,
         width=width,
@@ -227,8 +221,3 @@ def _panel(title: str, text: str, picture: Callable[[int], str]) -> str:
         f'<h3>{escape(title)}</h3><p>{escape(text)}</p><div class="wide">{picture(_WIDE)}</div>'
         f'<div class="narrow">{picture(_NARROW)}</div>'
     )
-
-
-def _named(key: tuple[str, str]) -> str:
-    of, name = key
-    return name if of == "gradient" else f"{name} ({of})"
