@@ -27,6 +27,7 @@ from booster.common.text import listed
 from booster.common.untrusted_files import printable
 from booster.interface.model import ModelWrapper
 from booster.ranks.agreement import gather
+from booster.ranks.coordinator import rank_in
 
 _logger = logging.getLogger(__name__)
 
@@ -116,8 +117,7 @@ def _read(folder: Path, objects: Objects, *, strict: bool, group: dist.ProcessGr
     """Read and verify a checkpoint, and compare it with the job; touches no object. Raises on all ranks, or on none."""
     found: list[_Loading] = []
     with agreed(group, partial(_unfit, f"{folder} cannot be compared with this job")):
-        rank = 0 if group is None else dist.get_rank(group)
-        found.append(_Loading(SavedCheckpoint(folder), objects, rank=rank, strict=strict))
+        found.append(_Loading(SavedCheckpoint(folder), objects, rank=rank_in(group), strict=strict))
         found[0].compare()
     (loading,) = found
     loading.saved.read(group)

@@ -44,6 +44,7 @@ from booster.common.text import listed
 from booster.common.untrusted_files import json_cost
 from booster.model.dtensors import is_dtensor
 from booster.ranks.agreement import gather
+from booster.ranks.coordinator import rank_in
 from booster.shards.flat_shard import FlatShard
 from booster.update.state_dict import STATE_KEY
 
@@ -87,7 +88,7 @@ def collect(
 
     run: what is known of the run as a whole, JSON-like. Tensors are those of the running job, not copies.
     """
-    into = SaveContext(0 if group is None else dist.get_rank(group), frozen=not leaves_out_frozen(run))
+    into = SaveContext(rank_in(group), frozen=not leaves_out_frozen(run))
     tree: dict[str, Any] = {} if into.rank else {"run": dict(run)}
     with agreed(group):
         for kind in parts.PARTS:
@@ -255,7 +256,7 @@ def write(
         if taken.tree.keys() > {"random"}:  # not of weights alone, which have no tree
             with agreed(group):
                 if objects is not None or is_first(group):
-                    check_loads(staging, objects, 0 if group is None else dist.get_rank(group))
+                    check_loads(staging, objects, rank_in(group))
         with agreed(group):
             if writer.manifest is not None:
                 assert lock is not None  # the coordinator is the first rank

@@ -13,6 +13,7 @@ from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import pytree
 from booster.data import DataLoaderWrapper, YieldedRows
 from booster.ranks import agreement
+from booster.ranks.coordinator import size_of
 from booster.ranks.messages import communication_device
 
 Op = Literal["mean", "sum", "max", "min"]
@@ -41,7 +42,7 @@ def gather(
     share: YieldedRows | None = None
     problem: Exception | None = None
     try:
-        share = _share_of(padding_from, _world_size(group))
+        share = _share_of(padding_from, size_of(group))
         tensors = [torch.atleast_1d(_as_tensor(leaf)) for leaf in leaves]
         legal = frozenset() if share is None else share.rows
         for value in tensors:
@@ -121,7 +122,7 @@ def _reduce_one(value: torch.Tensor, op: Op, group: dist.ProcessGroup | None) ->
             dist.all_reduce(torch.view_as_real(there) if there.is_complex() else there, group=group)
         work = there.to(value.device)
     if op == "mean":
-        work = (work.double() if whole else work) / _world_size(group)
+        work = (work.double() if whole else work) / size_of(group)
     return work.to(result_dtype)
 
 
@@ -192,10 +193,6 @@ def _all_gather(value: torch.Tensor, shapes: list[_Shape], group: dist.ProcessGr
     dist.all_gather(everyone, mine, group=group)
     parts = (part[:size].to(value.device) for part, size in zip(everyone, sizes, strict=True))
     return [part.view(value.dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _world_size(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else dist.get_world_size(group)
 
 
 def _is_label(leaf: Any, tree: Any) -> bool:

@@ -18,16 +18,12 @@ from booster.data import prepare_dataloader
 from booster.launch import environment_world_size
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.model.meta import materialise_on
+from booster.ranks.coordinator import rank_in, size_of
 from booster.shards import Shards
 from booster.tensors.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
     from booster.plugin.sequence_parallel import SequenceParallel
-
-
-def world() -> dist.ProcessGroup | None:
-    """Return the group of all ranks; None in a world of one, or where there is no process group."""
-    return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
 def check_joined(plugin: str) -> None:
@@ -187,14 +183,12 @@ class Plugin(ABC):
     @property
     def data_parallel_rank(self) -> int:
         """Return this rank's place among those that see different data."""
-        group = self.data_parallel_group
-        return 0 if group is None else dist.get_rank(group)
+        return rank_in(self.data_parallel_group)
 
     @property
     def data_parallel_size(self) -> int:
         """Return how many ranks see different data."""
-        group = self.data_parallel_group
-        return 1 if group is None else dist.get_world_size(group)
+        return size_of(self.data_parallel_group)
 
     def num_micro_batches(self, batch_size: int) -> int:
         """Return how many micro-batches `execute_pipeline` makes of a batch of `batch_size` samples."""

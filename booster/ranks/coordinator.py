@@ -27,7 +27,17 @@ def is_main() -> bool:
 
 def world() -> dist.ProcessGroup | None:
     """Return the group of all ranks of the job; None in a world of one, as everything here takes it."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
+
+
+def size_of(group: dist.ProcessGroup | None) -> int:
+    """Return how many ranks `group` has; None is a world of one."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """Return this process's rank in `group`; None is a world of one."""
+    return 0 if group is None else dist.get_rank(group)
 
 
 def wait_for_all() -> None:

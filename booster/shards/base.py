@@ -314,10 +314,6 @@ RELAID = (
 )
 
 
-def world_size(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else dist.get_world_size(group)
-
-
 class ShardedStateView(Mapping[Any, State]):
     """State by parameter, each entry made at a read, from `state` by shard. Writes and deletions are those of shards.
 

@@ -19,8 +19,9 @@ from booster.common.torch_internals.tensor_internals import gather_full, local_t
 from booster.model.dtensors import dtensor_around
 from booster.model.optimizer_kinds import check_attributes, kind_of, known, unknown
 from booster.ranks.agreement import all_names
+from booster.ranks.coordinator import size_of
 from booster.ranks.messages import reduced
-from booster.shards.base import ShardedStateView, Shards, State, world_size
+from booster.shards.base import ShardedStateView, Shards, State
 from booster.shards.replica_check import ReplicaCheck, trained
 from booster.tensors.trees import HALF_DTYPES
 
@@ -71,7 +72,7 @@ class DTensorShards(Shards):
         self.replica_check = None if group is None else ReplicaCheck()
         self._comparisons_left = 0 if layer_ranks is None else _COMPARISONS
         self._steps_shards = check_steps_shards(optimizer)
-        self._ranks_of_stage = world_size(group) // num_stages
+        self._ranks_of_stage = size_of(group) // num_stages
         self._num_holders = num_holders
         self._num_replicas: dict[torch.Tensor, int] = {}
         self._inside = False
