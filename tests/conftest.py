@@ -303,3 +303,10 @@ def ranks4(run_on_ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 def _with_world_size(run: Callable[..., list[Any]], world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     return run(fn, world_size, *args)
+
+
+@pytest.fixture
+def nothing_compiled() -> None:
+    """As in a process that never called torch.compile, where a step looks for less."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()

@@ -450,7 +450,8 @@ class OptimizerWrapper(Optimizer):
     def read_state_dict(self, state_dict: dict[str, Any], fill: Fill | None = None) -> Reading:
         """The first half of loading `state_dict`, which may raise; the weights may be written before the second.
 
-        fill: gives the second what is on the meta device in `state_dict`."""
+        fill: gives the second what is on the meta device in `state_dict`; None: there is nothing on it.
+        """
         self.sync()
         self.wait_for_weights()
         return read_state(self._update, self._history, state_dict, fill)

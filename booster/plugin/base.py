@@ -203,7 +203,10 @@ class Plugin(ABC):
         return nullcontext()
 
     def shard_sequence(self, batch: Any, **options: Any) -> Any:
-        """Return this rank's part of `batch`, as `Booster.shard_sequence` does, which checks and gives all its options."""
+        """Return this rank's part of `batch`, as `Booster.shard_sequence` does.
+
+        options: all of that function, which checks them.
+        """
         from booster.plugin.sequence_parallel import shard_batch
 
         if self.sequence_parallel is not None:
@@ -217,7 +220,10 @@ class Plugin(ABC):
         return shard_batch(batch, **alone, **options)[0]
 
     def token_mean(self, losses: torch.Tensor, counted: torch.Tensor | float | None) -> torch.Tensor:
-        """Return the mean of `losses` over the tokens of all ranks, as `Booster.token_mean` does; a small collective."""
+        """Return the mean of `losses` over the tokens of all ranks, as `Booster.token_mean` does; a small collective.
+
+        counted: which tokens count, or how many do; None counts all.
+        """
         from booster.plugin.sequence_parallel import token_mean
 
         if self.sequence_parallel is not None:

@@ -293,6 +293,9 @@ class FusedKernel:
         # step, since a backward pass may step parts.
         self._known: dict[int, tuple[int, Callable[..., bool] | None]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_known": {}}  # what torch compiled cannot be copied
+
     def prepare(self, params: Sequence[torch.Tensor], *, looks_alone: bool = False) -> bool:
         """Before each step on the gradients of `params`: give gradients and states the memory order of their parameters.
         Returns `honours_grad_scale` of the optimizer.

@@ -53,6 +53,8 @@ def whole(precision, make=torch.optim.AdamW, depth=1, **options):
 
     depth: of the model, in pairs of layers. options: of `Booster`.
     """
+    if "torch._dynamo" in sys.modules:  # a process that compiled something looks for more
+        torch._dynamo.reset()
     torch.manual_seed(0)
     hidden = [layer for _ in range(depth) for layer in (nn.Linear(16, 16), nn.ReLU())]
     layers = nn.Sequential(*hidden, nn.Linear(16, 4))

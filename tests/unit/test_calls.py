@@ -8,6 +8,8 @@ from torch import nn
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 
 def warm(precision, num_layers=1, make=torch.optim.AdamW, half_products="native"):
     """Counts of the third forward, backward, step and zero_grad.

@@ -29,6 +29,8 @@ from booster.mixed_precision.half_products import float32_products
 from booster.mixed_precision.half_products.float32_products import Float32Products, Recomputation
 from booster.mixed_precision.half_products.product_choice import HalfProducts
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 HALVES = [torch.bfloat16, torch.float16]
 PRECISIONS = ["bf16", "fp16", "bf16_naive", "fp16_naive"]
 

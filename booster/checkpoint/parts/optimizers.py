@@ -328,5 +328,12 @@ def masters_behind(objects: Objects, optimizers: Mapping[str, Any]) -> dict[str,
         for key, param in user_module(module).named_parameters(remove_duplicate=False)
         # What a hook makes other numbers of is to be given back to its own load.
         if param in masters and isinstance(state.get(key), torch.Tensor)
-        if local_shard(state[key]).data_ptr() == local_shard(param).data_ptr()
+        if _same_numbers(local_shard(state[key]), local_shard(param).detach())
     }
+
+
+def _same_numbers(entry: torch.Tensor, param: torch.Tensor) -> bool:
+    """Return whether `entry` of a state dict is `param`, or its numbers in another dtype, as apex's hook for O2 makes them."""
+    if entry.data_ptr() == param.data_ptr():
+        return True
+    return entry.shape == param.shape and torch.equal(entry.to(param.device, param.dtype), param)

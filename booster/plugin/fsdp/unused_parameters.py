@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from operator import add, attrgetter
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from booster.tensors.trees import tensors
 
 # First forward passes, in which ranks compare the order in which they gather, and a GPU is asked what they reduce.
 _COMPARED = 4
+_PLACE = attrgetter("place")
+_FROM_255 = bytes(range(255, -1, -1))  # by a number n: 255 - n
 _FROZEN = (
     "requires_grad of {names} is True on some ranks and was set so after the first steps, and is False on others, so that "
     "gradients of different parameters were added to each other. Freeze and unfreeze on all ranks alike"
@@ -207,7 +210,7 @@ class UnusedParameters:
             group.called = False
 
     def _alive(self) -> list[_Group]:
-        return [group for reference in self._groups if (group := reference()) is not None]
+        return list(filter(None, map(weakref.ref.__call__, self._groups)))
 
     def compare_gathers(self, group: _Group | None) -> None:
         """Compare among ranks which group is gathered next; None: the forward pass ends."""
@@ -269,12 +272,10 @@ class UnusedParameters:
 
     def _after_end(self) -> None:
         """All is reduced: compare in which order, and drop gradients that are zeros of all ranks."""
-        here = bytearray(group.place for group in self._alive())
+        here = bytearray(map(_PLACE, self._alive()))
         zeros, left_out = self._zeros, self._left_out
         with torch.no_grad(), without_function_modes():
-            anywhere = self._exchange(
-                here + bytes(255 - place for place in here), left_out, wait=bool(zeros), last=True
-            )
+            anywhere = self._exchange(here + here.translate(_FROM_255), left_out, wait=bool(zeros), last=True)
             for place, param, is_new in zeros:
                 self._trained[place] = anywhere[place] > FROZEN  # if all have frozen it, all come here
                 if is_new and anywhere[place] < HAS:
@@ -287,7 +288,7 @@ class UnusedParameters:
         """
         count, found = len(self._groups), self._found
         if last:
-            order = bytearray(group.place for group in self._alive())
+            order = bytearray(map(_PLACE, self._alive()))
             varies = self._hooked or order != (self._order or order)
             self._order, self._wary = order, _COMPARED if varies else max(self._wary - 1, 0)
             self._forget()
@@ -305,11 +306,11 @@ class UnusedParameters:
         states, left = anywhere[2 * count :][: len(found)], anywhere[2 * count + len(found) :]
         if last and all_wait:
             self._each = bool(is_wary)
-            self._trained = bytearray(
-                max(trained, state > FROZEN) for trained, state in zip(self._trained, states, strict=True)
-            )
-        if names := [self._name(place) for place, is_left in enumerate(left) if is_left and states[place] > FROZEN]:
-            raise RuntimeError(_FROZEN.format(names=listed(names, 5)))
+            self._trained = bytearray(map(max, self._trained, map(FROZEN.__lt__, states)))
+        if any(left):
+            names = [self._name(place) for place, is_left in enumerate(left) if is_left and states[place] > FROZEN]
+            if names:
+                raise RuntimeError(_FROZEN.format(names=listed(names, 5)))
         return states
 
     def _name(self, place: int) -> str:
@@ -318,9 +319,9 @@ class UnusedParameters:
 
     def _check(self, anywhere: list[int]) -> None:
         count = len(self._groups)
-        names = [group.name for group in self._alive() if anywhere[group.index] + anywhere[count + group.index] > 255]
-        if not names:
+        if max(map(add, anywhere[:count], anywhere[count : 2 * count]), default=0) <= 255:
             return
+        names = [group.name for group in self._alive() if anywhere[group.index] + anywhere[count + group.index] > 255]
         raise RuntimeError(
             f"ranks take different ways through the model: some go through {listed(names, 5)} now and others do not, but each "
             "of these is gathered and reduced by itself, so that weights and gradients of different modules would be taken for "
