@@ -81,7 +81,7 @@ def test_four_ranks_train_as_one_device(ranks4, precision):
 @pytest.mark.parametrize(
     "options",
     [
-        {"micro_batches": 2},
+        pytest.param({"micro_batches": 2}, marks=SLOW),
         pytest.param({"fused": False}, marks=SLOW),
         pytest.param({"recompute": True}, marks=SLOW),
         {"chosen": range(4)},  # tokens never go to rank 1
@@ -170,7 +170,12 @@ def loaded(rank, world_size, name, precision, folder):
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16_naive split24 8bit", marks=SLOW)])
 def test_checkpoints_move_between_numbers_of_ranks(ranks4, ranks2, tmp_path, precision):
-    for name in ("FSDP", "copies", "FSDP, one rank an expert pair"):
+    names = (
+        ("FSDP, one rank an expert pair",)
+        if precision == "fp32"
+        else ("FSDP", "copies", "FSDP, one rank an expert pair")
+    )
+    for name in names:
         folder = str(tmp_path / name)
         losses, _ = ranks4(saved, name, precision, folder)[0]
         again = [ranks4(loaded, other, precision, folder)[0] for other in ("FSDP", "hybrid, sharded")]
