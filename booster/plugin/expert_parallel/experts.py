@@ -70,11 +70,12 @@ class ExpertForward(ForwardProxy):
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
         super().__init__(module.forward, module)
         self.mesh = mesh
+        self._signature = inspect.signature(type(module).forward)
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         module: Any = self._owner()  # a weak reference: the module holds this
-        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        given = self._signature.bind(module, *args, **kwargs)
         tokens, index, weights = given.args[1:]
         if tokens.dim() != 2 or index.dim() != 2 or weights.shape != index.shape or len(index) != len(tokens):
             raise ValueError(
