@@ -82,7 +82,7 @@ class Run:
             states = self.optimizer.state_dict()["state"]
             return {"model": model, "optimizer": {"state": dict(zip(model, states.values(), strict=True))}}
         if self.plugin == "zero1" and self.several:
-            # What this rank holds of the states, under names of its own: DCP knows no parts of flat buckets.
+            # What this rank holds of the states, under its own names: DCP knows no parts of flat buckets.
             states = self.plain_optimizer.state.values()
             return {"model": model, "optimizer": {"state": {f"{dist.get_rank()} {n}": s for n, s in enumerate(states)}}}
         states = self.plain_optimizer.state_dict()

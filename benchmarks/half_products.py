@@ -160,7 +160,7 @@ def models() -> dict[str, tuple[Callable[[], nn.Module], torch.Tensor, torch.Ten
 def passes_of(
     precision: str, choice: str, make: Callable[[], nn.Module], x: torch.Tensor, y: torch.Tensor
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """A forward pass, and a whole step, of a model of its own."""
+    """A forward pass, and a whole step, of its own model."""
     torch.manual_seed(0)
     net = make()
     booster = Booster("cpu", precision, half_products=choice)  # type: ignore[arg-type]

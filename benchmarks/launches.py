@@ -28,7 +28,7 @@ _WAITS = {"_local_scalar_dense", "is_nonzero", "equal", "item"}
 class Launches(TorchDispatchMode):
     """While entered, counts by name in `found` what a device is given to do, and in `waits` what the host waits for.
 
-    copies: to the host, which nobody waits for. tables: of addresses of gradients that changed, each a copy to the device.
+    copies: to the host, which nothing waits for. tables: of addresses of gradients that changed, each a copy to the device.
     """
 
     def __init__(self) -> None:

@@ -66,7 +66,7 @@ def ours(params: list[nn.Parameter], precision: MixedPrecision, fused_optimizer:
 
 
 class Bench:
-    """One way to update: half parameters of its own, gradients refilled from a common source."""
+    """One way to update: its own half parameters, gradients refilled from a common source."""
 
     def __init__(self, make: Callable[[list[nn.Parameter]], Update], grads: list[torch.Tensor]) -> None:
         self.params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]

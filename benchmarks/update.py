@@ -23,7 +23,7 @@ SCALE = 2.0**16
 
 
 class Bench:
-    """One way to update: parameters of its own, gradients refilled from a common source."""
+    """One way to update: its own parameters, gradients refilled from a common source."""
 
     def __init__(self, update: Callable[[list[nn.Parameter]], Callable[[], None]], grads: list[torch.Tensor]) -> None:
         self.params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]

@@ -95,7 +95,7 @@ class Booster(BoosterState):
 
     patience: on several ranks, after so many seconds in `save`, `load`, `gather`, `save_model`, `backward` and the like a
         WARNING names the ranks that have not called it, and where they are, and the wait goes on. A rank that raised and lives
-        on, or stands still in the script, is named within ten seconds. None names those alone. The last Booster's counts for
+        on, or waits elsewhere in the script, is named within ten seconds. None names those alone. The last Booster's counts for
         all.
 
     half_products: how a CPU computes matrix products, convolutions, recurrent layers and attention of halves. "float32": in

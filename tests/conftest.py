@@ -66,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _part_workers(config: pytest.Config) -> None:
-    """Have each worker of pytest-xdist collect the files in an order of its own, where all are collected.
+    """Have each worker of pytest-xdist collect the files in its own order, where all are collected.
 
     In one order they would all rewrite the assertions of a file at once; so one of them does, and the others read its work.
     """

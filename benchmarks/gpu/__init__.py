@@ -1,6 +1,6 @@
 """What a GPU says of everything that was built without one, in parts of at most eight minutes: `python -m benchmarks.gpu`.
 
-The runbook is docs/design/gpu.md. A part is a list of rows. A process of its own makes them one after the other, and writes
+The runbook is docs/design/gpu.md. A part is a list of rows. Its own process makes them one after the other, and writes
 each as it comes to `rows.jsonl` in the folder of `--out`; who started it watches. A row that ends the process, as one after
 which CUDA can do nothing more, or that does not end, is written down as such, and another process goes on behind it. So a part
 that is killed keeps its rows, and one that is started again makes those that are missing.
@@ -16,7 +16,7 @@ In reading order:
     models.py        what is trained
     ways.py          a step of them: by hand, by peers, by us
     timed_rows.py    parts 2, 3 and 5: ways beside each other
-    right_rows.py    part 1: kernels beside torch and float64
+    right_rows.py    part 1: kernels next to torch and float64
     low_rows.py      part 4: low precision
     memory_rows.py   part 6: memory beside its estimate
     suite_rows.py    part 7: the tests of tests/gpu

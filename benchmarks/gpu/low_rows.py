@@ -64,7 +64,7 @@ def _torchao(net: nn.Module, **options: Any) -> nn.Module:
 def _beside(
     title: str, make: Any, criterion: Any, x: Any, y: Any, names: Any, place: Place, fast: bool, **row: Any
 ) -> Iterator[Row]:
-    """Each way in a row of its own, beside bfloat16 by hand: one that takes long to compile costs no other."""
+    """Each way in its own row, beside bfloat16 by hand: one that takes long to compile costs no other."""
     wrap = partial(compiled, place=place) if fast else lambda net: net
     hand = f"{BF16} by hand"
     base: dict[str, Make] = {hand: lambda: trained(wrap(make()), criterion, x, y, BF16)}

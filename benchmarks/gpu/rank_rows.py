@@ -14,7 +14,7 @@ NAMES = ("fp16", "bf16_naive", "bf16", "fp32", "fp16_naive", "fp16_apex O2", "fp
 
 
 def rows(part: int, place: Place) -> list[Row]:
-    """The rows of this part: first kernels beside torch on shards."""
+    """The rows of this part: first kernels next to torch on shards."""
     return [
         *kernel_rows(),
         *(Row(f"{column}, {name}", partial(_cell, name, column), 8) for column in COLUMNS for name in NAMES),
@@ -22,7 +22,7 @@ def rows(part: int, place: Place) -> list[Row]:
 
 
 def kernel_rows() -> Iterator[Row]:
-    """Kernels beside torch on shards, which part 1 has too."""
+    """Kernels next to torch on shards, which part 1 has too."""
     if find_spec("triton") is None:
         return
     for column in ("ZeRO-1", "ZeRO-2", "FSDP"):

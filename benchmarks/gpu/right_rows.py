@@ -1,4 +1,4 @@
-"""Part 1: whether kernels are right, beside torch from the same numbers, and beside float64.
+"""Part 1: whether kernels are right, next to torch from the same numbers, and beside float64.
 
 Most cases are those of tests/support/kernel_cases.py, on the card.
 """
@@ -128,7 +128,7 @@ def _released(place: Place) -> None:
 
 
 def _beside_float64(make: Any, place: Place) -> str:
-    """Three steps in float32 by kernels, beside torch's loop in float64: in ulps of a weight and of what it moved."""
+    """Three steps in float32 by kernels, next to torch's loop in float64: in ulps of a weight and of what it moved."""
     import kernel_cases as cases
     from interpreted import gradients
 
@@ -217,7 +217,7 @@ def _anywhere(cases: Any, form: str, place: Place) -> None:
 
 
 def _large(precision: str, place: Place) -> None:
-    """One tensor whose bytes go beyond 2^29, beside torch's step; and every tile of it is written."""
+    """One tensor whose bytes go beyond 2^29, next to torch's step; and every tile of it is written."""
     size, found = 2**14 if place.small else LARGE, []
     states: dict[str, Any] = {"states": "8bit"} if precision == "8bit" else {}
     for fused in (False, "triton"):

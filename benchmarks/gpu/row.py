@@ -13,7 +13,7 @@ from typing import Any
 
 Found = dict[str, Any]
 PARTS: dict[int, tuple[str, str]] = {
-    1: ("benchmarks.gpu.right_rows", "kernels are right: beside torch and float64"),
+    1: ("benchmarks.gpu.right_rows", "kernels are right: next to torch and float64"),
     2: ("benchmarks.gpu.timed_rows", "update of GPT-2 124M, 148 tensors, AdamW, clip at 1, gradients given"),
     3: ("benchmarks.gpu.timed_rows", "step of 4 x Linear(64), batch 8, AdamW, clip at 1: the host's time"),
     4: ("benchmarks.gpu.low_rows", "low precision: products, layers, a whole GPT"),

@@ -335,7 +335,7 @@ def on_cpu(case: Case, moments: Moments, stage: int = 0) -> Moments:
     """Add what only a CPU takes: gloo's copies of what it gathers and reduces, the receiving half of ZeRO's all-to-all, and
     split weights that are widened before they are added to.
 
-    gloo frees its copies in threads of its own, so that of several buckets not all need be there at one time.
+    gloo frees its copies in its own threads, so that of several buckets not all need be there at one time.
     """
     plan, precision = case.plan, PRECISIONS[case.precision]
     parameters = stage_parameters(case.model, plan, stage)

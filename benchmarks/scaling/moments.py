@@ -58,7 +58,7 @@ def step_moments(model: Model, plan: Plan, precision: Precision, load: Load, sta
     """The moments of a step on a rank of pipeline stage `stage`, with Adam, which leaves its gradients until the next step.
 
     Activations go and gradients come layer by layer, so that what is replicated is highest at one end of backward, or when
-    the first buckets are under way; where `fully_shard` cuts the weights every layer is a moment of its own. Left out: what a
+    the first buckets are under way; where `fully_shard` cuts the weights every layer has its own moment. Left out: what a
     single operation takes for itself.
     """
     parameters = stage_parameters(model, plan, stage)

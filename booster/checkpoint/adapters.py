@@ -106,7 +106,7 @@ def _refuse_what_is_left_out(
     ]
     if left_out:
         raise ValueError(
-            f"peft writes nothing of {listed(left_out, 8)}, which train beside the adapters; name their modules in "
+            f"peft writes nothing of {listed(left_out, 8)}, which train as the adapters do; name their modules in "
             "modules_to_save, or write all weights with save_model"
         )
 

@@ -176,7 +176,7 @@ def check_text(name: str, takes: int, files: Mapping[str, File]) -> None:
     if takes > room_for_text(of_tensors):
         raise CheckpointError(
             f"{name} would take {takes} bytes of memory to read, and may take {_ROOM} and a quarter of the {of_tensors} bytes "
-            "of tensors beside it; keep numbers in tensors instead of lists"
+            "of its tensors; keep numbers in tensors instead of lists"
         )
 
 

@@ -46,7 +46,7 @@ def check_served(model: nn.Module, weights: Any, *, shard: bool, use_safetensors
         return
     if not (shard and use_safetensors):
         raise ValueError(
-            f"weights={weights!r} needs a folder of safetensors files, whose config.json says how they are to be read; pass "
+            f"weights={weights!r} needs a folder of safetensors files, in which config.json says how they are to be read; pass "
             "shard=True, use_safetensors=True"
         )
     if not callable(getattr(getattr(model, "config", None), "save_pretrained", None)):

@@ -18,10 +18,10 @@ _AMP_FILES = ("frontend.py", "_initialize.py")
 
 # The name of three different things; the message says which one is there and what follows from it.
 _MESSAGES = {
-    "absent": "not installed (not needed: fp16_apex has an engine of its own)",
+    "absent": "not installed (not needed: fp16_apex has its own engine)",
     "with_amp": "NVIDIA/ROCm apex with apex.amp",
     "without_amp": (
-        "NVIDIA apex without apex.amp, which was removed on 2025-05-08 (not needed: fp16_apex has an engine of its own)"
+        "NVIDIA apex without apex.amp, which was removed on 2025-05-08 (not needed: fp16_apex has its own engine)"
     ),
     "unrelated": "the unrelated web toolkit of that name from PyPI, not NVIDIA's; remove it with `pip uninstall apex`",
     "unknown": "a package called apex that is neither NVIDIA's nor the web toolkit",

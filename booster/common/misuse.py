@@ -93,7 +93,7 @@ class RawCallGuard:
         fix = "call the boosted one: model, optimizer, *_ = b.boost(model, optimizer)"
         if self._several_ranks:
             raise RuntimeError(
-                f"{what}: its gradients would not be synchronised among ranks, whose weights would drift apart; {fix}"
+                f"{what}: its gradients would not be synchronised among ranks, and their weights would drift apart; {fix}"
             )
         self.leave()
         _logger.warning("%s: it runs without %s, in the dtype of its weights; %s", what, self.precision, fix)

@@ -178,13 +178,13 @@ class DataLoaderWrapper:
         if inside is not None and inside.draws is not None and inside.draws.mixed:
             return (
                 f"this epoch is drawn, batch by batch, from {' and '.join(sorted(inside.draws.mixed))}, which others drew from "
-                "in between. Give its sampler or dataset a generator that nobody else uses, or save between epochs"
+                "in between. Give its sampler or dataset a generator that nothing else uses, or save between epochs"
             )
         warm = has_workers(loader) if inside is None or inside.draws is None else inside.draws.warm
         if warm and isinstance(getattr(loader, "dataset", None), IterableDataset):
             return (
-                "persistent_workers=True keeps the state of an IterableDataset in workers from epoch to epoch, where nobody "
-                f"can read it. Use persistent_workers=False, or torchdata's StatefulDataLoader. {instead}"
+                "persistent_workers=True keeps the state of an IterableDataset in workers from epoch to epoch, where it "
+                f"cannot be read. Use persistent_workers=False, or torchdata's StatefulDataLoader. {instead}"
             )
         if lost := self._counts.lost(self._counts.now() if inside is None else inside.counts):
             return (

@@ -44,7 +44,7 @@ def position_of(state: Mapping[str, Any], loader: Any) -> dict[str, Any]:
         raise ValueError(
             f"this {type(loader).__name__} reads {width} samples in a step over all ranks, and {samples // seen} "
             "when the state was taken; load on as many ranks and with the same batch size, or train with a loader of "
-            "b.prepare_dataloader, whose rest of the epoch is dealt to any number of ranks"
+            "b.prepare_dataloader, which deals the rest of the epoch to any number of ranks"
         )
     if skips(loader) and samples > loader.num_samples:
         raise ValueError(
@@ -63,7 +63,7 @@ def position_of(state: Mapping[str, Any], loader: Any) -> dict[str, Any]:
 def _check_order(saved: Any, loader: Any) -> None:
     """Raise ValueError where `loader` draws the order of an epoch of other samples than `saved`, see `order_source`."""
     if not isinstance(saved, Mapping) or not all(map(arguments.is_whole, saved.values())):
-        raise ValueError("this is no state of a boosted dataloader: its order is not told by whole numbers")
+        raise ValueError("this is no state of a boosted dataloader: its order is not given by whole numbers")
     here = order_source(loader)
     if here is None or dict(saved) == here:
         return

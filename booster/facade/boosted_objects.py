@@ -93,9 +93,7 @@ class BoostedObjects:
         """Return the boosted optimizers. Raises RuntimeError where there is none for `method` yet."""
         found = list(self.optimizers.values())
         if not found:
-            raise RuntimeError(
-                f"{method}() came before boost(): there is no boosted optimizer whose step could be looked at"
-            )
+            raise RuntimeError(f"{method}() came before boost(): there is no step of a boosted optimizer to look at")
         return found
 
     def labelled(self) -> dict[str, ModelWrapper]:

@@ -96,12 +96,12 @@ class PrecisionRun:
         """`Booster.switch`, which says what this does."""
         if self.scheduler is not None:
             raise RuntimeError(
-                "switch() beside a PrecisionSchedule, which would go back at its next forward pass; put the precision into the "
-                "schedule, or give Booster the first one alone"
+                "switch() in a run with a PrecisionSchedule, which would go back at its next forward pass; put the precision "
+                "into the schedule, or give Booster the first one alone"
             )
         if self.phase.plan is not None:
             raise RuntimeError(
-                "switch() beside an Autopilot, which changes layers by itself; give Booster its precision instead"
+                "switch() in a run with an Autopilot, which changes layers by itself; give Booster its precision instead"
             )
         new = self._made(mixed_precision)
         refusals.check_release(self._options, new, self._plugin)

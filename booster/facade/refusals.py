@@ -45,12 +45,12 @@ def check_plugin(plugin: Any) -> None:
     if plugin is None and not dist.is_initialized() and environment_world_size() > 1:
         raise RuntimeError(
             f"this job was launched with WORLD_SIZE={environment_world_size()}, but Booster has no plugin and there is no "
-            "process group: each process would train a model of its own. Call booster.launch_from_torch() first, and pass "
+            "process group: each process would train its own model. Call booster.launch_from_torch() first, and pass "
             "plugin=TorchDDPPlugin(); or pass plugin=SingleDevice() if each is to train by itself"
         )
     if plugin is None and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
         _logger.warning(
-            "Booster has no plugin in a job of %d processes: each trains a model of its own; "
+            "Booster has no plugin in a job of %d processes: each trains its own model; "
             "pass plugin=TorchDDPPlugin() to train one",
             dist.get_world_size(),
         )
@@ -61,7 +61,7 @@ def check_pins(plugin: Plugin, diagnose: Any) -> None:
     if not plugin.is_whole:
         raise ValueError(
             f"keep_fp32='auto' needs models that are whole on every rank, and {type(plugin).__name__} divides weights, "
-            "gradients or states: which module a skip began in is told by a replay, which is not sure there. Use "
+            "gradients or states: a replay finds the module in which a skip began, and is not sure there. Use "
             "TorchDDPPlugin or one process, or find the modules before the run, with booster.numerics.auto_pins"
         )
     if diagnose not in (None, "every"):
@@ -167,7 +167,7 @@ def check_model(model: Any, boosted: Collection[nn.Module], plugin: Plugin) -> N
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
                 raise ValueError(
                     f"{name or 'the model'} is an {type(module).__name__} with max_norm={module.max_norm}, which writes to its "
-                    "weight in forward: each rank to the rows of its own batch, so that ranks drift apart, or the next step "
+                    "weight in forward: each rank to the rows of its batch, so that ranks drift apart, or the next step "
                     "undoes it. Leave max_norm out, and in forward scale the rows that were looked up, or after each step all "
                     "rows on all ranks"
                 )
@@ -180,7 +180,7 @@ def check_several(models: Sequence[nn.Module], *, changes: bool) -> None:
     if changes:
         raise ValueError(
             "boost got a list of models, and a PrecisionSchedule or an Autopilot changes the precision of one model at a time; "
-            "boost each by itself with an optimizer of its own, or give Booster one precision"
+            "boost each by itself with its own optimizer, or give Booster one precision"
         )
     places: dict[torch.Tensor, tuple[int, str]] = {}
     for place, model in enumerate(models):
@@ -189,7 +189,7 @@ def check_several(models: Sequence[nn.Module], *, changes: bool) -> None:
             if other != place:
                 raise ValueError(
                     f"model {place} of the list has the parameter {name!r}, which is {other_name!r} of model {other} too; put "
-                    "both into one module, whose forward says which of them is called"
+                    "both into one module, and call the one or the other in its forward"
                 )
 
 
@@ -227,8 +227,8 @@ def check_criterion(criterion: Any, plugin: Plugin) -> None:
     trainable = isinstance(criterion, nn.Module) and [n for n, p in criterion.named_parameters() if p.requires_grad]
     if trainable and plugin.averaging_size > 1:
         raise ValueError(
-            f"the criterion has trainable parameters {trainable}, whose gradients {type(plugin).__name__} does not "
-            "synchronise; make it a submodule of the model"
+            f"the criterion has trainable parameters {trainable}, and {type(plugin).__name__} does not synchronise "
+            "their gradients; make it a submodule of the model"
         )
 
 

@@ -31,7 +31,7 @@ def shard_sequence(
     shift_labels: labels of a mapping are the tokens themselves: moved one on before the cut, and given as "shift_labels" too,
         with "num_items_in_batch", so that a transformers model computes the loss over all tokens; its mean over ranks is
         `b.reduce(loss)`. False: labels are those of their tokens. True is a collective.
-    documents: of packed sequences, whose attention stays within a document: the number of each token's, (batch, sequence), or
+    documents: of packed sequences, where attention stays within a document: the number of each token's, (batch, sequence), or
         for one sequence where they begin and the length, as cu_seqlens. None: a sequence is one document. Reads them on the
         host. On a single device they raise: there a mask of the model's says it.
     whole: names or places of tensors that stay whole on every rank.
@@ -64,11 +64,11 @@ def token_mean(self: BoosterState, losses: torch.Tensor, counted: torch.Tensor |
     """Return the sum of `losses` over the tokens of all ranks, divided by how many count: 0-dim, float32, on every rank.
 
     losses: of this rank's tokens, in any shape, as reduction="none" gives them; or their sum.
-    counted: which of them count, as `labels != -100`, or weights, in their shape or in as many elements; beside a sum their
+    counted: which of them count, as `labels != -100`, or weights, in their shape or in as many elements; with a sum their
         number; None counts all.
 
     What does not count may be no number. With gradients: those of `b.backward` are of this mean. A small collective over the
-    ranks whose gradients are averaged; without any, of this process's tokens.
+    ranks that average gradients; without any, of this process's tokens.
     """
     arguments.instance("losses", losses, torch.Tensor, "a tensor")
     if losses.is_complex():

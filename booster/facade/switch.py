@@ -99,7 +99,7 @@ class Switch:
             )
         if type(model) is not ModelWrapper:
             raise ValueError(
-                self._refusal(f"{type(self._old).__name__} wraps models in a {type(model).__name__} of its own")
+                self._refusal(f"{type(self._old).__name__} wraps models in its own {type(model).__name__}")
             )
         compiled = [name for name, child in placed.named_modules() if is_compiled(child)]
         if compiled:

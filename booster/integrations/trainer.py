@@ -116,7 +116,7 @@ def _of_others(args: Any, accelerator: Any, model: Any) -> Iterator[str]:
     if getattr(args, "deepspeed", None) or accelerator.state.distributed_type.value == "DEEPSPEED":
         yield "deepspeed, which steps by itself: give plugin=LowLevelZeroPlugin() or TorchFSDPPlugin()"
     elif getattr(args, "fsdp", None) or accelerator.state.distributed_type.value == "FSDP":
-        yield "fsdp, which places the model beside its plugin: give plugin=TorchFSDPPlugin()"
+        yield "fsdp, which places the model as a plugin does: give plugin=TorchFSDPPlugin()"
     elif accelerator.state.distributed_type.value not in _DISTRIBUTED:
         yield f"the distributed type {accelerator.state.distributed_type.value}: {_LAUNCH_ONCE_A_DEVICE}"
     if getattr(args, "parallelism_config", None) is not None:

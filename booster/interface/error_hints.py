@@ -44,7 +44,7 @@ def check_nothing_is_lost(own: Mapping[str, Any], update: Update) -> None:
         raise RuntimeError(
             f"torch.distributed.checkpoint.state_dict would drop {' and '.join(lost)} of this optimizer. Save with "
             "Booster.save, which keeps everything, and load with Booster.load, into any layout; or keep what "
-            f"optimizer.state_dict() returns, whose key {STATE_KEY!r} has them"
+            f"optimizer.state_dict() returns, which has them under {STATE_KEY!r}"
         )
 
 

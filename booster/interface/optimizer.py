@@ -376,8 +376,8 @@ class OptimizerWrapper(Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerWrapper:
         if self._update.shards.is_distributed:
             raise TypeError(
-                "an optimizer whose parameters or gradients ranks share is not copied: its copy would step parameters that no "
-                "plugin has placed. Keep optimizer.state_dict(), or Booster.save, and load it again; the model alone can be "
+                "an optimizer of parameters or gradients that ranks share is not copied: its copy would step parameters that "
+                "no plugin has placed. Keep optimizer.state_dict(), or Booster.save, and load it again; the model alone can be "
                 "copied where its weights are whole"
             )
         self.sync()  # what waits for the last step's outcome belongs to this object

@@ -228,7 +228,7 @@ _READERS = ("torch.nn.utils.", "torch.nn.modules.module")
 
 def _refuse_rewriting() -> NoReturn:
     raise RuntimeError(
-        "a boosted model was given to a function of torch.nn.utils that puts other parameters in the place of its own; the "
+        "a boosted model was given to a function of torch.nn.utils that puts other parameters in the place of its; the "
         "optimizer, master weights and checkpoints know them as they were when it was boosted. Do it to your own model, before "
         "its optimizer is made and before boost: weight_norm(net); optimizer = AdamW(net.parameters()); "
         "b.boost(net, optimizer)"

@@ -79,7 +79,7 @@ def _made(make: Callable[[UpdateContext], Update], context: UpdateContext) -> Up
 def _refusal(update: Update, context: UpdateContext, device: torch.device) -> str | None:
     """Return why kernels cannot step the optimizer of `context`, None if they can."""
     if type(update) is not Update or type(update.gradients) not in (Gradients, DeviceGradients):
-        return f"its precision makes an update of its own, {type(update).__name__}"
+        return f"its precision makes its own update, {type(update).__name__}"
     if isinstance(update.decision, ReportingDecision) and update.decision.verbose:
         return "its steps are logged, by the host (verbose=True)"
     if find_spec("triton") is None:

@@ -226,7 +226,7 @@ def _tried(
                 expected = scale_to(F.pad(each, (0, -each.shape[1] % 32)), target, scaling)
                 found, other = quantized(each, target, scaling, 32, transposed=turns)
                 if other is not None and not _is_turned(other, found, each.shape):
-                    return f"bytes of a transpose, written beside{what}, {dtype}, differ"
+                    return f"bytes of a transpose, written with{what}, {dtype}, differ"
             if not same(found, expected, target):
                 return f"bytes or scales{what}, {dtype}, differ"
             if delayed and not all(_given_is_taken(each, target, scaling, start) for start in (0.0, 0.25)):

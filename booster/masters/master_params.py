@@ -25,8 +25,8 @@ class MasterParams:
     def __init__(self, masters: Masters, grad_scale: float | None) -> None:
         if masters.hosts:
             raise RuntimeError(
-                f"a method of {type(masters.optimizer).__name__} beside step() would need all states on the device at once, "
-                "and offload_states=True keeps them in the host's memory; leave it False"
+                f"a method of {type(masters.optimizer).__name__} other than step() would need all states on the device at "
+                "once, and offload_states=True keeps them in the host's memory; leave it False"
             )
         masters.sync()
         self._masters, self._state, self._scale = masters, masters.optimizer.state, grad_scale

@@ -130,8 +130,8 @@ class MasterApplication(Application):
             return self.whole.call(method, None)
         if self.masters.gradient_of is not own_gradient:
             raise RuntimeError(
-                f"a method of {type(self.optimizer).__name__} beside step() was called between backward and step, and this "
-                "precision keeps sums of gradients beside .grad, which it would not see; use mixed_precision='bf16_naive' or "
+                f"a method of {type(self.optimizer).__name__} other than step() was called between backward and step, and this "
+                "precision keeps sums of gradients out of .grad, which it would not see; use mixed_precision='bf16_naive' or "
                 "'bf16', or call it after step() and zero_grad()"
             )
         return self.whole.call(method, float(gradients.grad_scale), keep=keep)

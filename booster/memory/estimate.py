@@ -143,7 +143,7 @@ def estimate(
     if plugin in ("zero1", "zero2"):
         check_gathers(policy)
     if options is None and own.has_own_update:
-        raise ValueError(f"what {type(own).__name__} keeps beside weights is not known to the estimate")
+        raise ValueError(f"what {type(own).__name__} keeps besides weights is not known to the estimate")
     if fully_sharded and options is not None and policy.store is None:
         # Float32 shards are the masters. Masters of their own remain where they or the states are kept in another form.
         kept_so = options.states != "fp32" or (options.offload and can_offload(device))

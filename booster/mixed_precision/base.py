@@ -213,7 +213,7 @@ class MixedPrecision:
     def release_refusal(self) -> str | None:
         """Why the update cannot step within backward, as release_gradients asks; None: it can."""
         if self.has_own_update:
-            return f"{type(self).__name__} has an update of its own, which steps all at once"
+            return f"{type(self).__name__} has its own update, which steps all at once"
         if self.kept.rounding == "stochastic":
             return "rounding='stochastic' draws its random numbers in the order of parameters, not in that of their gradients"
         return None
@@ -292,11 +292,11 @@ class MixedPrecision:
         if self.has_own_update:
             if packed != self.kept.states:
                 raise ValueError(
-                    f"{type(self).__name__} steps parameters in a way of its own, which keeps states as they are; leave out "
+                    f"{type(self).__name__} steps parameters in its own way, which keeps states as they are; leave out "
                     f"states={states!r}, or use another precision, such as 'fp16', 'bf16', 'fp16_naive' or 'bf16_naive'"
                 )
             raise ValueError(
-                f"{type(self).__name__} steps parameters in a way of its own, which keeps states on the device; leave out "
+                f"{type(self).__name__} steps parameters in its own way, which keeps states on the device; leave out "
                 "offload_states=True, or use another precision, such as 'fp16', 'bf16', 'fp16_naive' or 'bf16_naive'"
             )
         # A copy, since the user may give the same object to two Boosters with other options.

@@ -139,9 +139,9 @@ def normalise_keep_fp32(
         if isinstance(entry, str) and entry == AUTO and not auto:
             raise ValueError(
                 f"{option}='auto' is for 'fp16' alone, FP16TorchMixedPrecision. Half weights lie in buckets with their "
-                "masters, and those of DistributedDataParallel, whose dtypes are settled at boost(), so no module can become "
-                "float32 during the run; and bfloat16 overflows where float32 does. Find the modules before the run, with "
-                "booster.numerics.auto_pins. For a module of the name auto, write '*auto'"
+                "masters, and in those of DistributedDataParallel, which have their dtypes from boost(), so no module can "
+                "become float32 during the run; and bfloat16 overflows where float32 does. Find the modules before the run, "
+                "with booster.numerics.auto_pins. For a module of the name auto, write '*auto'"
             )
     return entries
 

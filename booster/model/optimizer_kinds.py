@@ -244,13 +244,13 @@ def _check_states(optimizer: Optimizer, would: str) -> None:
         what = f"is put around another optimizer, {base}, with states apart"
         cure = f"Give boost() the {base} itself, or have both share one dict (self.state = self.{apart[0]}.state)"
     elif own.state_dict is not Optimizer.state_dict and not has_torch_form(optimizer.state_dict()):
-        what, cure = "writes a state_dict() of its own form", "Use an optimizer that writes torch's"
+        what, cure = "writes a state_dict() in its own form", "Use an optimizer that writes torch's"
     else:
         return
     raise ValueError(
-        f"for its parameters, {own.__name__} {would}; but it {what}, and no checkpoint could tell whose its states are. "
-        f"{cure}; or use mixed_precision='fp32', 'bf16' or 'fp16' on one device or with TorchDDPPlugin, where what it writes "
-        "is kept as it is"
+        f"for its parameters, {own.__name__} {would}; but it {what}, and no checkpoint could know to which parameters its "
+        f"states belong. {cure}; or use mixed_precision='fp32', 'bf16' or 'fp16' on one device or with TorchDDPPlugin, where "
+        "what it writes is kept as it is"
     )
 
 

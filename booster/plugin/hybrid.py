@@ -118,7 +118,7 @@ class HybridParallelPlugin(ShardingPlugin):
         if world_size % (tp_size * pp_size * sp_size):
             raise ValueError(
                 f"{named} is {tp_size * pp_size * sp_size}, which does not divide the world size {world_size}; choose sizes "
-                "whose product does"
+                "with a product that does"
             )
         if sp_size > 1 and pp_size > 1:
             raise ValueError(

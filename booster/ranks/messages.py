@@ -103,7 +103,7 @@ def _check_alike(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     if largest != -smallest:
         raise RuntimeError(
             "parameters and buffers are not the same on all ranks, or not in the same order; build the model alike on every "
-            "rank: not from a set, whose order differs among processes, and with no layer that one rank leaves out"
+            "rank: not from a set, which has another order in each process, and with no layer that one rank leaves out"
         )
 
 

@@ -33,9 +33,9 @@ _NOT_FINITE = "not finite"
 _COMPARISONS = 3  # steps in which gradients of whole parameters are compared among the ranks that divide layers
 PARTIAL = (
     "the gradient of {names}, which each rank of tensor parallelism has whole, differs among these ranks: each has the terms "
-    "of its own heads or features alone, so that ranks would drift apart. In tp_plan give a module that reads what a "
-    "column-wise layer returns, as a norm of every head, 'replicated_with_grad_allreduce', and one whose output each rank "
-    "reads for its own heads, as keys that all heads share, 'replicated_with_output_grad_allreduce'"
+    "of its heads or features alone, so that ranks would drift apart. In tp_plan give a module that reads what a "
+    "column-wise layer returns, as a norm of every head, 'replicated_with_grad_allreduce', and one with an output that each "
+    "rank reads for its own heads, as keys that all heads share, 'replicated_with_output_grad_allreduce'"
 )
 
 

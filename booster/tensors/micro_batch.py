@@ -80,7 +80,7 @@ def _check_divisible(leaf: Any, size: int) -> None:
         if any(tensor.dim() and tensor.shape[0] == size for tensor in tensors(value)):
             cls = type(leaf).__name__
             raise TypeError(
-                f"the batch holds an object of {cls}, whose attribute {name!r} has the {size} samples of the batch, and how to "
+                f"the batch holds an object of {cls}, its attribute {name!r} has the {size} samples of the batch, and how to "
                 f"divide it into micro-batches is not known: give a tuple, list, mapping or dataclass instead, or make {cls} a "
                 "dataclass"
             )

@@ -110,7 +110,7 @@ def is_container(tree: Any) -> bool:
 
 def _items(tree: Any) -> list[Any] | None:
     """What is in a container, in the order in which `_with_items` takes it; None for a leaf."""
-    if tree is None:  # whose class torch 2.11 cannot ask for fields where it compiles
+    if tree is None:  # torch 2.11 cannot compile a look at the fields of its class
         return None
     if isinstance(tree, (*_SEQUENCES, *_SETS)):
         return list(tree)

@@ -89,7 +89,7 @@ class CompiledApplication(Application):
                 if not self._said:
                     self._said = True
                     _logger.warning(
-                        "%s: a parameter of shape %s lies otherwise in memory than when its step was compiled, as after "
+                        "%s: a parameter of shape %s has another memory format than when its step was compiled, as after "
                         "model.to(memory_format=...); such steps run without the compiler. Change it before boost()",
                         type(self.optimizer).__name__,
                         tuple(param.shape),

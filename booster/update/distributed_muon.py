@@ -188,7 +188,7 @@ class DistributedMuon:
 
 
 def distributed_muon(optimizer: Optimizer) -> DistributedMuon | None:
-    """Return what steps `optimizer` in place of its own `step`: of torch's Muon that holds DTensors; None of others."""
+    """Return what replaces the `step` of `optimizer`, where that is torch's Muon with DTensors; else None."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     return DistributedMuon() if type(optimizer) is torch.optim.Muon and any(map(is_dtensor, params)) else None
 

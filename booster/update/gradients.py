@@ -211,7 +211,7 @@ class Gradients:
             self._warned_of_mutation = True
             _logger.warning(
                 "the gradient of %s%s was changed between b.backward and step() while it was multiplied by the loss "
-                "scale, as by torch's clip_grad_norm_, by a loss.backward() of its own, or by hand: what is added or compared "
+                "scale, as by torch's clip_grad_norm_, by a plain loss.backward(), or by hand: what is added or compared "
                 "with a bound there is thousands of times too small. Clip with optimizer.clip_grad_by_norm(max_norm), pass "
                 "every loss to b.backward, and call optimizer.unscale_grads() before writing to .grad",
                 self.parameters.name_of(params[0]),

@@ -70,7 +70,7 @@ class Parameters:
         if half:
             raise RuntimeError(
                 f"{self.name_of(half[0])} was float32 at boost() and is {half[0].dtype} now, as after model.half() or "
-                "model.to(dtype): no float32 master stands behind it, and small updates would be lost. Leave the weights as "
+                "model.to(dtype): it has no float32 master, and small updates would be lost. Leave the weights as "
                 "they are, since the precision casts what it computes; for half weights with masters use "
                 "mixed_precision='fp16_naive' or 'bf16_naive'"
             )

@@ -246,7 +246,7 @@ def _check_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         raise ValueError(
             "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: there are "
             f"{given} parameters in the groups of the state, and {sizes} in those of this optimizer. A pipeline rank writes "
-            "the state of its own layers"
+            "the state of its layers"
         )
     _check_kinds(optimizer, state_dict["param_groups"])
     for key, entry in state_dict["state"].items():

@@ -1,6 +1,6 @@
 """Feature: a precision of your own, registered under a name.
 
-This one is bfloat16 whose criterion and outputs stay in bfloat16, with gradients that are not finite treated as with a
+This one is bfloat16 with criterion and outputs that stay in bfloat16, with gradients that are not finite treated as with a
 loss scaler. Override what differs; `MixedPrecision` itself is float32.
 
     python examples/features/custom_strategy.py

@@ -1,4 +1,4 @@
-"""The data of the features: 10,000 photographs of clothes for training and 4,000 for testing, beside the examples."""
+"""The data of the features: 10,000 photographs of clothes for training and 4,000 for testing, in the folder of the examples."""
 
 import lzma
 from pathlib import Path

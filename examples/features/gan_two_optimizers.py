@@ -25,7 +25,7 @@ def main() -> None:
     optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=2e-4, betas=(0.5, 0.999))
     criterion = nn.BCEWithLogitsLoss()
     loader = b.plugin.prepare_dataloader(read("train"), batch_size=64, shuffle=True)
-    # The feature: boost() once for each pair, and each optimizer has a loss scale of its own.
+    # The feature: boost() once for each pair, and each optimizer has its own loss scale.
     generator, optimizer_g, _, _, _ = b.boost(generator, optimizer_g)
     discriminator, optimizer_d, criterion, loader, _ = b.boost(discriminator, optimizer_d, criterion, loader)
 

@@ -1,6 +1,6 @@
 """Feature: sum the gradients of four small batches before each step, as if they were one large batch.
 
-The last group of an epoch may be shorter; `accumulate` is told its real length, so that its gradients are a mean too.
+The last group of an epoch may be shorter; `accumulate` gets its real length, so that its gradients are a mean too.
 Among processes gradients are exchanged once per group, not once per batch.
 
     python examples/features/gradient_accumulation.py

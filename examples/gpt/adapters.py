@@ -1,4 +1,4 @@
-"""Train low-rank adapters on a frozen GPT, whose weights are stored in 4 bits, and on the same GPT in float32.
+"""Train low-rank adapters on a frozen GPT with weights stored in 4 bits, and on the same GPT in float32.
 
 [booster run --nproc_per_node 2 | python] examples/gpt/adapters.py          # about two minutes on one core
 """

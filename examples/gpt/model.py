@@ -106,7 +106,7 @@ class GPT(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(param)
             elif "norm" not in name:
-                # Each block adds twice to the residual stream, whose variance is not to grow with the depth.
+                # Each block adds twice to the residual stream: its variance is not to grow with the depth.
                 added = name.endswith(("out_proj.weight", "mlp.proj.weight"))
                 nn.init.normal_(param, std=INITIAL_STD / (2 * num_blocks) ** 0.5 if added else INITIAL_STD)
 
@@ -122,7 +122,7 @@ def make_vit(*, width: int, num_blocks: int, num_heads: int) -> nn.Module:
     sys.path.append(str(Path(__file__).resolve().parents[1] / "vit"))
     from torchvision_ops import import_torchvision
 
-    import_torchvision()  # timm needs torchvision, which fails beside a CPU-only torch without this
+    import_torchvision()  # timm needs torchvision, which fails with a CPU-only torch without this
     from timm.models.vision_transformer import VisionTransformer
 
     return VisionTransformer(

@@ -3,7 +3,7 @@
     pip install optuna
     python examples/integrations/optuna_search.py
 
-A Booster belongs to one trial: make model, optimizer and Booster inside the objective. A run whose steps are all skipped
+A Booster belongs to one trial: make model, optimizer and Booster inside the objective. A run with all steps skipped
 raises LossScaleError, which Optuna may count as a failed trial.
 """
 

@@ -52,7 +52,7 @@ def main(precision: str = "bf16", *names: str) -> None:
         torch.manual_seed(0)
         model, batch = MODELS[name]()
         if name != "vit":
-            model.config.use_cache = False  # of no use beside gradient checkpointing
+            model.config.use_cache = False  # of no use with gradient checkpointing
         model.gradient_checkpointing_enable()
         b = booster.Booster(mixed_precision=precision, clip_grad_norm=1.0)
         model, optimizer, *_ = b.boost(model, torch.optim.AdamW(model.parameters(), 3e-3))

@@ -1,12 +1,12 @@
-"""Run a script as it stands and with edits, and compare every number that it reads from a tensor with `.item()`.
+"""Run a script as it is and with edits, and compare every number that it reads from a tensor with `.item()`.
 
     python examples/ports/same_losses.py --items 60 nanoGPT/train.py examples/ports/nanogpt.ed --device=cpu --dtype=float32
 
-The edits are what `diff -e original ported` prints: line numbers of the original, and new lines. The edited script lies beside
-the original while it runs, so that it finds the same modules. What follows the edits is handed to both. Each runs in a process
-of its own with one thread. The exit code is 1 where a number differs.
+The edits are what `diff -e original ported` prints: line numbers of the original, and new lines. The edited script is next to
+the original while it runs, so that it finds the same modules. What follows the edits is handed to both. Each runs in its own
+process with one thread. The exit code is 1 where a number differs.
 
-What docs/migration/index.md shows was run so, beside a clone of this repository:
+What docs/migration/index.md shows was run so, next to a clone of this repository:
 
     cd nanoGPT && python ../booster/examples/ports/same_losses.py --items 100 train.py ../booster/examples/ports/nanogpt.ed \\
         --device=cpu --dtype=float32 --compile=False --dataset=shakespeare_char --gradient_accumulation_steps=4 \\
@@ -70,7 +70,7 @@ def apply(edits: str, lines: list[str]) -> list[str]:
 
 
 def record(script: Path, limit: int, arguments: list[str]) -> list[str]:
-    """Run `script` in a process of its own and return its numbers."""
+    """Run `script` in its own process and return its numbers."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "items.json"
         own = [sys.executable, __file__, "--record", str(out), "--items", str(limit), str(script), "-"]

@@ -56,7 +56,7 @@ def save_plot(histories: list[History], title: str, path: Path) -> None:
 
 
 def draw(histories: list[History], title: str) -> Figure:
-    """Losses over the steps; beside them what each run reached and took; below, loss scale and skips where there were any."""
+    """Losses over the steps; next to them what each run reached and took; below, loss scale and skips where there were any."""
     bars = {
         "accuracy on test images, %": [None if run.accuracy is None else 100 * run.accuracy for run in histories],
         "images a second": [run.images_per_second for run in histories],
@@ -69,9 +69,9 @@ def draw(histories: list[History], title: str) -> Figure:
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
     grid = figure.add_gridspec(1 + len(below), 2, width_ratios=(2.4, 1), height_ratios=(3, *([1] * len(below))))
     loss = figure.add_subplot(grid[0, 0])
-    beside = grid[:, 1].subgridspec(len(bars), 1)
+    side = grid[:, 1].subgridspec(len(bars), 1)
     for row, (name, values) in enumerate(bars.items()):
-        _bars(figure.add_subplot(beside[row]), name, values, histories)
+        _bars(figure.add_subplot(side[row]), name, values, histories)
     longest = max(len(run.loss) for run in histories)
     window = min(WINDOW, max(1, longest // 10))
     for index, run in enumerate(histories):

@@ -1,8 +1,8 @@
-"""Make `import torchvision` work beside a CPU-only torch; call this before importing timm.
+"""Make `import torchvision` work with a CPU-only torch; call this before importing timm.
 
-The usual torchvision wheel is built against CUDA, so beside a CPU-only torch its compiled operators do not load.
-torchvision tolerates that everywhere except for two operators, `nms` and `qnms`, whose shape functions it registers
-without asking whether the operators exist. timm imports torchvision, so timm fails as well.
+The usual torchvision wheel is built against CUDA, so with a CPU-only torch its compiled operators do not load.
+torchvision tolerates that everywhere except for two operators, `nms` and `qnms`, for which it registers
+shapes without asking whether the operators exist. timm imports torchvision, so timm fails as well.
 
 The repair runs only after that very failure: declaring the operators where the compiled ones do load would register
 them twice, which ends the process.

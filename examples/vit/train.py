@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torchvision_ops
 
-torchvision_ops.import_torchvision()  # timm needs torchvision, which fails beside a CPU-only torch without this
+torchvision_ops.import_torchvision()  # timm needs torchvision, which fails with a CPU-only torch without this
 
 from data import DATASETS, ImageSet, load_images
 from history import History

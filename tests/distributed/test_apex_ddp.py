@@ -141,7 +141,7 @@ def test_ranks_agree_on_an_inf_that_only_one_of_them_has(ranks2, level):
 
 
 def losses_add_up(rank, world_size, as_view):
-    """Two losses, each with a pass and a scale of its own; their gradients meet in DDP's own memory."""
+    """Two losses, each with its own pass and scale; their gradients meet in DDP's own memory."""
     booster = Booster("cpu", strategy("O1", num_losses=2), TorchDDPPlugin(gradient_as_bucket_view=as_view))
     model = net(0)
     model, optimizer, *_ = booster.boost(model, adam(model.parameters()))

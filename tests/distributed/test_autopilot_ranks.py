@@ -36,7 +36,7 @@ def test_ranks_decide_alike_on_the_sums_of_all(run_on_ranks):
 
 
 def flown(rank, world_size, stages, steps=3):
-    """A run whose last layers have outliers; the bad layer is on the last stage."""
+    """A run with outliers in its last layers; the bad layer is on the last stage."""
     torch.manual_seed(0)
     features = 64
     own = nn.Sequential(

@@ -85,9 +85,7 @@ def test_every_sample_is_seen_once(run_on_ranks, tmp_path, source, target, cases
 
 
 OWN = list(
-    itertools.product(
-        ("distributed", "eager", "prepared with a sampler of its own"), (False, True), WORKERS, (False, True)
-    )
+    itertools.product(("distributed", "eager", "prepared with its own sampler"), (False, True), WORKERS, (False, True))
 )
 
 

@@ -21,7 +21,7 @@ PLACEMENTS = {
     "PP": lambda: HybridParallelPlugin(tp_size=1, pp_size=2, num_microbatches=2, pp_style="1f1b"),
 }
 ORDERED = [kind for kind in CONTAINERS if kind not in ("set", "frozen set")]
-# torch's fully_shard, of which pipelines make use too, has a walker of its own, which knows these.
+# torch's fully_shard, of which pipelines make use too, has its own walker, which knows these.
 KNOWN_TO_TORCH = ["tensor", "tuple", "list", "named tuple", "named tuple of torch", "dict", "ordered dict"]
 KINDS = {
     "DDP": ORDERED,

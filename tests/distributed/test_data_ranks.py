@@ -64,7 +64,7 @@ class Cut(DistributedSampler):
 
 
 class Stateful(DataLoader):
-    """A loader with a state of its own, as torchdata's."""
+    """A loader with its own state, as torchdata's."""
 
     def state_dict(self):
         return {}

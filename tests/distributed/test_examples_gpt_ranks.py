@@ -40,7 +40,7 @@ def train(folder: Path, num_processes: int, options: str) -> Done:
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Done]]]:
-    """Every job, started when the first test asks; two at a time, each in a folder of its own."""
+    """Every job, started when the first test asks; two at a time, each in its own folder."""
     pool = ThreadPoolExecutor(2)
     yield {name: pool.submit(train, tmp_path_factory.mktemp("job"), *job) for name, job in JOBS.items()}
     pool.shutdown(cancel_futures=True)

@@ -22,7 +22,7 @@ PRECISIONS = {
 }
 
 
-KEPT = ["blocks.*.norm1", "norm"]  # of several modules `fully_shard` makes one group, with hooks of its own
+KEPT = ["blocks.*.norm1", "norm"]  # of several modules `fully_shard` makes one group, with its own hooks
 PRECISIONS |= {"fp16 kept": lambda: FP16TorchMixedPrecision(init_scale=SCALE, keep_fp32=KEPT)}
 STAGES = {"tp_size": 1, "pp_size": 2, "num_microbatches": 2}
 LAYOUTS = PARALLELISMS | {

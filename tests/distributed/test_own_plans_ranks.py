@@ -107,7 +107,9 @@ def test_keys_and_values_that_all_heads_share_step_as_in_one_process(ranks2, pre
 
 def gathered(rank, world_size, precision):
     _, booster, model, optimizer = boosted(precision, {**PLAN, "kv": "colwise_gather_output"})
-    with pytest.raises(RuntimeError, match="gives 'kv' 'colwise_gather_output', whose whole output all ranks must use"):
+    with pytest.raises(
+        RuntimeError, match="gives 'kv' 'colwise_gather_output', and all ranks must use its whole output"
+    ):
         booster.backward(model(batch(0)).float().square().mean(), optimizer)
     # Read by all ranks alike it is right, and nothing is compared after the first passes.
     _, booster, model, optimizer = boosted(precision, {"inp": "colwise_gather_output"})

@@ -799,7 +799,7 @@ def test_a_pipeline_of_one_rank_runs_too(ranks2):
 
 
 def padded(rank, world_size):
-    """torch's encoder has a way of its own in evaluation, on nested tensors, which do not cross."""
+    """torch's encoder has its own way in evaluation, on nested tensors, which do not cross."""
     torch.manual_seed(0)
     model = Encoder().eval()
     batch = text()

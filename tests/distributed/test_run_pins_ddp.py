@@ -9,7 +9,7 @@ from booster.plugin import TorchDDPPlugin
 
 
 class Block(nn.Module):
-    """A product of its own; by a factor of 1000 it is too large for float16 where an input is 100."""
+    """Its own product; by a factor of 1000 it is too large for float16 where an input is 100."""
 
     def __init__(self, factor):
         super().__init__()

@@ -164,7 +164,7 @@ def test_accumulated_passes_and_passes_in_no_sync_equal_one_device(ranks2, by_to
 
 
 def recomputed(rank, world_size, cut_before_backward):
-    """Weights after passes of a checkpointed model, whose second batch was cut, or went forward, before the first goes back."""
+    """Weights after passes of a checkpointed model: its second batch was cut, or went forward, before the first goes back."""
     plugin = {} if world_size == 1 else {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
     booster, model, optimizer = boosted(world_size, MODELS["checkpointed"], **plugin)
     batches = [batch_of("checkpointed", 0, LENGTH), batch_of("checkpointed", 1, LENGTH + 6 * cut_before_backward)]
@@ -363,6 +363,6 @@ def ring_beside_one_process(rank, world_size):
 
 @pytest.mark.slow
 def test_a_ring_takes_little_more_cpu_time_than_one_process(ranks2):
-    """Of attention on 8,192 tokens, both passes, summed over ranks; one process beside itself says how sure that is."""
+    """Of attention on 8,192 tokens, both passes, summed over ranks; one process next to itself says how sure that is."""
     ratios, again = zip(*ranks2(ring_beside_one_process)[0], strict=True)
     assert min(ratios) <= 1.15 * max(1.0, *again)

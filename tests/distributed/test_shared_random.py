@@ -22,7 +22,7 @@ class Block(nn.Module):
 
 
 def trained(kind, precision, draw, folder=None, steps=3):
-    """(weights by name, masks of dropout) after some steps before each of which this rank draws `draw` numbers of its own."""
+    """(weights by name, masks of dropout) after some steps before each of which this rank draws `draw` numbers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Block(), Block(), nn.Dropout(0.5), nn.Linear(8, 4))
     options = {"tp_size": 2, "pp_size": 1, **SIZES[kind]}

@@ -29,7 +29,7 @@ class Noisy(Dataset):
 
 
 class Stream(IterableDataset):
-    """A stream of one rank's own, with a position of its own."""
+    """A stream of one rank's own, with its own position."""
 
     def __init__(self, rank, world_size):
         self.rank, self.world_size, self.position = rank, world_size, 0

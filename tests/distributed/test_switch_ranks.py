@@ -19,7 +19,7 @@ PLUGINS = plugins("ddp", "zero2", "zero1", "fsdp", "tp", tp_plan=TP_PLAN)
 def moved(rank, world_size, name, old, news, folder):
     found = {}
     data = 0 if name == "tp" else rank
-    norm = nn.LayerNorm  # under fully_shard BatchNorm has a group of its own under halves
+    norm = nn.LayerNorm  # under fully_shard BatchNorm has its own group under halves
     for new in news:
         job = Job(old, PLUGINS[name](), norm=norm)
         job.steps(0, 3, data)

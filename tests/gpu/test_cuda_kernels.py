@@ -117,7 +117,7 @@ def test_a_model_on_another_device_than_the_current_one_is_stepped_there():
         torch.testing.assert_close(own, other, rtol=2.0**-7, atol=1e-6)
 
 
-# ---- faults, each in a process of its own: one that CUDA finds at a wrong address ends all work there
+# ---- faults, each in its own process: one that CUDA finds at a wrong address ends all work there
 
 PLANTED = """
 import dataclasses, logging, sys

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class BytesAlive(TorchDispatchMode):
-    """Counts what is made inside, beside what is alive as it begins; `most` is the largest sum, `now` the one at the end.
+    """Counts what is made inside, besides what is alive as it begins; `most` is the largest sum, `now` the one at the end.
 
     What is freed inside counts too, so that a tensor that takes the place of one before adds nothing.
     """

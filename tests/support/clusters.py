@@ -42,7 +42,7 @@ def listens(port: int) -> bool:
 
 @contextmanager
 def daemon(command: list[str], log: Path, **options) -> Iterator[subprocess.Popen]:
-    """`command` in the foreground of a process of its own, which is ended afterwards."""
+    """`command` in the foreground of its own process, which is ended afterwards."""
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, **options)
     try:

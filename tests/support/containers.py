@@ -15,7 +15,7 @@ class Pair(NamedTuple):
 
 
 class TaggedPair(Pair):
-    """With a constructor of its own, and more than its items."""
+    """With its own constructor, and more than its items."""
 
     def __new__(cls, x, *, tag):
         self = super().__new__(cls, x, [x, None])

@@ -120,7 +120,7 @@ def several(predicate: Predicate, *kinds: type) -> Predicate:
 
 
 def nothing(value: Any) -> bool:
-    """None of the pool is legal: the call wants an object of its own."""
+    """None of the pool is legal: the call wants its own object."""
     return False
 
 
@@ -442,23 +442,23 @@ RANGES: dict[str, Predicate] = {
 
 EXEMPT: dict[str, str] = {
     "(batch)": "any tree; the user's model judges it",
-    "(extra)": "a tree of any depth, in which the place of what cannot be kept is named; has tests of its own",
+    "(extra)": "a tree of any depth, in which the place of what cannot be kept is named; has its own tests",
     "OptimizerWrapper.watch()": "called by boost",
     "ModelWrapper.replace_with()": "called by Booster.switch, with what boost would return",
     "OptimizerWrapper.replace_with()": "called by Booster.switch, with what boost would return",
     "CriterionWrapper.replace_with()": "called by Booster.switch, with what boost would return",
-    "DataLoaderWrapper.load_state_dict()": "has tests of its own, with damaged states",
+    "DataLoaderWrapper.load_state_dict()": "has its own tests, with damaged states",
     "cast_parameters()": "called by plugins, with what they are given",
     "install_keep_fp32()": "called by plugins, with what they are given",
     "PlacedModule()": "made by plugins",
     "(msg)": "logging and print write any object",
     "Booster.print()": "print takes any object, and says itself what is wrong with sep and end",
-    "launch_notebook()": "starts processes; has tests of its own",
+    "launch_notebook()": "starts processes; has its own tests",
     "AMP_TYPE()": "an enum: its call is the enum's own",
     "LossScaleError()": "an exception takes anything",
     "LowPrecision()": "a base, which says that it has no recipe",
     "NaiveMixedPrecision()": "a base, which says that it has no dtype",
-    "Booster.enable_lora()": "needs peft, and has tests of its own",
+    "Booster.enable_lora()": "needs peft, and has its own tests",
     "RanksApart()": "an exception takes anything",
     "ReplayError()": "an exception takes anything",
     "Description()": "made by describe()",
@@ -490,10 +490,10 @@ EXEMPT: dict[str, str] = {
     "ModelWrapper.cast_outputs()": "any tree; what is no tensor stays",
     "ModelWrapper.named_modules()": "torch's own recursion, with torch's arguments",
     "ModelWrapper.load_state_dict()": "torch's own",
-    "OptimizerWrapper.load_state_dict()": "has tests of its own, with damaged states",
+    "OptimizerWrapper.load_state_dict()": "has its own tests, with damaged states",
     "OptimizerWrapper.read_state_dict()": "has the tests of load_state_dict, which calls it",
     "LRSchedulerWrapper.load_state_dict()": "the user's scheduler judges its own state",
-    "load_state_dict()": "has tests of its own, with damaged states",
+    "load_state_dict()": "has its own tests, with damaged states",
 }
 
 # Raised as apex raises them.

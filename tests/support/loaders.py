@@ -160,7 +160,7 @@ def dealt(order, own, workers, drop_last, rank, world_size):
     """The same on several ranks."""
     shared = generator(5) if own else None
     options = {"batch_size": BATCH, "drop_last": drop_last, "generator": shared, **WORKERS[workers]}
-    if order == "prepared with a sampler of its own":
+    if order == "prepared with its own sampler":
         prepared = prepare_dataloader(
             data,
             BATCH,

@@ -301,7 +301,7 @@ MISTAKES = [
         lambda: bare_backward("bf16"),
     ),
     Mistake(
-        "a bare `loss.backward()` beside `b.backward`, fp16",
+        "a bare `loss.backward()` besides `b.backward`, fp16",
         "WARNING",
         "was changed between b.backward and step()",
         "every loss to `b.backward`",
@@ -359,7 +359,7 @@ MISTAKES = [
     Mistake(
         "the same on several ranks",
         "RuntimeError",
-        "whose weights would drift apart",
+        "and their weights would drift apart",
         "call what `boost` returned",
         "tests/distributed/test_guards_ranks.py::test_guards_hold_on_every_plugin_and_say_nothing_of_plain_training",
     ),

@@ -200,7 +200,7 @@ def weights(model: nn.Module) -> torch.Tensor:
 def packed_bound(encodings: dict[str, str], visited: list[torch.Tensor]) -> float:
     """How far rounding of states of these `encodings` moves the end of a run through the weights `visited`, as a length.
 
-    Rounding is by chance, to one of two codes, and so has a standard deviation of half a step between codes at most. What it
+    Rounding is stochastic, to one of two codes, and so has a standard deviation of half a step between codes at most. What it
     makes of a state after one step all later updates go on with: it is that share of their lengths. It is independent from step
     to step, from state to state and from element to element, so that squares add up, and the length of the sum over hundreds of
     elements is its standard deviation within a few per cent.
@@ -319,7 +319,7 @@ BY_ELEMENTS: dict[str, bool] = {}
 
 def by_elements(row: Row) -> bool:
     """Whether a trial in plain torch finds that every element is treated by itself: the parameters of a net, and the same
-    numbers in pieces, each with an optimizer of its own, get the same updates from gradients of several sizes."""
+    numbers in pieces, each with its own optimizer, get the same updates from gradients of several sizes."""
     if row.package in ("bitsandbytes", "torchao") or row.name in FURTHER or row.closure or "_matrices" in row.options:
         return False
     model = net()
@@ -684,7 +684,7 @@ precision, were made on a CPU with torch {torch} and the defaults of `Booster`, 
   tried.
 
 In float32, {float32:.0%} of the way that training goes is near enough. In half it is twice what a loop of plain torch ends off,
-the rounding of half weights, and {beside:.0%}. 8-bit states end where `bf16_naive` does, but for what rounding
+the rounding of half weights, and {margin:.0%}. 8-bit states end where `bf16_naive` does, but for what rounding
 to their codes can move, 2 to 12 % of the way. An average, made of the
 model before `boost`, is right within {float32:.0%} of its way.
 
@@ -707,7 +707,7 @@ def page() -> str:
         torch=stored["versions"]["torch"],
         precisions=", ".join(PRECISIONS),
         float32=FLOAT32,
-        beside=MARGIN,
+        margin=MARGIN,
         pins=" \\\n    ".join(textwrap.wrap(" ".join(f"{each}=={stored['versions'][each]}" for each in packages), 90)),
     )
     for package in packages:

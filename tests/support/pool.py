@@ -40,7 +40,7 @@ from booster.kernels import eligibility as choice
 PROCESS_GROUP_TIMEOUT = 480.0  # seconds a collective waits for its peers
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CASE_TIMEOUT = 600.0  # seconds one case may take, on a machine that does much else
-CASES = 40  # of one group whose ranks have many threads: each process group that a case makes keeps a few
+CASES = 40  # of one group of ranks that have many threads: each process group that a case makes keeps a few
 THREADS = 48  # which take a hundredth of a core while they wait; what a fresh rank imports and makes takes a second
 STOPS = sys.platform == "linux"
 # Imported once, before the ranks are forked, and not by each rank of each group again, nor by its DataLoader workers.

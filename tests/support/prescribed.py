@@ -27,7 +27,7 @@ class _Prescribed(torch.autograd.Function):
 
 
 def loss_with(params: Sequence[torch.Tensor], grads: Sequence[Any], value: float = 1.0) -> torch.Tensor:
-    """A loss of `value` whose gradient by `params[i]` is exactly `grads[i]`; None means no gradient."""
+    """A loss of `value` with exactly the gradient `grads[i]` by `params[i]`; None means no gradient."""
     whole = [
         grad if grad is None or isinstance(grad, torch.Tensor) else torch.full_like(param, grad)
         for param, grad in zip(params, grads, strict=True)

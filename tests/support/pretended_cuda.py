@@ -3,11 +3,11 @@
 What asks for the type of a device takes its branch for GPUs, with numbers, in any build of torch. Inside `pretended`:
 
 - tensors of two devices in one operation raise, but for what CUDA takes: copies, numbers, and indices;
-- a copy to the host that nobody waits for brings its numbers when somebody waits: until then the memory holds `UNREAD`;
+- a copy to the host that nothing waits for brings its numbers when something waits: until then the memory holds `UNREAD`;
 - it must go to pinned memory, and pinned memory must not be written to while the device may still read it;
 - `syncs` counts what makes the host wait.
 
-What runs on a GPU alone is not here: graphs, streams beside each other, Triton's kernels.
+What runs on a GPU alone is not here: graphs, parallel streams, Triton's kernels.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Pretended(TorchDispatchMode):
                 if waits or lists:
                     self.wait()
                     continue
-                assert _is_pinned(target), "a copy to memory that is not pinned, which nobody waits for"
+                assert _is_pinned(target), "a copy to memory that is not pinned, which nothing waits for"
                 # What the device read before, it read before this: streams are one here.
                 self._read = [each for each in self._read if not _is_one(each[0], target)]
                 self._on_the_way.append((target, source.to(target.dtype).clone()))
@@ -224,7 +224,7 @@ def _moved(self: Pretended) -> Callable[..., torch.Tensor]:
             return real(tensor, device=device, copy=copy, **own, **kwargs)
         if not goes:
             return real(tensor, copy=copy, **own, **kwargs) if own or copy or kwargs else tensor
-        assert not (non_blocking and lies(tensor)), "a copy to the host that nobody waits for"
+        assert not (non_blocking and lies(tensor)), "a copy to the host that nothing waits for"
         moved = real(tensor, dtype=dtype or tensor.dtype, copy=True)
         put(moved, there=_is_device(device))
         if not lies(tensor) and non_blocking and _is_pinned(tensor):
@@ -284,7 +284,7 @@ def pretended() -> Iterator[Pretended]:
         patch(torch._C, _group_tensors_by_device_and_dtype=_grouped(torch._C._group_tensors_by_device_and_dtype))
         known = torch._C._dispatch_has_kernel_for_dispatch_key
         patch(torch._C, _dispatch_has_kernel_for_dispatch_key=lambda op, key: known(op, key.replace("CUDA", "CPU")))
-        patch(hardware, alone=lambda look: look())  # not in a thread of its own, which has no modes
+        patch(hardware, alone=lambda look: look())  # not in its own thread, which has no modes
         stack.callback(hardware.gives_float32_sums.cache_clear)
         stack.enter_context(mode)
         yield mode

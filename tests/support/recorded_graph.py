@@ -75,7 +75,7 @@ class _Lent:
         self._tensors: dict[int, torch.Tensor] = {}
 
     def note(self, given: Any, *, launched: bool = False) -> None:
-        """Tensors in `given`, of which each is an object of its own, are held by an operation from now on.
+        """Tensors in `given`, of which each is its own object, are held by an operation from now on.
 
         Tables of addresses are the host's on any machine, except to what is launched on them."""
         for tensor in tensors(given):

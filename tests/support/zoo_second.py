@@ -40,7 +40,7 @@ _CAST = {"bf16": "aten._to_copy", "fp16": "aten._to_copy"}
 
 
 class Applied(nn.Module):
-    """A module around a function, so that a place has a name of its own."""
+    """A module around a function, so that a place has its own name."""
 
     def __init__(self, function, **parts):
         super().__init__()

@@ -14,7 +14,7 @@ PRECISIONS = ("bf16", "fp16", "bf16_naive", "fp16_naive")
 
 
 class Block(nn.Module):
-    """A residual block with a product of its own, times `factor`, to which `shift` is added and taken away again.
+    """A residual block with its own product, times `factor`, to which `shift` is added and taken away again.
 
     Half precision overflows at the one and loses its digits at the other, and no module inside is to blame.
     """

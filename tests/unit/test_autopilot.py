@@ -489,7 +489,7 @@ def test_what_is_no_autopilot_is_refused():
         Autopilot("nvfp4", budget=1.5)
     with pytest.raises(ValueError, match="sample"):
         Autopilot("nvfp4", sample=0.0)
-    with pytest.raises(RuntimeError, match="beside an Autopilot"):
+    with pytest.raises(RuntimeError, match="in a run with an Autopilot"):
         Flight().booster.switch("bf16")
     assert math.isclose(LIMIT, 3**-0.5)
 
@@ -680,5 +680,5 @@ def test_a_schedule_refuses_what_no_phase_can_be():
         PrecisionSchedule({0: 3})
     with pytest.raises(ValueError, match="is no low precision"):
         Booster("cpu", PrecisionSchedule({0: Autopilot("bf16")}))
-    with pytest.raises(RuntimeError, match="beside a PrecisionSchedule"):
+    with pytest.raises(RuntimeError, match="in a run with a PrecisionSchedule"):
         Flight(precision=finished()).booster.switch("bf16")

@@ -68,7 +68,7 @@ def examples(name, world):
 
 @pytest.fixture(autouse=True)
 def clean_process(monkeypatch, tmp_path):
-    """A directory of its own, no launcher's variables, no waiting for names; nothing of the process is left changed."""
+    """Its own directory, no launcher's variables, no waiting for names; nothing of the process is left changed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(mixed_precision, "_REGISTRY", dict(mixed_precision._REGISTRY))
     monkeypatch.setattr(import_module("booster.launch"), "_RESOLVE_SECONDS", 0)

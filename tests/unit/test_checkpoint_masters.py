@@ -34,7 +34,7 @@ class Tied(nn.Module):
 
 
 class Job:
-    """Tied models with the same names of parameters, as many as `names`, each with an optimizer of its own."""
+    """Tied models with the same names of parameters, as many as `names`, each with its own optimizer."""
 
     def __init__(self, precision, names=("g", "d"), seed=0, steps=3, frozen=False):
         self.booster = Booster("cpu", HALF[precision]() if precision in HALF else precision)

@@ -170,7 +170,7 @@ def test_rows_of_numbers_of_4_bits_are_counted_in_numbers_as_the_format_does(tmp
 
 
 class MadeOfTensors(torch.Tensor):
-    """A weight without memory of its own, as torchao's are."""
+    """A weight without its own memory, as torchao's are."""
 
     @staticmethod
     def __new__(cls, inside):

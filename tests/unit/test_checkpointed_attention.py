@@ -109,7 +109,7 @@ def test_a_backward_pass_looks_for_attention_only_where_it_is_computed_again(pre
         loss = model(torch.randn(2, 5, 8)).float().square().mean()
         return count(lambda: booster.backward(loss, optimizer), inside=half_products.__path__[0])
 
-    # That is to ask whether to look. In a context of its own, since what other tests computed again counts too.
+    # That is to ask whether to look. In its own context, since what other tests computed again counts too.
     assert (Context().run(looked) > 5) == (how is not None)
 
 

@@ -86,7 +86,7 @@ def test_a_picture_has_the_sites_colours_and_numbers_on_its_bars(job, tmp_path):
         assert f"fill: {_COLOURS[part]}" in drawn
     words = re.findall(r"<!-- (.*?) -->", drawn)
     assert sum(bool(re.fullmatch(r" ?[\d.,]+", word)) for word in words) > 6, (
-        "of parts and of peaks, beside those of the axis"
+        "of parts and of peaks, besides those of the axis"
     )
     assert "memory 1,024" in words
 
@@ -132,7 +132,7 @@ def test_a_picture_is_not_written_through_a_link(job, tmp_path, capsys):
         (["--precision", "fp33", "JOB"], 2, "--precision: 'fp33' is no precision; choose from"),
         (["--precision", "cuda", "JOB"], 2, "--precision: 'cuda' is no precision; cuda is a device; choose from"),
         (["--plugin", "bf16", "JOB"], 2, "--plugin: 'bf16' is not estimated; bf16 is a precision; choose from"),
-        (["--precision", "fp16_apex+8bit", "JOB"], 2, "in a way of its own"),
+        (["--precision", "fp16_apex+8bit", "JOB"], 2, "in its own way"),
         (["--plugin", "tp", "--world_size", "2", "JOB"], 2, "--plugin: 'tp' is not estimated"),
         (["--precision", "half", "JOB"], 2, "--precision: 'half' is no precision; write fp16; choose from"),
         (["--plugin", "ddp", "JOB"], 2, "needs --world_size above 1"),

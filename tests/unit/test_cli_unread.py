@@ -71,7 +71,7 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word(command, buffered,
         status = main([*command.partition(",")[0].split(), *ARGUMENTS[command]])
     monkeypatch.undo()
     assert capfd.readouterr().err == ""
-    assert status == 141 or (status == 1 and "table" in command), "rich has a status of its own"
+    assert status == 141 or (status == 1 and "table" in command), "rich has its own status"
 
 
 def test_a_process_whose_reader_has_gone_is_quiet_at_its_end_too(folder):

@@ -103,10 +103,10 @@ def test_what_lies_otherwise_in_memory_is_stepped_as_by_an_eager_update(
 ) -> None:
     with caplog.at_level(logging.WARNING, "booster"):
         eager, compiled = train_in_other_layouts(False), train_in_other_layouts("compile")
-    # torch's compiler has warnings of its own, once in a process.
+    # torch's compiler has its own warnings, once in a process.
     ours = [record for record in caplog.records if record.name.startswith("booster")]
     assert [record.message.split(";")[0] for record in ours] == [
-        "AdamW: a parameter of shape (6, 3, 3, 3) lies otherwise in memory than when its step was compiled, as after "
+        "AdamW: a parameter of shape (6, 3, 3, 3) has another memory format than when its step was compiled, as after "
         "model.to(memory_format=...)"
     ]
     for compiled_param, eager_param in zip(compiled, eager, strict=True):

@@ -38,7 +38,7 @@ def with_first_images(folder: Path, train: int, test: int) -> Path:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """`start(*command, images=ALL)`: what a program of the examples did, in a folder of its own; each runs once."""
+    """`start(*command, images=ALL)`: what a program of the examples did, in its own folder; each runs once."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     @cache

@@ -47,7 +47,7 @@ class Table(Two):
 
 
 class Rotary(Two):
-    """Frequencies under a name of its own; their cosines are never cast."""
+    """Frequencies under its own name; their cosines are never cast."""
 
     def __init__(self):
         super().__init__(omega=10000 ** (-torch.arange(0, 4) / 4.0))

@@ -243,7 +243,7 @@ def check(folder, said):
 
 
 class Recording:
-    """In the place of `torch.cuda`: torch's optimizers are told when something is recorded."""
+    """In the place of `torch.cuda`: torch's optimizers know when something is recorded."""
 
     def __init__(self, monkeypatch):
         self.is_on, self.replay = False, lambda: None

@@ -548,7 +548,7 @@ def test_what_checkpointing_recomputes_is_widened_too_and_gradients_are_the_same
     plain = train(fp16_precision(precision), "float32", lambda: Net(recurrent=False), steps=2)
     again = train(fp16_precision(precision), "float32", lambda: Recomputed(reentrant), steps=2)
     assert plain[0] == again[0]
-    # A weight used twice gets its gradients added in float32, but one after the other where a pass of its own recomputes.
+    # A weight used twice gets its gradients added in float32, but one after the other where a second pass recomputes.
     for name, value in plain[1].items():
         torch.testing.assert_close(again[1][name], value, rtol=2**-7, atol=2**-10, msg=name)
 
@@ -824,7 +824,7 @@ def test_a_step_that_recomputes_enters_a_mode_for_each_pass_and_each_engine(prec
             return self.head(x.mean(1))
 
     contextvars.Context().run(train, fp16_precision(precision), "float32", Checkpointed, 3)
-    per_block = 4 if reentrant else 0  # each runs an engine of its own inside
+    per_block = 4 if reentrant else 0  # each runs its own engine inside
     assert len(entered) == 3 * (3 + per_block)
 
 

@@ -1,6 +1,6 @@
 """Kernels compile for GPUs that are not there, into instructions that round as a CPU does, and into few enough registers.
 
-In processes of its own, as interpreted kernels cannot be compiled."""
+In their own processes, as interpreted kernels cannot be compiled."""
 
 import json
 import os

@@ -45,7 +45,7 @@ REFUSED = {
     "its class has no rule": (lambda p: Own(p), {}),
     "it was built with differentiable=True": (lambda p: AdamW(p, differentiable=True), {}),
     "it was built with capturable=True": (lambda p: RMSprop(p, capturable=True), {}),
-    "makes an update of its own": (lambda p: AdamW(p), {"precision": "fp16_apex"}),
+    "makes its own update": (lambda p: AdamW(p), {"precision": "fp16_apex"}),
     "its steps are logged": (lambda p: AdamW(p), {"precision": FP16NaiveMixedPrecision(verbose=True)}),
 }
 

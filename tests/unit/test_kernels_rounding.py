@@ -384,7 +384,7 @@ def test_a_fault_in_a_kernel_is_found_told_once_and_rounded_around(monkeypatch, 
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("transposed", "bytes of a transpose, written beside, torch.float32, differ"),
+        ("transposed", "bytes of a transpose, written with, torch.float32, differ"),
         ("noted", "bytes, scales or magnitudes under a scale that is given, torch.float32, differ"),
     ],
 )

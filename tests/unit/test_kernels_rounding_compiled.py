@@ -38,9 +38,9 @@ def compiled(name, kernel, types, constants, warps=4):
         file.write(ptx)
         file.flush()
         command = [PTXAS, "-v", "--fmad=false", "--gpu-name=sm_" + sys.argv[1] + "a" * (sys.argv[1] != "80"), "-o", "/dev/null"]
-        told = subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stderr
+        said = subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stderr
     # Some registers are put aside by fours, and by blocks that are as high as wide.
-    spills = int(re.search(r"(\d+) bytes spill stores", told)[1]) > 96
+    spills = int(re.search(r"(\d+) bytes spill stores", said)[1]) > 96
     found[name] = {"fused": "fma." in ptx, "spills": spills or "st.local" in ptx, "rough": bool(ROUGH.search(ptx)),
                    "shared": made.metadata.shared}
 

@@ -66,7 +66,7 @@ def twice(loader, batches=2):
 
 
 class Lazy(Sampler):
-    """Draws an index at a time, from torch's global generator or from one of its own."""
+    """Draws an index at a time, from torch's global generator or from its own one."""
 
     def __init__(self, own=None):
         self.own = own

@@ -14,7 +14,7 @@ from booster.logging import get_dist_logger
 
 @pytest.fixture
 def logger(request):
-    """A logger of its own name, left without handlers and level afterwards."""
+    """A logger with its own name, left without handlers and level afterwards."""
     name = f"booster.test.{request.node.name}"
     yield get_dist_logger(name)
     standard = logging.getLogger(name)

@@ -203,7 +203,7 @@ KINDS = {
         lambda peft: peft.TrainableTokensConfig(token_indices=[1, 5], target_modules=["embed_tokens"]),
         False,
     ),
-    "biases of its own": (lambda peft: config(peft, lora_bias=True), False),
+    "its own biases": (lambda peft: config(peft, lora_bias=True), False),
     "magnitudes": (lambda peft: config(peft, use_dora=True), False),
     "parameters": (lambda peft: config(peft, target_modules=[], target_parameters=["q_proj.weight"]), False),
     "AdaLora": (

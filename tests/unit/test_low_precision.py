@@ -808,7 +808,7 @@ def test_float32_modules_keep_their_linear_layers():
     seen = []
     model.blocks[1]["up"].register_forward_hook(lambda module, args, y: seen.append(y.dtype))
     model(torch.ones(2, 10))
-    assert seen == [torch.bfloat16]  # a ModuleDict has no forward of its own
+    assert seen == [torch.bfloat16]  # a ModuleDict has no forward
     _, model, _ = boosted(STRATEGIES["fp8"](keep_fp32="blocks.1.up"))
     model.blocks[1]["up"].register_forward_hook(lambda module, args, y: seen.append(y.dtype))
     model(torch.ones(2, 10))
@@ -976,7 +976,7 @@ def test_a_compiled_model_computes_the_same(strategy):
         model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
         booster = Booster("cpu", STRATEGIES[strategy](keep=()))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        # With dynamic shapes torch 2.13 fails an assertion of its own compiler where a mode surrounds a function's backward.
+        # With dynamic shapes torch 2.13 fails an assertion of its compiler where a mode surrounds a function's backward.
         model = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
         model, optimizer, *_ = booster.boost(model, optimizer)
         seen = []

@@ -51,7 +51,7 @@ pytestmark = [
 
 COMPILE = [name for name in ELEMENTWISE if name not in ("ASGD", "RAdam")]  # those branch on numbers in tensors
 QUICK = {"AdamW"}
-# Each size of bucket is a kernel of its own: one, and all that the eager path is tested with.
+# Each size of bucket is its own kernel: one, and all that the eager path is tested with.
 SIZES = pytest.mark.parametrize(
     "shapes",
     [pytest.param([(33,), (), (7, 5, 3)], id="one bucket"), pytest.param(SHAPES, id="all", marks=pytest.mark.slow)],
@@ -274,7 +274,7 @@ def test_an_optimizer_that_the_compiler_does_not_understand_is_stepped_eagerly_a
     with caplog.at_level(logging.WARNING, "booster"):
         for run in (ours, theirs):
             run.train(4)
-    # torch's compiler has warnings of its own, once in a process.
+    # torch's compiler has its own warnings, once in a process.
     (said,) = [record.message for record in caplog.records if record.name.startswith("booster")]
     assert "does not understand" in said
     for a, b in zip(ours.values(), theirs.values(), strict=True):
@@ -446,7 +446,7 @@ def test_a_compiled_step_starts_from_weights_that_somebody_else_wrote(compiler, 
 def test_a_schedule_that_was_made_before_boost_leaves_the_update_compiled(compiler, calls, caplog):
     model = nn.Linear(8, 4)
     optimizer = optim.RMSprop(model.parameters(), lr=0.01)
-    schedule = optim.lr_scheduler.StepLR(optimizer, 2)  # which puts a `step` of its own before the optimizer's
+    schedule = optim.lr_scheduler.StepLR(optimizer, 2)  # which puts its own `step` before the optimizer's
     b = Booster("cpu", "bf16_naive", fused_optimizer="compile")
     with caplog.at_level(logging.WARNING, logger="booster"):
         model, optimizer, *_ = b.boost(model, optimizer, lr_scheduler=schedule)

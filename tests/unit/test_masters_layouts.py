@@ -122,7 +122,7 @@ LAYOUTS = {
 @cases
 def test_gradients_in_any_layout_are_the_same_gradients(precision, optimizer, layout):
     if precision == "O2":
-        pytest.skip("keeps gradients in sums of its own; its .grad is not what is stepped on")
+        pytest.skip("keeps gradients in its own sums; its .grad is not what is stepped on")
     run, still = (Run(precision, optimizer) for _ in range(2))
     for _ in range(3):
         run.step(LAYOUTS[layout])
@@ -133,7 +133,7 @@ def test_gradients_in_any_layout_are_the_same_gradients(precision, optimizer, la
 @cases
 def test_an_expanded_gradient_is_read_as_what_it_shows(precision, optimizer):
     if precision == "O2":
-        pytest.skip("keeps gradients in sums of its own; its .grad is not what is stepped on")
+        pytest.skip("keeps gradients in its own sums; its .grad is not what is stepped on")
     run, still = (Run(precision, optimizer) for _ in range(2))
     run.step(lambda g: g.flatten()[0].expand(g.shape))
     still.step(lambda g: g.flatten()[0].expand(g.shape).clone())

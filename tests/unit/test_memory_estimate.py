@@ -162,7 +162,7 @@ def test_what_cannot_be_estimated_says_why():
         estimate(*small(), world_size=2)
     with pytest.raises(ValueError, match="plugin='tp' is not legal"):
         estimate(*small(), plugin="tp")
-    with pytest.raises(ValueError, match="what FP16ApexMixedPrecision keeps beside weights is not known"):
+    with pytest.raises(ValueError, match="what FP16ApexMixedPrecision keeps besides weights is not known"):
         estimate(*small(), precision=FP16ApexMixedPrecision("O2"))
     gathers = FP8MixedPrecision(emulate=True, gather_in_fp8=True, keep="2")
     for plugin in ("zero1", "zero2"):
@@ -192,7 +192,7 @@ def test_an_estimate_reckons_with_the_device_that_it_is_for(monkeypatch):
 
 @pytest.fixture
 def units(monkeypatch):
-    """A CPU with units for halves, whichever this is: without them products take float32 memory beside what is compared."""
+    """A CPU with units for halves, whichever this is: without them products take float32 memory besides what is compared."""
     monkeypatch.setattr(hardware, "slow_products", lambda dtype: frozenset())
 
 

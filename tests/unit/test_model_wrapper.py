@@ -22,7 +22,7 @@ HALF = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Net(nn.Module):
-    """Small, with a child, a buffer, an attribute, a property and methods beside forward."""
+    """Small, with a child, a buffer, an attribute, a property and methods besides forward."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ def boosted(model=None, precision="bf16", **kwargs):
 
 
 class Rooted(nn.Module):
-    """A parameter and a buffer of its own beside those of a child."""
+    """Its own parameter and buffer, besides those of a child."""
 
     def __init__(self):
         super().__init__()
@@ -681,7 +681,7 @@ def test_a_model_compiled_with_inductor_trains():
 
 
 class OwnWords(nn.Module):
-    """Overrides what nn.Module has, with arguments of its own, as people do."""
+    """Overrides what nn.Module has, with its own arguments, as people do."""
 
     def __init__(self):
         super().__init__()

@@ -51,7 +51,7 @@ class Probe(nn.Module):
 
 
 class Net(nn.Module):
-    """body -> norm -> head, with a buffer of each kind, an attribute and a method beside forward."""
+    """body -> norm -> head, with a buffer of each kind, an attribute and a method besides forward."""
 
     def __init__(self):
         super().__init__()

@@ -87,7 +87,7 @@ def test_tf32_has_the_range_of_float32_and_ten_bits():
 
 
 def around(numbers):
-    """The numbers, the midpoints between them, and the float32 numbers just beside these."""
+    """The numbers, the midpoints between them, and the float32 numbers next to these."""
     midpoints = ((numbers[1:].astype(np.float64) + numbers[:-1]) / 2).astype(np.float32)
     exact = np.concatenate([numbers, midpoints])
     return np.concatenate([exact, np.nextafter(exact, np.float32(np.inf)), np.nextafter(exact, np.float32(-np.inf))])
@@ -306,7 +306,7 @@ def test_float8_numbers_are_widened_as_torch_casts_them(dtype):
 
 @pytest.mark.parametrize("over", OVER, ids=str)
 def test_where_a_number_is_not_finite_its_scale_says_so(over):
-    """So that nobody need look at the numbers."""
+    """So that nothing need look at the numbers."""
     for bad in (torch.inf, torch.nan):
         x = MATRIX.clone()
         x[3, 5] = bad

@@ -302,7 +302,7 @@ def test_comments_of_a_page_say_what_its_lines_print(capsys) -> None:
 
 
 def test_bytes_that_states_take_and_that_the_bus_carries_are_those_of_the_code() -> None:
-    """Of AdamW: its two moments in each form, and with them what stands behind half weights, which offloading moves."""
+    """Of AdamW: its two moments in each form, and with them the masters of half weights, which offloading moves."""
     moved = {}
     for masters, states in (("split", "fp32"), ("split", "bf16"), ("split24", "8bit")):
         b = Booster("cpu", BF16NaiveMixedPrecision(master_weights=masters, states=states))

@@ -46,7 +46,7 @@ NAIVE = {
 
 @pytest.fixture(params=["as late as may be", pytest.param("at once", marks=pytest.mark.slow)])
 def device(request, monkeypatch):
-    """The CPU stands for a device that states have to travel to; buckets are small, so that there are several."""
+    """The CPU acts as a device that states have to travel to; buckets are small, so that there are several."""
     monkeypatch.setattr(flat, "SMALLEST_SPARING_BUCKET", 1024)
     monkeypatch.setitem(offload.TRANSFERS, "cpu", FakeTransfers)
     monkeypatch.setattr(FakeTransfers, "made", [])
@@ -274,14 +274,14 @@ def test_optimizers_that_need_whole_tensors_are_refused_before_anything_changes(
 
 
 def test_a_precision_with_an_update_of_its_own_is_refused_when_the_booster_is_made():
-    with pytest.raises(ValueError, match="FP16ApexMixedPrecision steps parameters in a way of its own"):
+    with pytest.raises(ValueError, match="FP16ApexMixedPrecision steps parameters in its own way"):
         Booster("cpu", FP16ApexMixedPrecision(), offload_states=True)
 
     class Own(MixedPrecision):
         def make_update(self, *args, **options):
             raise AssertionError
 
-    with pytest.raises(ValueError, match="Own steps parameters in a way of its own.*leave out offload_states=True"):
+    with pytest.raises(ValueError, match="Own steps parameters in its own way.*leave out offload_states=True"):
         Booster("cpu", Own(), offload_states=True)
     with pytest.raises(TypeError, match="offload_states"):
         Booster("cpu", offload_states="yes")

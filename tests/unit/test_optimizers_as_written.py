@@ -257,7 +257,7 @@ booster.register_elementwise(AveragingByElement, states={"mean": "fp32"})
 
 
 def wide():
-    """A parameter that lies in several buckets, small ones that share one, one without dimensions."""
+    """A parameter that is in several buckets, small ones that share one, one without dimensions."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(600, 500), nn.Linear(500, 4, bias=False))
     model[0].scale = nn.Parameter(torch.tensor(1.0))
@@ -449,7 +449,7 @@ STATE_FORMS = ["split", "float32 masters", "8-bit states", "packed masters", "fp
 
 
 def with_moments(form):
-    """A parameter that lies in several buckets, and small ones that share one; every parameter with moments."""
+    """A parameter that is in several buckets, and small ones that share one; every parameter with moments."""
     precision, options = FORMS[form]
     model = wide()
     b = Booster("cpu", precision() if callable(precision) else precision, **options)
@@ -722,7 +722,7 @@ def one_step(b, model, optimizer, step):
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("form", ["of the base", "of its own form", "apart"])
+@pytest.mark.parametrize("form", ["of the base", "in its own form", "apart"])
 def test_an_optimizer_around_another_is_saved_with_the_states_of_both(tmp_path, form):
     b, model, optimizer = first = looking(form, "fp32", 4)
     b.save(tmp_path, model, optimizer)
@@ -734,7 +734,7 @@ def test_an_optimizer_around_another_is_saved_with_the_states_of_both(tmp_path, 
     assert all(map(torch.equal, model.parameters(), again[1].parameters()))
 
 
-@pytest.mark.parametrize("form", ["of the base", "of its own form", "apart"])
+@pytest.mark.parametrize("form", ["of the base", "in its own form", "apart"])
 def test_an_optimizer_around_another_that_no_checkpoint_could_hold_is_refused_at_boost(form):
     with pytest.raises(
         ValueError, match=r"Looking would be stepped on float32 tensors .* around another optimizer, AdamW"
@@ -747,7 +747,7 @@ def test_an_optimizer_around_another_that_no_checkpoint_could_hold_is_refused_at
 
 
 class AroundWithoutGroups(torch.optim.Optimizer):
-    """Keeps masters of its own, and groups in the optimizer that it is put around alone."""
+    """Keeps its own masters, and groups in the optimizer that it is put around alone."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer

@@ -277,7 +277,5 @@ def test_a_precision_with_an_update_of_its_own_refuses_packed_states():
             return None
 
     for precision in (Own(), FP16ApexMixedPrecision("O1"), FP16ApexMixedPrecision("O2")):
-        with pytest.raises(
-            ValueError, match="in a way of its own, which keeps states as they are; leave out states='8bit'"
-        ):
+        with pytest.raises(ValueError, match="in its own way, which keeps states as they are; leave out states='8bit'"):
             Booster("cpu", precision, states="8bit")

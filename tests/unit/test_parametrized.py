@@ -19,7 +19,7 @@ class Double(nn.Module):
 
 
 class Rooted(nn.Module):
-    """A parameter of its own beside a layer."""
+    """A direct parameter next to a layer."""
 
     def __init__(self):
         super().__init__()

@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Passes what the stem made to every block, beside a number that each micro-batch has of its own."""
+    """Passes what the stem made to every block, with a number that each micro-batch has for itself."""
 
     def __init__(self, checkpointed=False):
         super().__init__()
@@ -47,7 +47,7 @@ class Model(nn.Module):
 
 
 def cut(model, num_stages, micro_batches):
-    """The stages of `model`, armed, each with a copy of its own, and where they begin."""
+    """The stages of `model`, armed, each with its own copy, and where they begin."""
     stages = []
     for rank in range(num_stages):
         plan = plan_pipeline(copy.deepcopy(model), pp_size=num_stages)
@@ -129,7 +129,7 @@ def test_a_received_value_that_is_elsewhere_in_a_later_run_raises(micro_batches)
     stages, _ = cut(Model(), 2, micro_batches)
     model = stages[1].module
     model.head.register_forward_pre_hook(lambda module, args: (args[0] + model.stem.bias[0],))
-    with pytest.raises(RuntimeError, match="stage 1 of the pipeline uses what lies on another stage, and did not"):
+    with pytest.raises(RuntimeError, match="stage 1 of the pipeline uses what is on another stage, and did not"):
         run(stages)
 
 

@@ -171,7 +171,7 @@ def test_what_a_later_phase_cannot_do_is_refused_at_boost():
 
 def test_a_switch_by_hand_beside_a_schedule_is_refused():
     job = Job(PrecisionSchedule({0: "fp32", 5: "bf16"}))
-    with pytest.raises(RuntimeError, match="beside a PrecisionSchedule"):
+    with pytest.raises(RuntimeError, match="in a run with a PrecisionSchedule"):
         job.booster.switch("bf16")
 
 
@@ -214,7 +214,7 @@ def test_a_model_that_trains_in_evaluation_mode_goes_over_too():
 
 
 def test_a_forward_that_waits_for_its_backward_pass_holds_a_phase():
-    """As of a generator, whose graph is open while the discriminator is stepped."""
+    """As of a generator: its graph is open while the discriminator is stepped."""
     booster, generator, of_generator = small(PrecisionSchedule({0: "fp32", 2: "bf16_naive"}))
     discriminator = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
     discriminator, of_discriminator, *_ = booster.boost(

@@ -150,7 +150,7 @@ def test_a_copy_that_nobody_waits_for_has_no_numbers_yet():
         device.wait()
         assert target.tolist() == [0.0, 1.0, 2.0]
         for wrong in (lambda: torch.empty(3).copy_(a, non_blocking=True), lambda: a.to("cpu", non_blocking=True)):
-            with pytest.raises(AssertionError, match="nobody waits for"):
+            with pytest.raises(AssertionError, match="nothing waits for"):
                 wrong()
         pinned = torch.ones(3).pin_memory()
         there = pinned.to("cuda", non_blocking=True)

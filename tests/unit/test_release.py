@@ -492,7 +492,7 @@ def test_what_cannot_be_released_is_refused_at_construction():
     refused("previous_norm.*under a loss scale overflows are ordinary", "fp16", release_gradients="previous_norm")
     refused("skip_nonfinite=True would find", release_gradients="previous_norm", skip_nonfinite=True)
     refused("compiles a step of all gradients at once", fused_optimizer="compile")
-    refused("has an update of its own", booster.mixed_precision.make("fp16_apex"))
+    refused("has its own update", booster.mixed_precision.make("fp16_apex"))
     refused("draws its random numbers", BF16NaiveMixedPrecision(master_weights="none", rounding="stochastic"))
     refused("release_gradients", release_gradients=True)
 

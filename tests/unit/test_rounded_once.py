@@ -194,7 +194,7 @@ BY_INDUCTOR = [60, 62, 65, 104, 176, 185, 195, 310, 435, 560, 685, 810, 935, 106
     "ignore:None of the inputs have requires_grad", "ignore::DeprecationWarning", "ignore::UserWarning"
 )
 def test_what_inductor_makes_of_some_of_them_computes_the_same_bits():
-    """But for gradients of biases, which are sums in another order, and products of halves, to whose sums Inductor adds
+    """But for gradients of biases, which are sums in another order, and products of halves: to their sums Inductor adds
     the bias, or what a tied layer gives, before it rounds them. Other halves are rounded as written. A C++ compiler runs."""
     from torch._inductor import config  # which takes seconds
 

@@ -38,7 +38,7 @@ EVERY_PRECISION = pytest.mark.parametrize("name", PRECISIONS)
 
 
 class Net(nn.Module):
-    """Four layers, two of which share a weight, and one whose activations are recomputed."""
+    """Four layers, two of which share a weight, and one with recomputed activations."""
 
     def __init__(self):
         super().__init__()
@@ -360,7 +360,7 @@ def test_two_models_of_one_strategy_step_by_turns():
 @pytest.mark.crossed
 @pytest.mark.parametrize(("name", "whole"), [*crossed(["fp8 rowwise", "int8"], [True, False])])
 def test_captured_steps_round_in_the_graph_and_eager_ones_between_them_see_the_weights_of_now(name, whole):
-    """A recorder of operations on a CPU stands for the graph. A batch of another size has no graph when it is first seen.
+    """A recorder of operations on a CPU acts as the graph. A batch of another size has no graph when it is first seen.
 
     Not tensorwise: its emulation on a CPU reads scales on the host."""
 

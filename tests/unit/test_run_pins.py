@@ -27,7 +27,7 @@ X, Y = torch.randn(16, 8), torch.randint(0, 4, (16,))
 
 
 class Block(nn.Module):
-    """A product of its own, that `factor` lets overflow float16, and no module inside is to blame."""
+    """Its own product, that `factor` lets overflow float16, and no module inside is to blame."""
 
     def __init__(self):
         super().__init__()

@@ -20,7 +20,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """`use` says what the forward does beside running its blocks."""
+    """`use` says what the forward does besides running its blocks."""
 
     def __init__(self, use=None):
         super().__init__()
@@ -71,7 +71,7 @@ class Model(nn.Module):
 
 
 class Extra(nn.Module):
-    """Two layers beside, not behind, each other."""
+    """Two layers in parallel."""
 
     def __init__(self):
         super().__init__()

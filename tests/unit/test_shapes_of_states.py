@@ -18,7 +18,7 @@ PRECISIONS = {
     "fp32": lambda: "fp32",
     "bf16": lambda: "bf16",
     "fp16": lambda: "fp16",
-    "beside masters": lambda: BF16NaiveMixedPrecision(keep_fp32=(nn.Embedding,)),
+    "with masters": lambda: BF16NaiveMixedPrecision(keep_fp32=(nn.Embedding,)),
 }
 
 

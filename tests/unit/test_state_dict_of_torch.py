@@ -96,7 +96,7 @@ def test_the_states_that_torch_makes_for_a_fresh_optimizer_are_no_step_of_the_ru
     optimizer = make(model.parameters(), lr=0.01, weight_decay=0.1)
     booster = Booster("cpu", KEEPS[precision](), clip_grad_norm=1.0)
     model, optimizer, *_ = booster.boost(model, optimizer)
-    if scheduled:  # torch's puts a function of its own in the place of `step`
+    if scheduled:  # torch's puts its own function in the place of `step`
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
     weights, numbers = everything(model, optimizer)
     get_state_dict(booster.unwrap(model), optimizer)

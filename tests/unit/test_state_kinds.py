@@ -55,7 +55,7 @@ class Job:
 
 
 def check(make, part, path, values):
-    """Whatever stands at `path` of the state of `part`: it is refused with nothing changed, or the next steps work."""
+    """Whatever is at `path` of the state of `part`: it is refused with nothing changed, or the next steps work."""
     wrong, job = [], make()
     for value in values:
         target = getattr(job, part)

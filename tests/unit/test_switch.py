@@ -239,7 +239,7 @@ def test_models_that_share_a_trunk_go_over_as_one_loads_them(old, new, owner, tm
 
 
 def unchanged(job, action, error, match):
-    """`action` raises, and the run goes on as if nobody had asked."""
+    """`action` raises, and the run goes on as if nothing had asked."""
     before, precision = job.state(), job.booster.precision
     layers = list(job.model.modules())
     with pytest.raises(error, match=match):

@@ -387,7 +387,7 @@ def test_sequence_parallelism_says_where_it_cannot_be():
     )
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"attn": Layer()})])})
     assert said(model, {"**.q_proj": "colwise"}) == (
-        "sequence_parallelism=True needs one row-wise module in 'layers.0.attn', whose output it divides; tp_plan names none. "
+        "sequence_parallelism=True needs one row-wise module in 'layers.0.attn', to divide its output; tp_plan names none. "
         f"Otherwise {fix}"
     )
 

@@ -13,7 +13,7 @@ from small_job import boost, train
 ROOT = Path(__file__).resolve().parents[2]
 FEATURES = ROOT / "examples" / "features"
 
-# wandb starts a service, so this runs in a process of its own.
+# wandb starts a service, so this runs in its own process.
 BY_WANDB = """
 import wandb
 from small_job import boost, train

@@ -415,14 +415,14 @@ def test_a_batch_too_large_is_halved_and_training_begins_again(tmp_path):
 
 REFUSED = {
     "another precision than the flag": ({"bf16": True}, "fp16", "mixed_precision='fp16' and bf16=True"),
-    "half weights beside a flag": ({"bf16": True}, "bf16_naive", "mixed_precision='bf16_naive' and bf16=True"),
+    "half weights with a flag": ({"bf16": True}, "bf16_naive", "mixed_precision='bf16_naive' and bf16=True"),
     "evaluation in bfloat16": ({"bf16_full_eval": True}, None, "bf16_full_eval"),
     "evaluation in float16": ({"fp16_full_eval": True}, None, "fp16_full_eval"),
     "an optimizer within backward": ({"optim": "lomo"}, None, "optim='lomo'"),
     "a layerwise optimizer": ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["q"]}, None, "layerwise"),
     "an unknown precision": ({}, "fp17", "mixed_precision='fp17' is unknown"),
-    "a schedule beside a flag": ({"bf16": True}, PrecisionSchedule({0: "fp32", 2: "bf16"}), "contradict each other"),
-    "an autopilot beside a flag": ({"fp16": True}, Autopilot(low="nvfp4", high="bf16"), "contradict each other"),
+    "a schedule with a flag": ({"bf16": True}, PrecisionSchedule({0: "fp32", 2: "bf16"}), "contradict each other"),
+    "an autopilot with a flag": ({"fp16": True}, Autopilot(low="nvfp4", high="bf16"), "contradict each other"),
     "what one phase cannot": (
         {"tf32": False},
         PrecisionSchedule({0: "fp32", 2: "tf32"}),

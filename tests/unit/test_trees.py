@@ -194,7 +194,7 @@ def test_a_read_only_mapping_goes_to_the_model_by_keyword_in_parts():
 @pytest.mark.parametrize("hold", [lambda x: x, lambda x: [1, x], lambda x: {"x": x}])
 def test_an_object_that_is_no_container_and_has_the_batch_is_refused(hold):
     batch = types.SimpleNamespace(name="text", inputs=hold(torch.ones(4, 1))), torch.zeros(4)
-    with pytest.raises(TypeError, match=r"object of SimpleNamespace, whose attribute 'inputs' has the 4 samples"):
+    with pytest.raises(TypeError, match=r"object of SimpleNamespace, its attribute 'inputs' has the 4 samples"):
         divide(batch, lambda size: 2)
     assert divide(batch, lambda size: 1)[0].args[0] is batch[0]
     kept = types.SimpleNamespace(weights=torch.ones(3), layer=nn.Linear(4, 4)), torch.zeros(4), nn.Linear(4, 4)

@@ -241,7 +241,7 @@ def state_by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     flat = [entry for group in names for entry in group]
     name_of = {number: name for number, (name, _) in zip(numbers, flat, strict=True)}
-    beside = {key: own for key, own in state["state"].items() if key not in name_of}
+    unnamed = {key: own for key, own in state["state"].items() if key not in name_of}
     # Without what names parameters of this rank alone: here everything goes by name.
     own_state = {key: value for key, value in state[STATE_KEY].items() if key != PARAMETERS}
     if "masters" in own_state:
@@ -249,7 +249,7 @@ def state_by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
     return {
         "class": type(optimizer.unwrap()).__name__,
         "state": {name_of[number]: dict(own) for number, own in state["state"].items() if number in name_of},
-        **({BESIDE: beside} if beside else {}),
+        **({BESIDE: unnamed} if unnamed else {}),
         "groups": [
             {"options": {key: value for key, value in group.items() if key != "params"}, "params": dict(own)}
             for group, own in zip(state["param_groups"], names, strict=True)

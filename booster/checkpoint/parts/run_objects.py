@@ -83,13 +83,13 @@ class StatefulObjects(Part):
             yield (
                 f"dataloaders {name!r}: its state is that of {len(loaders)} ranks, each its own, and this job has "
                 f"{found.world_size}; load on as many ranks, or leave the dataloader out, or train with one of "
-                "b.prepare_dataloader, whose rest of the epoch is dealt to any number"
+                "b.prepare_dataloader, which deals the rest of the epoch to any number"
             )
         elif saved.tree["dataloaders"][name].get("batches") and not skips(self.objects.dataloaders[name].unwrap()):
             yield (
                 f"dataloaders {name!r}: it is in the middle of an epoch of {len(loaders)} ranks, and this job has "
-                f"{found.world_size}, whose order is another; load on as many ranks, or leave the dataloader out, or train "
-                "with one of b.prepare_dataloader, whose rest of the epoch is dealt to any number"
+                f"{found.world_size}, which have another order; load on as many ranks, or leave the dataloader out, or train "
+                "with one of b.prepare_dataloader, which deals the rest of the epoch to any number"
             )
 
     def prepare(self, found: LoadContext) -> None:

@@ -341,8 +341,8 @@ def check_probabilities(loss: torch.Tensor) -> None:
 
 
 UNSAFE = (
-    "binary_cross_entropy reads probabilities, and halves round those of a sigmoid to exactly 0 and 1, where training stands "
-    "still; return logits, without the sigmoid, and take nn.BCEWithLogitsLoss or F.binary_cross_entropy_with_logits, which is "
+    "binary_cross_entropy reads probabilities, and halves round those of a sigmoid to exactly 0 and 1, where training stops; "
+    "return logits, without the sigmoid, and take nn.BCEWithLogitsLoss or F.binary_cross_entropy_with_logits, which is "
     "the same loss and safe in half"
 )
 

@@ -98,8 +98,8 @@ class LowPrecision(HalfPrecision):
             raise ValueError("convert='measured' times kernels, and emulate=True runs none; leave one of them out")
         if convert == "measured" and self._gathers:
             raise ValueError(
-                "convert='measured' and gather_in_fp8=True: a checkpoint may make layers wide whose weights are gathered in "
-                "fp8; leave one of them out"
+                "convert='measured' and gather_in_fp8=True: a checkpoint may make layers wide, and their weights are gathered "
+                "in fp8; leave one of them out"
             )
         arguments.choice("weights", weights, ("fp32", "bf16"))
         arguments.choice("compute_dtype", compute_dtype, (torch.bfloat16, torch.float32))

@@ -223,10 +223,10 @@ def _reasons(best: str | None, rows: Sequence[Row], noise: float) -> list[str]:
 _HEADING = ("", "precision", "step", "x fp32", "peak", "loss err", "grad err", "cosine", "worst layer; notes")
 _LEGEND = (
     "step: median time of a training step",
-    "x fp32: its time over that of a float32 step timed beside it; below 1.00 is faster",
+    "x fp32: its time over that of a float32 step timed in turns with it; below 1.00 is faster",
     "peak: memory at the highest point of a step",
     "loss err, grad err, cosine: of loss and gradients against float32's",
-    "worst layer: the one whose gradient is furthest off, and by how much",
+    "worst layer: the one with the gradient furthest off, and by how much",
 )
 IN_FLOAT32 = "in float32"
 _WIDENED = (

@@ -180,7 +180,7 @@ class _Measurement:
             return self._measured(name, precision)
         except (ValueError, TypeError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
-                return Row(name=name, status="refused", note="out of memory, beside the float32 model")
+                return Row(name=name, status="refused", note="out of memory, next to the float32 model")
             return Row(name=name, status="refused", note=str(error).strip().splitlines()[0])
 
     def _measured(self, name: str, precision: MixedPrecision) -> Row:

@@ -200,7 +200,7 @@ class _Search:
         raise RuntimeError(
             f"with all of {[name for unit in order for name in unit][:10]} in float32 the gradient error is still above "
             f"bound={self._bound:g}: what causes it is computed outside of these modules, in the forward of "
-            f"{type(self._model).__name__} itself, or in the criterion. Give it a module of its own, raise the bound, or take "
+            f"{type(self._model).__name__} itself, or in the criterion. Give it its own module, raise the bound, or take "
             "another precision"
         )
 

@@ -160,7 +160,7 @@ def check_patterns(patterns: Sequence[str], models: Sequence[ModelWrapper]) -> N
         if not any(map(matcher(pattern), names)):
             raise ValueError(
                 f"activations={pattern!r} names no module of the boosted models; there are "
-                f"{list(names)[:8]}, and ** stands for any name"
+                f"{list(names)[:8]}, and ** means any name"
             )
 
 

@@ -79,7 +79,7 @@ def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Seq
         yield _panel(
             "Loss",
             "Mean over the passes of a step and over ranks."
-            + (" Crosses: skipped steps, whose losses are left out." if skipped else ""),
+            + (" Crosses: skipped steps, without their losses." if skipped else ""),
             lambda width: lines(numbers, losses, width=width, logarithm=base, marks=skipped),
         )
     if summary.is_scaled:

@@ -132,7 +132,7 @@ def _show_tensors(console: Any, summary: OptimizerSummary) -> None:
     still = sorted((t for t in summary.tensors if (t.still or 0) >= STILL), key=lambda t: -(t.still or 0))
     if still:
         rows = [(tensor.name, tensor.stored or "", f"{tensor.still:.1%}") for tensor in still]
-        _print_table(console, ("stands still", "stored as", "weights that steps did not change"), rows, texts=2)
+        _print_table(console, ("unchanged", "stored as", "weights that steps did not change"), rows, texts=2)
     if summary.groups:
         of_groups = ("group", "gradient norm", "weight norm", "update norm", "update / weight")
         _print_table(console, of_groups, summary.rows_of_groups())

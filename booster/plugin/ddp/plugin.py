@@ -120,9 +120,9 @@ class TorchDDPPlugin(Plugin):
         if self._ddp_options["static_graph"]:
             return "static_graph=True averages gradients after the first backward pass, all at once; leave it False"
         if self._comm_hook is not None:
-            return "a comm_hook is called by DistributedDataParallel, whose buckets outlive gradients; leave it out"
+            return "a comm_hook is called by DistributedDataParallel, and its buckets outlive gradients; leave it out"
         if self._fp8 is not None:
-            return f"fp8_communication is a hook of DistributedDataParallel, whose buckets outlive gradients; {self._FP8_FIX}"
+            return f"fp8_communication is a hook of DistributedDataParallel, and its buckets outlive gradients; {self._FP8_FIX}"
         return None
 
     @property

@@ -36,7 +36,7 @@ class Route:
 
 
 def plan_route(index: torch.Tensor, num_local: int, group: dist.ProcessGroup) -> Route:
-    """Return the route of tokens whose experts are `index`, (tokens, top_k), whole numbers.
+    """Return the route of tokens to the experts `index`, (tokens, top_k), whole numbers.
 
     num_local: experts of each rank of `group`. A collective of one count per expert, and a host read. Raises ValueError, on all
     ranks, for a number that no expert has.

@@ -18,7 +18,7 @@ from booster.tensors.weak import ForwardProxy
 def find_experts(model: nn.Module) -> list[str]:
     """Return the names of the modules of `model` that hold experts.
 
-    Such a module has `num_experts`, more than one, parameters of its own with so many entries along the first dimension, and a
+    Such a module has `num_experts`, more than one, direct parameters with so many entries along the first dimension, and a
     forward of three arguments: tokens, (tokens, features), and the numbers and the weights of their experts, both (tokens,
     experts of a token). Those of transformers are such modules.
     """
@@ -95,7 +95,7 @@ class ExpertForward(ForwardProxy):
 def _local_params(module: nn.Module, scale: float) -> dict[str, Any]:
     """Return the local tensors of the parameters of `module`, with gradients multiplied by `scale`.
 
-    `fully_shard` divides a gradient by the number of copies of the parameter; what came here is a sum over ranks beside that.
+    `fully_shard` divides a gradient by the number of copies of the parameter; what came here is a sum over ranks besides that.
     (Its own factor divides twice on a mesh of one rank, in torch 2.13.)
     """
     found: dict[str, Any] = {}

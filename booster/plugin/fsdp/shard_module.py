@@ -93,7 +93,7 @@ def shard_module(
     gathered: names of modules with parameters gathered in `policy.gather`, see `policy.gathered_modules`. A group that holds
         such and others becomes two.
     unsharded: writes back what users write to gathered parameters between passes; None: users have no access between passes.
-    experts: how modules with experts are divided, each a group by itself on a mesh of its own; None: as all others.
+    experts: how modules with experts are divided, each a group by itself on its own mesh; None: as all others.
 
     Dtypes: shards are `policy.store`, or, where that is None and `policy.param` is given, float32 if they train; gathered
     parameters, and buffers of `policy.half_buffers`, are `policy.param`; modules of `policy.keep_fp32` are float32 throughout.

@@ -282,7 +282,7 @@ class UnusedParameters:
                     param.sharded_param.grad = None
 
     def _exchange(self, here: Sequence[int], left_out: Sequence[int] = (), *, wait: bool, last: bool) -> Sequence[int]:
-        """Return of each parameter the most that any rank has found; what this rank has found, if nobody waits.
+        """Return of each parameter the most that any rank has found; what this rank has found, where not `wait`.
 
         last: of this pass. RuntimeError where ranks reduce different groups.
         """

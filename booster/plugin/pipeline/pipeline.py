@@ -59,7 +59,7 @@ class StagePipeline(PlacedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            "the model lies on several pipeline stages, and no rank can compute it alone; write "
+            "the model is on several pipeline stages, and no rank can compute it alone; write "
             "b.execute_pipeline(data_iter, model, criterion, optimizer), with optimizer=None to evaluate"
         )
 

@@ -148,4 +148,4 @@ def plan_pipeline(
 
 
 def _call_by_pipeline(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("the model lies on several pipeline stages; run it by b.execute_pipeline(...)")
+    raise RuntimeError("the model is on several pipeline stages; run it by b.execute_pipeline(...)")

@@ -33,7 +33,7 @@ class StageForward(ModuleReference):
         stage = self._stage()
         if stage is None:
             raise RuntimeError(
-                "the model lies on several pipeline stages, and what b.boost(...) made of it is gone; keep that, and run it by "
+                "the model is on several pipeline stages, and what b.boost(...) made of it is gone; keep that, and run it by "
                 "b.execute_pipeline(...)"
             )
         if self._inner is None:
@@ -102,7 +102,7 @@ class Stage:
         """The forward of `module`; `forward` is the user's."""
         if self._io is None:
             raise RuntimeError(
-                f"the model lies on several pipeline stages, and this is stage {self.index}; "
+                f"the model is on several pipeline stages, and this is stage {self.index}; "
                 "run it by b.execute_pipeline(...)"
             )
         mode = self._meta_model.mode
@@ -117,7 +117,7 @@ class Stage:
         except AssertionError as error:
             if "convert all Tensors to FakeTensors" in str(error):
                 raise RuntimeError(
-                    f"stage {self.index} of the pipeline uses what lies on another stage, and did not in the first micro-batch "
+                    f"stage {self.index} of the pipeline uses what is on another stage, and did not in the first micro-batch "
                     "of this shape: the forward differs from run to run"
                 ) from error
             raise

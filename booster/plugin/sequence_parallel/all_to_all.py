@@ -1,4 +1,4 @@
-"""Attention by heads: a rank gives its tokens of other ranks' heads away, and gets the other tokens of its own (Ulysses).
+"""Attention by heads: a rank sends its tokens of other ranks' heads, and receives the other tokens of its heads (Ulysses).
 
 Source: Jacobs et al. 2023, arXiv 2309.14509. A layer sends 1 / size of queries, keys, values and output to each other rank, in
 two collectives, forward and backward alike. The ranks then have whole sequences, so any mask is honoured.
@@ -48,7 +48,7 @@ def _exchanged(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup, to_h
 
 
 class _GatherTokens(torch.autograd.Function):
-    """A mask whose dimension `dim` is this rank's tokens, with those of all ranks."""
+    """Gather dimension `dim` of a mask from this rank's tokens to those of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, mask: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:

@@ -111,7 +111,7 @@ class SequenceMode(TorchFunctionMode):
         )
 
     def _multi_head(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """`F.multi_head_attention_forward`, whose own attention no mode sees."""
+        """Compute `F.multi_head_attention_forward`; no mode sees the attention inside of it."""
         given = inspect.signature(func).bind(*args, **kwargs)
         given.apply_defaults()
         at = given.arguments
@@ -146,11 +146,11 @@ class SequenceMode(TorchFunctionMode):
             elif padding is not None:
                 if mask is not None and mask.shape[-1] != padding.shape[-1]:
                     raise RuntimeError(
-                        "an attn_mask over all keys beside a key_padding_mask of this rank's; give one of them"
+                        "an attn_mask over all keys with a key_padding_mask of this rank's; give one of them"
                     )
                 if at["is_causal"] or (mask is not None and mask.shape[-2] != 1):
                     raise RuntimeError(
-                        "a causal or square attn_mask beside a key_padding_mask on part of a sequence; leave the padding mask "
+                        "a causal or square attn_mask with a key_padding_mask on part of a sequence; leave the padding mask "
                         "out where padding comes last, or call F.scaled_dot_product_attention with a mask over all keys"
                     )
                 mask = padding[:, None, None, :]

@@ -68,7 +68,7 @@ def attend_in_ring(
 
 
 def _in_order(mask: torch.Tensor, cut: SequenceCut) -> torch.Tensor:
-    """Return `mask`, whose keys come rank by rank, with its keys in the order of the sequence."""
+    """Return `mask` with its keys, which come rank by rank, in the order of the sequence."""
     order = torch.cat([cut.positions(mask.device, rank) for rank in range(cut.size)])
     return mask.index_select(-1, order.argsort())
 
@@ -83,7 +83,7 @@ class _Blocks:
         self.mask = mask
         self._own = cut.positions(query.device)
         if mask is not None and row_and_key_sizes(mask, cut)[0] == "all":
-            rows = self._own.clamp(max=mask.shape[-2] - 1)  # what padding asks nobody reads
+            rows = self._own.clamp(max=mask.shape[-2] - 1)  # rows of padding are not read
             self.mask = mask.index_select(-2, rows)
         self._documents = None if cut.documents is None else cut.document_ids(query.device)
         self._dtype = torch.float32

@@ -78,7 +78,7 @@ class SequenceParallel:
     # ---------------------------------------------------------------------- batches and losses
 
     def shard(self, batch: Any, *, shift_labels: bool, **options: Any) -> Any:
-        """Return this rank's part of `batch`; see `shard_batch`, for the rest of which this stands."""
+        """Return this rank's part of `batch`; see `shard_batch`, which passes the other options on."""
         zigzag = self.mode == "ring_attn"
         ranks: dict[str, Any] = {"size": self.size, "rank": self.rank, "averaging_group": self._averaging_group}
         made, self.cut = shard_batch(batch, zigzag=zigzag, shift_labels=shift_labels, **ranks, **options)

@@ -128,8 +128,8 @@ def _check_alike(name: str, mesh: DeviceMesh, grad: torch.Tensor) -> None:
     bounds = torch.tensor([allowed, allowed * max(grad.numel(), 1) ** 0.5], dtype=torch.float64)
     if bool(most.isfinite().all()) and bool(((most - least) > bounds).any()):
         raise RuntimeError(
-            f"tp_plan gives {name!r} 'colwise_gather_output', whose whole output all ranks must use alike, but the gradient of "
-            "it differs among them: each reads it for its own heads or features, as keys and values that all heads share. "
+            f"tp_plan gives {name!r} 'colwise_gather_output', and all ranks must use its whole output alike, but the gradient "
+            "of it differs among them: each reads it for its own heads or features, as keys and values that all heads share. "
             "Give it 'replicated_with_output_grad_allreduce', which sums these gradients"
         )
 

@@ -66,7 +66,7 @@ def _shard_block(model: nn.Module, block: str, plan: dict[str, ParallelStyle], d
             rows = [name for name in inside if isinstance(given[name], Rowwise)]
             if len(rows) != 1:
                 raise ValueError(
-                    f"sequence_parallelism=True needs one row-wise module in {branch!r}, whose output it divides; tp_plan "
+                    f"sequence_parallelism=True needs one row-wise module in {branch!r}, to divide its output; tp_plan "
                     f"names {rows or 'none'}. Otherwise use sequence_parallelism=False"
                 )
         else:

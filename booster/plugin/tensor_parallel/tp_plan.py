@@ -317,7 +317,7 @@ def _around_adapters(
         if sequence_parallelism or any(getattr(each, "p", 0.0) for each in layer.lora_dropout.values()):
             what = "sequence_parallelism=True" if sequence_parallelism else "lora_dropout"
             raise ValueError(
-                f"{name!r}: {what} goes with no adapters under tensor parallelism, whose ranks would each see another part of "
+                f"{name!r}: {what} goes with no adapters under tensor parallelism, where each rank would see another part of "
                 "what one matrix reads; leave it out"
             )
         found[f"{name}.base_layer"] = style
