@@ -323,7 +323,7 @@ def test_small_neighbours_of_large_gradients_step_as_in_float32(make, factor):
             way.append(param.detach().clone())
         moved.append(way[-1][::2])
         largest.append(float(torch.stack(way).diff(dim=0).abs().max()))
-    # An unsigned code at 1e-6 in the unit of gradients is 35 % off the next, its root half that. Being rounded stochastically, a few
+    # An unsigned code at 1e-6 in the unit of gradients is 35 % off the next, its root half that. Rounded stochastically, a few
     # steps from the right one is the most of 2,048 elements.
     assert largest[1] < 1.35 * largest[0]
     assert float((moved[1] - moved[0]).norm() / moved[0].norm()) < 0.1

@@ -124,7 +124,7 @@ CLAIMS = {
         "leaves no process": [
             f"{LAUNCHER} a_launcher_that_is_killed_leaves_no_rank_nor_what_ranks_have_started_nor_its_folder"
         ],
-        "A subprocess that made a session": NOTHING,
+        "A subprocess that made its own session": NOTHING,
     },
     "values given by `booster run --env NAME`": {
         "are in no argument list": [
