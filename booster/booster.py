@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Sampler
 from booster.checkpoint.run_checkpoints import RunCheckpoints
 from booster.common import arguments
 from booster.common.devices import resolve_device
-from booster.common.hang_watchdog import PATIENCE, watch
+from booster.common.hang_watchdog import PATIENCE, start_watchdog
 from booster.common.torch_internals.optimizer_internals import remove_guards
 from booster.data import DataLoaderWrapper
 from booster.facade import (
@@ -136,7 +136,7 @@ class Booster(BoosterState):
         self.device = resolve_device(device)
         if patience is not None:
             arguments.number("patience", patience, above=0.0, also="None")
-        watch(patience)
+        start_watchdog(patience)
         self.plugin.bind(self.device)
         self._options = UpdateOptions(
             fused_optimizer=fused_optimizer,

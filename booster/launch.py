@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from booster.common import arguments
-from booster.common.hang_watchdog import PATIENCE, watch
+from booster.common.hang_watchdog import PATIENCE, start_watchdog
 
 DEFAULT_SEED = 1024
 TIMEOUT_VARIABLE = "BOOSTER_RUN_TIMEOUT"  # in seconds, set by `booster run --timeout`
@@ -262,7 +262,7 @@ def start(
     seed_everything(seed)
     # A group that is open when the interpreter ends may abort the process after all work is done.
     atexit.register(close_group)
-    watch(PATIENCE)
+    start_watchdog(PATIENCE)
 
 
 def close_group() -> None:

@@ -288,7 +288,7 @@ class DeviceScale(LossScaler):
         largest = math.inf if own.max_scale is None else own.max_scale
         return own.growth_factor, own.backoff_factor, own.growth_interval, own.hysteresis, own.floor, largest
 
-    def follow(self, scale: torch.Tensor, growth: torch.Tensor, hysteresis: torch.Tensor) -> None:
+    def hold_tensors(self, scale: torch.Tensor, growth: torch.Tensor, hysteresis: torch.Tensor) -> None:
         """Take what a kernel made of a step by `rule` in the place of `update`."""
         self.tensor, self._growth_tracker, self._hysteresis_tracker = scale, growth, hysteresis
 

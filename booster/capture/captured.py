@@ -61,7 +61,7 @@ class CapturedStep:
         device: torch.device,
         recorder: Recorder | None,
         max_graphs: int,
-        follow: Callable[[], object],
+        switch_if_due: Callable[[], object],
     ) -> None:
         self._train_step = train_step
         self._roots = list(modules)
@@ -69,7 +69,7 @@ class CapturedStep:
         self._passes = passes
         self._device = device
         self._recorder = recorder
-        self._max_graphs, self._go_over = max_graphs, follow
+        self._max_graphs, self._go_over = max_graphs, switch_if_due
         self._rates = LRBuffers(self._optimizers, device)
         self._given_up = 0
         self._warned: set[str] = set()
@@ -132,7 +132,7 @@ class CapturedStep:
 
     def _step(self, key: Any, batch: Any, layout: GradientLayout) -> Any:
         """Make a step of a kind of which there is no graph."""
-        self._settle()
+        self._sync_steps()
         self._drop_if_changed(self._addresses, options_of(self._optimizers))
         batch = to_device(batch, self._device)
         if key in self._graphs:
@@ -156,7 +156,7 @@ class CapturedStep:
 
     def _eager(self, batch: Any) -> Any:
         assert self._recorder is not None
-        self._settle()
+        self._sync_steps()
         with self._rates.read_as_tensors():
             result = self._recorder.warm(lambda: self._train_step(*batch))
         _check_returned(result, self._train_step)
@@ -166,7 +166,7 @@ class CapturedStep:
         )
         return _detached(result)
 
-    def _settle(self) -> None:
+    def _sync_steps(self) -> None:
         """Count all steps, waiting for the last."""
         for optimizer in self._optimizers:
             optimizer.sync()
@@ -247,7 +247,7 @@ class CapturedStep:
         self._scalars.enter()
 
         def body() -> None:
-            self._rates.take()
+            self._rates.read_next()
             graph.returned = self._train_step(*static)
             histories = [optimizer._history for optimizer in self._optimizers]
             graph.steps = [
@@ -267,7 +267,7 @@ class CapturedStep:
                     fixed.enter_context(update.decision.held_by(graph.read))
                 _, graph.replay = self._recorder.record(body, generators)
         finally:
-            self._scalars.leave()
+            self._scalars.release_buffers()
             self._forget_weights()  # what was rounded is in the memory of the graph
         _check_returned(graph.returned, self._train_step)
         self._check_steps(counts)
@@ -299,7 +299,7 @@ class CapturedStep:
             if draws_here:
                 draws.next()
         self._passes.advance(self._optimizers, graph.passes)
-        self._scalars.leave()
+        self._scalars.release_buffers()
         return self._launch(graph)
 
     def _launch(self, graph: StepGraph) -> Any:

@@ -139,7 +139,7 @@ class StaticScalars:
             for buffer, value in zip(buffers, _numbers(scaler), strict=True):
                 if value is not buffer:
                     buffer.copy_(value)
-            scaler.follow(*buffers)
+            scaler.hold_tensors(*buffers)
             scaler.lend(None)  # while the graph runs or is recorded, `factor` is the buffer itself
 
     def write_back(self) -> None:
@@ -149,10 +149,10 @@ class StaticScalars:
                 if value is not buffer:
                     buffer.copy_(value)
 
-    def leave(self) -> None:
+    def release_buffers(self) -> None:
         """Have the scales read that memory, and give away copies of it alone, since a replay writes it."""
         for scaler, buffers in zip(self._scalers, self._buffers, strict=True):
-            scaler.follow(*buffers)
+            scaler.hold_tensors(*buffers)
             scaler.lend(buffers[0])
 
 

@@ -36,10 +36,10 @@ class LRBuffers:
         dtype = torch.float32 if device.type == "cuda" else torch.float64
         self.lookaheads = [LRLookahead(optimizer, dtype, device) for optimizer in optimizers]
 
-    def take(self) -> None:
+    def read_next(self) -> None:
         """Have the tensors hold the rates of the step that comes. Of what runs in a graph."""
         for lookahead in self.lookaheads:
-            lookahead.take()
+            lookahead.read_next()
 
     @contextmanager
     def read_as_tensors(self, *, recorded: bool = False) -> Iterator[None]:
@@ -47,11 +47,11 @@ class LRBuffers:
         one meanwhile.
 
         recorded: torch's optimizers let themselves be recorded, which they refuse without capturable=True. Their fused
-        kernels count steps on the device, and so compute the same. What is recorded begins with `take`."""
+        kernels count steps on the device, and so compute the same. What is recorded begins with `read_next`."""
         held = []
         for lookahead in self.lookaheads:
             lookahead.set_next()
-            lookahead.take()
+            lookahead.read_next()
             for index, group in enumerate(lookahead.groups):
                 if "lr" in group and not isinstance(group["lr"], torch.Tensor):
                     held.append((group, group["lr"], lookahead.row[index], lookahead))
@@ -116,7 +116,7 @@ class LRLookahead:
 
     # ------------------------------------------------------------------ on the device
 
-    def take(self) -> None:
+    def read_next(self) -> None:
         """Bring the rates of the step that comes into the row."""
         torch.index_select(self._table, 0, self._place, out=self.row.view(1, -1))
         self._written = version(self.row)

@@ -77,7 +77,7 @@ class Reads:
         with _Calls(self) as calls, _Operations(self, self._snapshot, calls):
             yield
 
-    def note(self, what: str) -> None:
+    def add(self, what: str) -> None:
         if not self.on:
             return
         user, reader = _who()
@@ -91,7 +91,7 @@ class Reads:
         """Somebody writes an option of a group of parameters. by_ours: what boosted schedules write counts."""
         reader = _who()[1]
         if not _of_ours(sys._getframe(2)) and (by_ours or not _of_ours(reader)):
-            self.note(f"{option!r} of group {group} is written by Python, and a graph would read it as it was")
+            self.add(f"{option!r} of group {group} is written by Python, and a graph would read it as it was")
 
     def lies_on_host(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type != self._device.type or (_plain(tensor) and storage_key(tensor) in self._host)
@@ -122,14 +122,14 @@ class _Calls(TorchFunctionMode):
         there = bool(given) and not all(map(self._reads.lies_on_host, given))
         names_device = kwargs.get("device") is not None or name == "new_tensor"
         if name in _SILENT and there:
-            self._reads.note(_SAID[name])
+            self._reads.add(_SAID[name])
         elif name == "to" and there and _is_to_cpu(_who()[0]):
-            self._reads.note("to() of a tensor, which copies it to the host")
+            self._reads.add("to() of a tensor, which copies it to the host")
         elif name in _COPIES and not isinstance(data := _data(name, args, kwargs), torch.Tensor):
             if not all(map(self._reads.lies_on_host, tensors(data))):  # which no operation shows
-                self._reads.note(f"{name}() of tensors, of which a host reads each")
+                self._reads.add(f"{name}() of tensors, of which a host reads each")
             elif names_device:
-                self._reads.note("a number is copied to the device, which a graph would copy again as it was")
+                self._reads.add("a number is copied to the device, which a graph would copy again as it was")
         before = self.name, self.names_device
         self.name, self.names_device = name, names_device or name == "__deepcopy__"
         try:
@@ -160,13 +160,13 @@ class _Operations(TorchDispatchMode):
         there = bool(given) and not all(map(self._reads.lies_on_host, given))
         if there and _waits(func, args):
             name = self._calls.name
-            self._reads.note(
+            self._reads.add(
                 _SAID.get(name, f"{name or func.overloadpacket.__name__}(), of which a host reads a result")
             )
         made = func(*args, **kwargs)
         if there and func.overloadpacket.__name__ in _MOVES and self._reads.lies_on_host(made):
             name = self._calls.name
-            self._reads.note(_SAID[name] if name in _SILENT else f"{name}() of a tensor, which copies it to the host")
+            self._reads.add(_SAID[name] if name in _SILENT else f"{name}() of a tensor, which copies it to the host")
         if not there and (given or not self._calls.names_device):
             self._reads.lie_on_host(made)
         return made

@@ -108,7 +108,7 @@ def reads_of(
     reads = Reads(snapshot, origin, device, _counts_on_host(optimizers))
     try:
         for optimizer in optimizers:
-            _begin(optimizer)
+            _prepare(optimizer)
         with uncompiled(), reads.watched(), _numbers_watched(optimizers, reads):
             train_step(*batch)
             for optimizer in optimizers:
@@ -123,7 +123,7 @@ def reads_of(
     return list(reads.found)
 
 
-def _begin(optimizer: OptimizerWrapper) -> None:
+def _prepare(optimizer: OptimizerWrapper) -> None:
     """Have `optimizer` decide where a device's would, as before any pass, without listeners."""
     update = decided_on_device(optimizer._update)
     optimizer._update = update

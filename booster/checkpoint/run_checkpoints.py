@@ -137,7 +137,7 @@ class RunCheckpoints:
         self.background = BackgroundWriter()
         self.stop_requests = StopRequests()
 
-    def note(self, **known: Any) -> None:
+    def set_facts(self, **known: Any) -> None:
         """Write down from now on what is `known` of the run, JSON-like."""
         self.run = {**self.run, **known}
 

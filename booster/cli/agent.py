@@ -175,7 +175,7 @@ class RankProcesses:
 
         def watch() -> None:
             while not done.is_set():
-                self._look()
+                self._reap()
                 done.wait(_INTERVAL)
 
         watcher = threading.Thread(target=watch, daemon=True)
@@ -187,7 +187,7 @@ class RankProcesses:
             watcher.join()
             del os.environ[PIDS_VARIABLE]
 
-    def _look(self) -> None:
+    def _reap(self) -> None:
         # A wait for any child would report one death alone.
         alive = [pid for path in self._pids.iterdir() if (pid := int(path.name)) not in self.deaths]
         dead = []

@@ -44,7 +44,7 @@ _FORWARD = ("forward", "_run")  # of a boosted model
 _logger = logging.getLogger(__name__)
 
 
-def watch(timeout: float | None) -> None:
+def start_watchdog(timeout: float | None) -> None:
     """Have a watchdog on this process, if it is one of several ranks; one that runs already takes over `timeout`."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
@@ -116,7 +116,7 @@ class HangWatchdog(threading.Thread):
             while not self._stopped.wait(min(_INTERVAL, self._prompt / 4)):
                 if not self._group_is_there() or not self.poll():
                     break
-            self._barrier.leave()
+            self._barrier.withdraw()
             if self._barrier.rank == 0 and _is_tcp(self._watched) and not agent_serves_store():
                 self._barrier.close(_FAREWELL)
         except (RuntimeError, ValueError) as error:  # the store has gone without a word, or holds what no rank wrote

@@ -49,7 +49,7 @@ class OwnStepGuard:
             "training under the booster is over, take it from b.unwrap(optimizer)"
         )
 
-    def leave(self) -> None:
+    def remove(self) -> None:
         """Let every step pass from now on."""
         self._owner = None
 
@@ -84,7 +84,7 @@ class RawCallGuard:
         if frame is not None or self._backward() != -1:
             self._left -= 1
             if not self._left:
-                self.leave()
+                self.remove()
             return
         if not any(param.requires_grad for param in module.parameters()):
             return
@@ -95,10 +95,10 @@ class RawCallGuard:
             raise RuntimeError(
                 f"{what}: its gradients would not be synchronised among ranks, and their weights would drift apart; {fix}"
             )
-        self.leave()
+        self.remove()
         _logger.warning("%s: it runs without %s, in the dtype of its weights; %s", what, self.precision, fix)
 
-    def leave(self) -> None:
+    def remove(self) -> None:
         """Watch no longer."""
         self._watched = False
         if self._handle is not None:

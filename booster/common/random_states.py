@@ -123,7 +123,7 @@ class SharedRandom:
         self._own: list[torch.Tensor] = []
         self.state: list[torch.Tensor] | None = None  # of the CPU's generator, and the GPU's
         module.register_forward_pre_hook(torch.compiler.disable(self._enter), prepend=True)
-        module.register_forward_hook(torch.compiler.disable(self._leave), always_call=True)
+        module.register_forward_hook(torch.compiler.disable(self._exit), always_call=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedRandom:
         return self  # a process group cannot be copied
@@ -136,7 +136,7 @@ class SharedRandom:
                 self.state = self._first()
             self._write(self.state)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         if not self._depth:
             self.state = self._read()

@@ -86,7 +86,7 @@ class StoreBarrier:
         self._store.delete_key(self._key(number))
         self._store.delete_key(self._whole(number))
 
-    def leave(self) -> None:
+    def withdraw(self) -> None:
         """Say that this rank asks nothing more."""
         if self._store.add(self._gone, 1) == self.size:
             self._store.set(f"{self._gone}/all", "")

@@ -36,7 +36,7 @@ class AbortablePass(TorchDispatchMode):
         self._store, self._name = store, name
         self._counts: dict[str, int] = {}
 
-    def leave(self) -> None:
+    def withdraw(self) -> None:
         """This rank comes to no other collective of the pass."""
         self._store.set(f"{self._name}/left", "")
 
@@ -113,7 +113,7 @@ def _together(trial: Callable[[int], Any]) -> Callable[[int], Any]:
         except LeftByOtherRank:
             raise MemoryError("on another rank") from None
         except BaseException:
-            own.leave()
+            own.withdraw()
             raise
 
     return together

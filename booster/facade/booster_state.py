@@ -94,7 +94,7 @@ class BoosterState:
             self._records.add_look(model, found)
 
     def _note_precision(self, phase: Phase, why: str) -> None:
-        self._checkpoints.note(precision=repr(phase.precision))
+        self._checkpoints.set_facts(precision=repr(phase.precision))
         if self._records is not None:
             self._records.on_precision_switch(phase.precision, self._boosted.wrappers(), repr(phase), why)
 

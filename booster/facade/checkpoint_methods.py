@@ -52,7 +52,7 @@ def save(
     `accumulate`, since gradients are not kept.
     """
     if (schedule := self._run.state_dict()) is not None:
-        self._checkpoints.note(schedule=schedule)
+        self._checkpoints.set_facts(schedule=schedule)
     from booster.checkpoint.parts.part import WITHOUT_FROZEN
     from booster.checkpoint.saving import collect_state, reserve, write
 

@@ -99,5 +99,5 @@ def captured(
         device=self.device,
         recorder=recorder,
         max_graphs=max_graphs,
-        follow=self._run.follow,
+        switch_if_due=self._run.switch_if_due,
     )

@@ -166,7 +166,7 @@ def accumulate(
     """
     optimizers = refusals.check_boosted_optimizers(optimizer, "accumulate")
     num_micro_batches, num_tokens = refusals.checked_group(num_micro_batches, num_tokens)
-    self._run.follow()
+    self._run.switch_if_due()
     placed = self._boosted.own(model, "accumulate").module
     size = self.plugin.averaging_size
     self._accumulations.compare(num_tokens, self.plugin.group)
@@ -191,7 +191,7 @@ def no_sync(self: BoosterState, model: nn.Module, optimizer: Optimizers | None =
     """
     optimizers = None if optimizer is None else refusals.check_boosted_optimizers(optimizer, "no_sync")
     boosted = self._boosted.own(model, "no_sync")
-    self._run.follow()
+    self._run.switch_if_due()
     entry = NoSync(boosted, optimizers, self.plugin.no_sync(boosted.module))
     return self._accumulations.unsynchronised(entry)
 

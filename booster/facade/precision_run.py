@@ -137,11 +137,11 @@ class PrecisionRun:
                 update_of(optimizer).gradients.listen(controller)
             self._control(record, controller)
 
-    def follow(self) -> bool:
+    def switch_if_due(self) -> bool:
         """Go over to the phase that is due, if there is a schedule; returns whether the run did."""
         before = self.phase
         if self.scheduler is not None:
-            self.scheduler.follow()
+            self.scheduler.switch_if_due()
         return self.phase is not before
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -81,7 +81,7 @@ class PrecisionScheduler:
             self._trained = step
         elif self._trained in (step, step - 1):
             return  # not a model that trains in evaluation mode, as some do
-        self.follow()
+        self.switch_if_due()
 
     @property
     def precisions(self) -> list[MixedPrecision]:
@@ -127,7 +127,7 @@ class PrecisionScheduler:
             del self._offsets[each]
         return each in self._idle
 
-    def follow(self) -> None:
+    def switch_if_due(self) -> None:
         """Go over to what is due, if anything is and nothing forbids it; where it is, a collective."""
         step = self.step
         wanted = due(self.phases, step)

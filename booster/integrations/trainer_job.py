@@ -145,7 +145,9 @@ class TrainerJob:
         own, others = Path(checkpoint) / OPTIMIZER, Path(checkpoint) / _OF_TRAINER
         if own.is_dir():
             self.booster.load(own, None, optimizer, extra=self._besides_weights())
-            if self.booster._run.follow():  # a precision that may have masters, which the one before had no place for
+            if (
+                self.booster._run.switch_if_due()
+            ):  # a precision that may have masters, which the one before had no place for
                 self.booster.load(own, None, optimizer, extra=self._besides_weights())
         elif others.is_file():
             optimizer.load_state_dict(torch.load(others, map_location="cpu", weights_only=True))
@@ -202,7 +204,7 @@ class RegionHooks:
         self._boosted = boosted
         self._open: list[AbstractContextManager[Any]] = []
         model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        model.register_forward_hook(self._leave, always_call=True)
+        model.register_forward_hook(self._exit, always_call=True)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if torch.compiler.is_compiling():
@@ -212,7 +214,7 @@ class RegionHooks:
         self._open.append(context)
         return self._boosted.cast_inputs(args), self._boosted.cast_inputs(kwargs)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _exit(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling() or not self._open:
             return None
         self._open.pop().__exit__(None, None, None)

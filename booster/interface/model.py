@@ -199,7 +199,7 @@ class Pinned(Resumable, Protocol):
     @property
     def names(self) -> list[str]: ...
 
-    def note(self, name: str, step: int) -> bool: ...
+    def count_skip(self, name: str, step: int) -> bool: ...
     def missing(self, state: Mapping[str, Any]) -> list[str]: ...
 
 
@@ -268,7 +268,7 @@ def guard_raw_calls(model: ModelWrapper, *, several_ranks: bool) -> None:
 def remove_raw_call_guard(model: ModelWrapper) -> None:
     """Watch no longer: who asks for the user's model knows of it, and TorchScript takes no hook that it cannot compile."""
     if model._raw_calls is not None:
-        model._raw_calls.leave()
+        model._raw_calls.remove()
 
 
 def avoid_fast_path(model: ModelWrapper) -> None:

@@ -97,7 +97,7 @@ class KernelDecision(DeviceDecision):
         plain = bound is None and pending is None and (carried is None or is_one(carried))
         scale = 1.0 if plain else numbers[_GRAD_SCALE]
         if type(scaler) is DeviceScale:
-            scaler.follow(single[_NEXT_SCALE], out[_GROWTH], out[_HYSTERESIS])
+            scaler.hold_tensors(single[_NEXT_SCALE], out[_GROWTH], out[_HYSTERESIS])
         elif scaler.enabled:
             scaler.update(single[_SKIPPED])
         mark_step_called(gradients.optimizer)

@@ -60,7 +60,7 @@ def _tried(
         torchs, ours = (_Trial(rule, dict(group), masters, dtypes, device, by_kernels=way) for way in (False, True))
         for number, factor in enumerate(STEPS):
             if number:
-                ours.follow(torchs)
+                ours.copy_from(torchs)
             for trial in (torchs, ours):
                 trial.step(number, factor)
             found = ours.difference(torchs)
@@ -139,7 +139,7 @@ class _Trial:
             raise RuntimeError(decision.steps.reason)
 
     @torch.no_grad()
-    def follow(self, other: _Trial) -> None:
+    def copy_from(self, other: _Trial) -> None:
         """Take over the numbers of `other`."""
         for own, theirs in zip(self._tensors(), other._tensors(), strict=True):
             own.copy_(theirs)

@@ -239,7 +239,7 @@ class Bucket:
                 self.group, renumber(pieces), self.format, whole=self.whole, quantizer=self.quantizer, host=self.host
             )
             if bucket.residual is not None:
-                bucket.residual.copy_(_take(self.residual, pieces))  # type: ignore[arg-type]
+                bucket.residual.copy_(_select(self.residual, pieces))  # type: ignore[arg-type]
             if self.whole:
                 for handle, piece in zip(bucket.handles, pieces, strict=True):
                     old = self.handles[self.pieces.index(piece)]
@@ -247,7 +247,7 @@ class Bucket:
                         state[handle] = state.pop(old)
             elif self.handles[0] in state:
                 state[bucket.handles[0]] = own = {
-                    key: _take(value, pieces)
+                    key: _select(value, pieces)
                     if is_elementwise(value, self.size)
                     else value.clone()
                     if isinstance(value, torch.Tensor)
@@ -270,7 +270,7 @@ def is_elementwise(value: Any, size: int) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == (size,)
 
 
-def _take(values: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
+def _select(values: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
     moved = renumber(pieces)
     taken = values.new_zeros(*values.shape[:-1], aligned(moved[-1].offset + moved[-1].size))
     for old, new in zip(pieces, moved, strict=True):

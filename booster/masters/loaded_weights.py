@@ -62,7 +62,7 @@ class LoadedWeights:
         """Return all names in `model` of each parameter of interest, by the name that masters know."""
         return {name: names for names in parameter_names(model).values() for name in names if name in self._wanted}
 
-    def take(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+    def pop(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """Return the values for `names`, and forget them."""
         return {name: self.values.pop(name) for name in names if name in self.values}
 
@@ -104,5 +104,5 @@ def take_loaded(
     if not loaded.values:
         return {}
     params = {names[param]: param for param in masters.layouts if param in names}
-    values = shards.local_weights(loaded.take(watched), names)
+    values = shards.local_weights(loaded.pop(watched), names)
     return {params[name]: value for name, value in values.items() if name in params}

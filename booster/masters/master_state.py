@@ -204,7 +204,7 @@ class MasterState(OptimizerState):
 
     # ------------------------------------------------------------------ loading
 
-    def watch(self, model: nn.Module) -> None:
+    def attach(self, model: nn.Module) -> None:
         self._watched = [name for name, param in self._named().items() if param.dtype in HALF_DTYPES]
         self._loaded = LoadedWeights.of(model, self._watched)
         self.masters.loaded_weights = partial(take_loaded, self._loaded, self._watched, self.names, self.shards)

@@ -170,7 +170,7 @@ class MasterStep:
         plain = self.plain()
         if any(plain):
             self.check_plain(plain)
-            self._layouts.follow([param for params in plain for param in params], self.masters.optimizer.state)
+            self._layouts.update([param for params in plain for param in params], self.masters.optimizer.state)
         return plain
 
     def check_plain(self, plain: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -384,7 +384,7 @@ class StateLayouts:
             torch.Tensor, tuple[int, ...]
         ] = {}  # of parameters that are not contiguous, or were not once
 
-    def follow(self, params: Sequence[torch.Tensor], state: Mapping[Any, dict[str, Any]]) -> None:
+    def update(self, params: Sequence[torch.Tensor], state: Mapping[Any, dict[str, Any]]) -> None:
         """Lay the states of `params` anew where the memory order of parameter or state changed since the last call."""
         if state is self._state and not self._strides and all(map(_contiguous, params)):
             return

@@ -102,17 +102,17 @@ class StorageTracker(TorchDispatchMode):
         self.highest = 0
         self._seen: dict[int, weakref.ref[Any]] = {}
         for tensor in known:
-            self._follow(tensor, counts=False)
+            self._track(tensor, counts=False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.now
         out = func(*args, **(kwargs or {}))
         self.highest = max(self.highest, before + kernel_memory(func, args, out))
         for tensor in trees.tensors(out):
-            self._follow(tensor, counts=True)
+            self._track(tensor, counts=True)
         return out
 
-    def _follow(self, tensor: torch.Tensor, *, counts: bool) -> None:
+    def _track(self, tensor: torch.Tensor, *, counts: bool) -> None:
         for part in dense_parts(tensor):
             storage = part.untyped_storage()
             key = id(storage)

@@ -68,7 +68,7 @@ class Session:
                 "torch.device(...). Its casts last until amp.shutdown(), so they cannot begin there; call it outside"
             )
 
-    def begin(self, precision: FP16ApexMixedPrecision | None) -> None:
+    def start(self, precision: FP16ApexMixedPrecision | None) -> None:
         self._close()
         self.initialized = True
         self.precision = precision
@@ -110,7 +110,7 @@ class Session:
                 raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
         self._seen.update(optimizers)
 
-    def follow(self, gradients: ApexGradients) -> None:
+    def register_gradients(self, gradients: ApexGradients) -> None:
         """Give `gradients` the loss scales of the next session too, if it has the same options for them."""
         self._gradients[gradients] = None
 
@@ -183,7 +183,7 @@ def initialize(
     """
     arguments.flag("enabled", enabled)
     if not enabled:
-        _session.begin(None)
+        _session.start(None)
         return models if optimizers is None else (models, optimizers)
     precision = FP16ApexMixedPrecision(
         opt_level,
@@ -217,13 +217,13 @@ def initialize(
         precision.check_optimizer(optimizer, given_models, device)
     _session.check_entry(precision, device.type)
     _session.claim(given_optimizers)
-    _session.begin(precision)
+    _session.start(precision)
     precision.bind(device)
     boosted = [precision.configure(model)[0] for model in given_models]
     names: dict[torch.Tensor, str] = {p: name for model in boosted for name, p in model.named_parameters()}
     wrapped = [_wrap(optimizer, precision, names) for optimizer in given_optimizers]
     for optimizer in wrapped:
-        _session.follow(_gradients_of(optimizer))
+        _session.register_gradients(_gradients_of(optimizer))
     _session.cast_from_now_on()
     result = boosted if isinstance(models, list) else boosted[0]
     if optimizers is None:

@@ -135,7 +135,7 @@ def _wrap_optimizer(
     with shards.local():
         named = {**names, **rebound.names()}
         shards.set_names(named)
-        own = rebound.take(weights)
+        own = rebound.slice_out(weights)
         if options.release_gradients:
             make_update = master_update(precision, optimizer, named, own, released=True)
         else:
@@ -162,7 +162,7 @@ def _wrap_optimizer(
     products = precision.half_products
     if products is not None and products.dtype is not None and products.refuses_probabilities:
         wrapper._update.gradients.check_loss = check_probabilities
-    wrapper._update.optimizer_state.watch(as_one_module(placed))
+    wrapper._update.optimizer_state.attach(as_one_module(placed))
     if make_update is not None and shards.sharded:
         shards.all_gather_params()  # masters round the weights of their own part anew, ties not as the cast did
     return wrapper
@@ -189,7 +189,7 @@ class ReboundOptimizer:
         shard_of = self.shards.shard_of
         return {tensor: name for name, param in self.params.items() for tensor in (param, shard_of(param))}
 
-    def take(self, weights: dict[str, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    def slice_out(self, weights: dict[str, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """Take the weights of `own` out of `weights`, by this rank's shard of them; inside `shards.local()`."""
         own = {name: self.params[name] for name in list(weights) if name in self.own}
         return {

@@ -339,7 +339,7 @@ class RunPins:
         self._model, self._device_type = model, device_type
         self._skips: dict[str, list[int]] = {}
 
-    def note(self, name: str, step: int) -> bool:
+    def count_skip(self, name: str, step: int) -> bool:
         """Take note that the skip of `step` began in the module `name`; returns whether that pins it now."""
         if not self.can_pin(name):
             return False

@@ -66,7 +66,7 @@ class WeakTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         with without_subclasses():
-            half, up, kind = _settle(func, args, kwargs)
+            half, up, kind = _resolve_dtypes(func, args, kwargs)
             if half is not None:
                 args, kwargs = _fitted(func, args, kwargs, half, up)
             output = func(*args, **kwargs)
@@ -136,14 +136,16 @@ def strip_weak(tree: Any, dtype: torch.dtype | None = None) -> Any:
 
 def cast_weak_args(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the arguments of `func` as it takes them, where weak tensors are among them: for modes, which come first."""
-    half, up, _ = _settle(func, args, kwargs)
+    half, up, _ = _resolve_dtypes(func, args, kwargs)
     if half is None:
         return args, kwargs
     with without_subclasses():
         return _fitted(func, args, kwargs, half, up)
 
 
-def _settle(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[torch.dtype | None, bool, type[WeakTensor] | None]:
+def _resolve_dtypes(
+    func: Any, args: Any, kwargs: dict[str, Any]
+) -> tuple[torch.dtype | None, bool, type[WeakTensor] | None]:
     """Of a call: the half dtype that weak arguments meet, whether halves are widened to them instead, and what kind of weak
     tensor results; None: a plain one."""
     role = _ROLES.get(func)
@@ -336,7 +338,7 @@ class WeakBuffers(ModuleReference):
         super().__setstate__(state)
         if self._inside:  # a copy that is made inside of forward is at rest
             self._inside = 1
-            self.leave()
+            self.exit()
 
     def enter(self) -> None:
         self._inside += 1
@@ -358,7 +360,7 @@ class WeakBuffers(ModuleReference):
             held[name] = shown
             self._shown[name] = held, shown, buffer
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         self._inside -= 1
         if self._inside:
             return
@@ -400,7 +402,7 @@ class WeakForward(ForwardProxy):
         try:
             output = self._function(*args, **kwargs) if module is None else self._function(module, *args, **kwargs)
         finally:
-            self.leave()
+            self.exit()
         return output if again else strip_weak(output)
 
     def enter(self) -> None:
@@ -409,12 +411,12 @@ class WeakForward(ForwardProxy):
             try:
                 each.enter()
             except BaseException:
-                self.leave(place + 1)
+                self.exit(place + 1)
                 raise
 
-    def leave(self, count: int | None = None) -> None:
+    def exit(self, count: int | None = None) -> None:
         for each in self.shown[:count]:
-            each.leave()
+            each.exit()
         self.depth.count -= 1
 
 
@@ -436,16 +438,16 @@ def _reading(forwards: list[WeakForward], context: Callable[[], AbstractContextM
             yield
     finally:
         for each in forwards:
-            each.leave()
+            each.exit()
 
 
 def cast_weak_inputs(half: torch.dtype) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
     """Return a forward pre-hook, `with_kwargs`, that casts weak inputs to `half`, for what hands on inputs as new tensors."""
 
-    def settle(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return strip_weak(args, half), strip_weak(kwargs, half)
 
-    return settle
+    return cast_inputs
 
 
 def forward_depth_of(model: nn.Module) -> ForwardDepth:

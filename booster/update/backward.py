@@ -36,7 +36,7 @@ class JointDecision:
         self._losses: list[torch.Tensor] = []
         self._blame: list[NonFiniteParams] = []
 
-    def leave(self, member: Gradients) -> None:
+    def remove_member(self, member: Gradients) -> None:
         """`member` has stepped."""
         self.members.remove(member)
         if len(self.members) == 1:

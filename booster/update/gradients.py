@@ -106,7 +106,7 @@ class Gradients:
         self._differentiable = False  # a graph may lead through gradients at rest
         self._present = None
         if len(self.joint.members) > 1:
-            self.joint.leave(self)
+            self.joint.remove_member(self)
             self.joint = JointDecision([self])
         self.joint.found = None
 

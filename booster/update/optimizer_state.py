@@ -84,7 +84,7 @@ class OptimizerState:
         """Have the states by what the groups hold; return the masters likewise. Inside `local()`."""
         return {}
 
-    def watch(self, model: nn.Module) -> None:
+    def attach(self, model: nn.Module) -> None:
         """Take over what masters can use of weights that are loaded into `model`."""
 
     def take_loaded(self) -> None:

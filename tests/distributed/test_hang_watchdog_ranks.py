@@ -160,7 +160,7 @@ def on_rank(rank, world_size, folder, *names):
         optimizer.step()
     finally:
         hang_watchdog._PROMPT, hang_watchdog._INTERVAL, hang_watchdog._ANSWERS = before
-        hang_watchdog.watch(None)
+        hang_watchdog.start_watchdog(None)
     return warned
 
 

@@ -420,7 +420,7 @@ def test_compiled_layers_are_refused_by_name():
     flight = Flight(every=2)
     flight.own.blocks[0].compile(backend="eager")
     with pytest.raises(RuntimeError, match=r"blocks\.0 was compiled, and an Autopilot"):
-        flight.pilot.begin(3)  # when the fourth step is to be looked at
+        flight.pilot.begin_step(3)  # when the fourth step is to be looked at
     own = planted.GPT()
     own.blocks[1].compile(backend="eager")
     with pytest.raises(RuntimeError, match=r"blocks\.1 was compiled, and an Autopilot"):

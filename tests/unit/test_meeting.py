@@ -71,17 +71,17 @@ def test_who_closes_the_store_is_seen_by_its_group_and_not_by_the_next_one_that_
     first, second = ([StoreBarrier(store, "a series", rank, 3) for rank in range(3)] for _ in range(2))
     assert [each.join() for each in first] == [0, 0, 0]
     with ThreadPoolExecutor(1) as thread:
-        first[0].leave()
+        first[0].withdraw()
         closing = thread.submit(first[0].close, timedelta(seconds=60))
         for each in first[1:]:
             while not each.latest()[1]:
                 pass
             assert not closing.done()
-            each.leave()
+            each.withdraw()
         closing.result(60)
     assert [each.join() for each in second] == [0, 0, 0]
     assert [each.latest() for each in second] == [(0, False)] * 3
-    second[0].leave()
+    second[0].withdraw()
     second[0].close(timedelta(seconds=0.05))  # of the others none has left
     assert [each.latest() for each in [*first, *second]] == [(0, False)] * 3 + [(0, True)] * 3
 

@@ -172,10 +172,10 @@ def test_the_culprit_is_the_module_that_float32_helps(found, name):
 def test_skips_count_within_the_window_and_by_module():
     pins = RunPins(Model(), "cpu")
     assert SKIPS == 2
-    assert not pins.note("blocks.0", 1)
-    assert not pins.note("blocks.1", 2)
-    assert not pins.note("blocks.0", 1 + WINDOW)
-    assert pins.note("blocks.0", 2 * WINDOW)
+    assert not pins.count_skip("blocks.0", 1)
+    assert not pins.count_skip("blocks.1", 2)
+    assert not pins.count_skip("blocks.0", 1 + WINDOW)
+    assert pins.count_skip("blocks.0", 2 * WINDOW)
     assert pins.names == ["blocks.0"]
 
 
@@ -183,11 +183,11 @@ def test_what_is_pinned_or_no_module_of_the_model_does_not_count():
     model = Model()
     pins = RunPins(model, "cpu")
     for name in ("", "Model", "criterion", "nothing"):
-        assert not pins.note(name, 1)
-        assert not pins.note(name, 2)
-    pins.note("blocks.0", 1), pins.note("blocks.0", 2)
-    assert not pins.note("blocks.0.inner", 3)
-    assert not pins.note("blocks.0.inner", 4)
+        assert not pins.count_skip(name, 1)
+        assert not pins.count_skip(name, 2)
+    pins.count_skip("blocks.0", 1), pins.count_skip("blocks.0", 2)
+    assert not pins.count_skip("blocks.0.inner", 3)
+    assert not pins.count_skip("blocks.0.inner", 4)
     assert pins.names == ["blocks.0"]
 
 
@@ -196,7 +196,7 @@ def test_a_state_without_a_pin_takes_it_back():
     own = model.blocks[1].forward = lambda x: x
     pins = RunPins(model, "cpu")
     pins.load_state_dict({"names": ["blocks.0", "blocks.1"], "skips": {"head": [3]}})
-    assert pins.note("head", 4)
+    assert pins.count_skip("head", 4)
     assert pins.state_dict() == {"names": ["blocks.0", "blocks.1", "head"], "skips": {}}
     pins.load_state_dict({})
     assert "forward" not in model.blocks[0].__dict__

@@ -58,7 +58,7 @@ def remove_guards(optimizer: Optimizer) -> None:
     """Have the guards of this library on `optimizer` let every step pass."""
     for hook in optimizer._optimizer_step_pre_hooks.values():
         if isinstance(hook, OwnStepGuard):
-            hook.leave()
+            hook.remove()
 
 
 def exchange_step_hooks(optimizer: Optimizer, hooks: tuple[Any, Any] | None) -> tuple[Any, Any]:

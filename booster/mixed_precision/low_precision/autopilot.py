@@ -145,9 +145,9 @@ class PrecisionController(StepListener):
         self._number = 0  # of the step that comes
         self.looks = 0
         self.ever: list[str] = []
-        self._leave()
+        self._forget_layers()
 
-    def _leave(self) -> None:
+    def _forget_layers(self) -> None:
         self._plan: Autopilot | None = None
         self._layers: dict[str, LowPrecisionLinear] = {}
         self._recipes: dict[str, Recipe] = {}
@@ -165,7 +165,7 @@ class PrecisionController(StepListener):
 
         recipe: of the low precision. Raises RuntimeError for layers that were compiled. A collective.
         """
-        self._leave()
+        self._forget_layers()
         self._plan = plan
         self._layers = {
             name: each for name, each in self._model.named_modules() if isinstance(each, LowPrecisionLinear)
@@ -183,11 +183,11 @@ class PrecisionController(StepListener):
         self._apply(self._layers)
         if num_steps is not None:
             self._first = num_steps + 1 if self._knows_nothing else None
-            self.begin(num_steps)
+            self.begin_step(num_steps)
 
     def disable(self) -> None:
         """Measure nothing from now on. What was wide is remembered."""
-        self._leave()
+        self._forget_layers()
         self._suspected, self.noise = {}, {}  # which say nothing of later steps
 
     def __reduce__(self) -> Any:
@@ -196,13 +196,13 @@ class PrecisionController(StepListener):
     # ---- what a listener of steps does
 
     def before_step(self, update: Any, number: int) -> None:
-        self._watch(frozenset())
+        self._measure_products(frozenset())
 
     def after_step(self, update: Any, number: int, result: Any) -> None:
         # Whatever number this step was to have: a load of the optimizer alone counts on elsewhere.
         if self._plan is not None and self._measured:
             self._decide(number, self._plan)
-        self.begin(number)
+        self.begin_step(number)
 
     # ---- what a checkpoint holds, as it does of modules pinned during the run
 
@@ -215,7 +215,7 @@ class PrecisionController(StepListener):
         """How many of all products are wide that layers in low precision make."""
         return len(self._wide) / (len(GEMMS) * len(self._all)) if self._all else 0.0
 
-    def note(self, name: str, step: int) -> bool:
+    def count_skip(self, name: str, step: int) -> bool:
         return False
 
     def missing(self, state: Mapping[str, Any]) -> list[str]:
@@ -247,9 +247,9 @@ class PrecisionController(StepListener):
         if "next" in state:
             number = arguments.count("next", state["next"], least=0)
             self._first = number if self._knows_nothing else None
-            self.begin(number - 1)
+            self.begin_step(number - 1)
 
-    def begin(self, num_steps: int) -> None:
+    def begin_step(self, num_steps: int) -> None:
         """Look at the step that follows `num_steps` of them, if that is one to be looked at."""
         self._sums, self._operations = {}, [0, 0]
         self._number = num_steps + 1
@@ -261,7 +261,7 @@ class PrecisionController(StepListener):
         changed = {name for name, _ in products ^ self._trial} & self._layers.keys()
         self._trial = products
         self._apply(changed)
-        self._watch(self._measured)
+        self._measure_products(self._measured)
 
     # ---- inside
 
@@ -285,7 +285,7 @@ class PrecisionController(StepListener):
         """Whether step `number` is one that looks at the layers that are due."""
         return number == self._first or number % every == 0
 
-    def _watch(self, products: frozenset[tuple[str, str]]) -> None:
+    def _measure_products(self, products: frozenset[tuple[str, str]]) -> None:
         """Look at `products`, and count the operations of all; with none, neither."""
         if products:
             self._check_compiled()

@@ -228,7 +228,7 @@ class _Measurement:
         )
 
     def _point(self, reference: Subject) -> _Point:
-        weights = {name: _copied(value) for name, value in reference.model.state_dict().items()}
+        weights = {name: _copy(value) for name, value in reference.model.state_dict().items()}
         return _Point(weights, reference.gradients())
 
     def _error(self, found: LossAndGradients, point: _Point) -> GradientError:
@@ -261,5 +261,5 @@ def _relative(value: float, exact: float) -> float:
     return abs(value - exact) / abs(exact) if exact and math.isfinite(value) else math.inf
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

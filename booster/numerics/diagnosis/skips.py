@@ -240,7 +240,7 @@ class PinningWatcher(SkipWatcher):
             if label and name == own:  # of another model
                 continue
             pins = extras_of(model).pins
-            if pins is not None and pins.note(name, step):
+            if pins is not None and pins.count_skip(name, step):
                 _logger.warning(
                     f"{own} computes in float32 from now on (keep_fp32='auto'): {SKIPS} skipped steps within {WINDOW}, the "
                     f"last of them {step}, began there. Checkpoints keep it; a new run has it from the start with "

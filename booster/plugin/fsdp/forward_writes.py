@@ -55,10 +55,12 @@ class WatchedGroup:
         self.versions: list[int] = []
         self.always = True
         self._hooks = [
-            module.register_forward_pre_hook(torch.compiler.disable(self._begin)) for module in modules if self.params
+            module.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
+            for module in modules
+            if self.params
         ]
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
         """In the first pass, after torch's own hook, which gathers."""
         self.versions = unsharded_versions(self.params)
         self._owner.gathered_first(self.params)

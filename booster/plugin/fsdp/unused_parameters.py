@@ -80,12 +80,12 @@ class _Group:
     def before_backward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Before torch's own hook, which has the outputs gather in backward, and the pass end in a reduction."""
         if torch.is_grad_enabled() and graph_task() == -1:
-            owner, hook = self._owner, self._owner.begin
+            owner, hook = self._owner, self._owner.start_pass
             if owner.passes_left and self.own is not None:
                 compared = [self]  # torch gathers for the first of the outputs
 
                 def hook(grad: torch.Tensor) -> None:
-                    owner.begin(grad)
+                    owner.start_pass(grad)
                     if compared:
                         owner.compare_gathers(compared.pop())
 
@@ -168,7 +168,7 @@ class UnusedParameters:
                 for hook in self._compare_hooks:
                     hook.remove()
 
-    def begin(self, grad: torch.Tensor) -> None:
+    def start_pass(self, grad: torch.Tensor) -> None:
         """A backward pass has come to outputs of a module that was sharded."""
         if not self._under_way:
             self._under_way = True

@@ -73,7 +73,7 @@ class SequenceParallel:
                 or not type(each).__module__.startswith("torch.")
             ):
                 each.register_forward_pre_hook(region.enter)
-                each.register_forward_hook(region.leave, always_call=True)
+                each.register_forward_hook(region.exit, always_call=True)
 
     # ---------------------------------------------------------------------- batches and losses
 
@@ -145,7 +145,7 @@ class _Region:
             mode.__enter__()
         entered.append((id(module), mode))
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def exit(self, module: nn.Module, args: Any, output: Any) -> None:
         entered = self._here.__dict__.get("entered", [])
         if not entered or entered[-1][0] != id(module):  # a hook before ours raised
             return
