@@ -268,10 +268,7 @@ class ManifestReader(StorageReader):
                 read_box(file, entry, [slice(start, start + length) for start, length in box], target)
                 planner.commit_tensor(item, target)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a path is one on a file system."""
-        return "://" not in str(checkpoint_id)
+    validate_checkpoint_id = ManifestWriter.validate_checkpoint_id
 
 
 def read_entries(entries: Mapping[str, Entry], targets: Mapping[str, torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.model.dtensors import dtensor_around, is_dtensor, local_shard
 from booster.shards.flat_shard import FlatShard
 from booster.update.optimizer_state import Fill
+from booster.update.state_loading import holds_nan
 
 
 class _Late(NamedTuple):
@@ -62,7 +63,7 @@ class LateReads:
                 return None
             origin = tuple(param.__create_chunk_list__()[0].offsets)  # type: ignore[attr-defined]
         held = flat or FlatShard(like.view(-1), 0, local.shape, local.stride())
-        if not held.values.numel():
+        if flat is None and not held.values.numel():
             return None
         self._wanted[name] = _Late(optimizer, param, key, held, origin)
         return flat or dtensor_around(like, param)
@@ -87,13 +88,13 @@ class LateReads:
             if late.optimizer is optimizer
         }
 
-        def read(shard: torch.Tensor, key: str | None, start: int, stop: int) -> torch.Tensor:
+        def read(shard: torch.Tensor, key: str | None, start: int, into: torch.Tensor) -> None:
             name = names[shard, key]
             try:
-                return self._read(name, start, stop)
+                self._read(name, start, into)
             except Exception as error:  # other ranks read on, and learn of it in the end
                 self.problems.append(f"{name} cannot be read any more: {error}")
-                return torch.zeros(stop - start, dtype=self._wanted[name].held.dtype)
+                into.zero_()
 
         return Fill(read) if names else None
 
@@ -101,14 +102,16 @@ class LateReads:
         """Yield the names of parameters' masters that hold NaN; reads them, some numbers at a time."""
         for name, late in self._wanted.items():
             size = late.held.values.numel() if late.key is None else 0
-            if any(self._read(name, at, min(at + 2**19, size)).isnan().any() for at in range(0, size, 2**19)):
+            some = torch.empty(min(size, 2**19), dtype=late.held.dtype)
+            if any(holds_nan(self._read(name, at, some[: size - at])) for at in range(0, size, 2**19)):
                 yield name
 
-    def _read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements `start` to `stop` of what this rank has of a tensor."""
+    def _read(self, name: str, start: int, into: torch.Tensor) -> torch.Tensor:
+        """Read elements from `start` on of what this rank has of a tensor `into` 1-dim memory, and return it."""
         late, tensor = self._wanted[name], self._tensors[name]
         held = late.held
-        values = torch.empty(stop - start, dtype=held.dtype)
+        straight = into.is_cpu and into.dtype == held.dtype
+        values = into if straight else torch.empty(into.shape, dtype=held.dtype)
         for begin, sizes, view in FlatShard(values, held.start + start, held.shape, held.stride).boxes():
             box = [range(o + b, o + b + n) for o, b, n in zip(late.origin, begin, sizes, strict=True)]
             for chunk in tensor.chunks:
@@ -126,7 +129,7 @@ class LateReads:
                 here = tuple(slice(e.start - own.start, e.stop - own.start) for e, own in zip(both, box, strict=True))
                 with open_regular(path) as file:
                     read_box(file, entry, inside, view[here])
-        return values
+        return into if straight else into.copy_(values)
 
     def end(self) -> bool:
         """Return whether anything was late. Raises CheckpointError for what could not be read."""

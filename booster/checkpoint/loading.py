@@ -20,6 +20,7 @@ from booster.checkpoint.parts.part import LoadContext
 from booster.checkpoint.parts.run_objects import extra_of
 from booster.checkpoint.saved_checkpoint import SavedCheckpoint
 from booster.checkpoint.snapshots import load_module, read_by_torch
+from booster.checkpoint.state_tree import OWN
 from booster.checkpoint.tensor_file import entries_of, entry_of
 from booster.checkpoint.tensor_layout import mark_written
 from booster.checkpoint.weight_files import FittedWeights, check_unchanged, half_read, weights_for
@@ -171,18 +172,17 @@ class _Loading:
     """One load on one rank: `compare`, then `saved.read`, `prepare`, and only then `apply`."""
 
     def __init__(self, saved: SavedCheckpoint, objects: Objects, *, rank: int, strict: bool) -> None:
-        self.saved = saved
+        self.saved, self._found = saved, LoadContext(saved, rank, strict)
+        self._parts = [kind(objects) for kind in parts.PARTS]
         # Buffers and the like of a rank come back to that rank alone, which is there only where as many ranks load.
-        own = saved.tree.get("own", [])
-        if len(own) == LoadContext(saved, rank, strict).world_size:
+        own = saved.tree.get(OWN, [])
+        if len(own) == self._found.world_size:
             saved.own = own[rank]
         elif any(own):
             saved.notes.append(
                 f"buffers, extra or random states of rounding differ between the {len(own)} ranks that saved; those of the "
                 "first are given to all"
             )
-        self._found = LoadContext(saved, rank, strict)
-        self._parts = [kind(objects) for kind in parts.PARTS]
 
     def compare(self) -> None:
         """Raise CheckpointError that lists all that differs between the checkpoint and the job; note what is to be read."""

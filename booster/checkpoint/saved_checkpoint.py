@@ -68,17 +68,19 @@ class SavedCheckpoint:
         prefix = f"{kind}/{module}/"
         return {w.removeprefix(prefix): master for w, master in self.tree["masters"].items() if w.startswith(prefix)}
 
-    def widest_source(self, param: str, optimizer: str, home: tuple[str, str] | None) -> str | None:
+    def widest_source(self, param: str, optimizer: str, home: tuple[str, str, bool] | None) -> str | None:
         """Return where the widest numbers of a parameter are: its master's, else those of its weight.
 
-        home: the model of the job that has it, and its name there. Where none of them has, the only model that has the name.
+        home: the model of the job that has it, its name there, and whether that model takes numbers as they are saved: else it
+        alone knows the weight. Where none of them has it, the only model that has the name.
         """
         master = reference(self.masters(optimizer).get("weights", {}).get(param))
         if master is not None:
             return master
         if home is not None and home[0] in self.tree["models"]:
-            model, key = home
-            return self.masters_behind("models", model).get(key) or reference(self.tree["models"][model].get(key))
+            model, key, as_saved = home
+            weight = self.tree["models"][model].get(key) if as_saved else None
+            return self.masters_behind("models", model).get(key) or reference(weight)
         holders = [tree[param] for tree in self.tree["models"].values() if param in tree]
         return reference(holders[0]) if len(holders) == 1 else None
 

@@ -74,20 +74,13 @@ class CollectedState:
 
 
 def collect_state(objects: Objects, run: Mapping[str, Any], group: dist.ProcessGroup | None) -> CollectedState:
-    """Return the state of `objects` now; the tensors are those of the running job. A collective."""
+    """Return the state of `objects` now; the tensors are those of the running job, not copies. A collective.
+
+    run: what is known of the run as a whole, JSON-like.
+    """
     # They raise now where a package is missing, and not in the thread that writes.
     new_hash()
     need_safetensors()
-    return CollectedState(*collect(objects, run, group))
-
-
-def collect(
-    objects: Objects, run: Mapping[str, Any], group: dist.ProcessGroup | None
-) -> tuple[Tensors, dict[str, Any]]:
-    """Return this rank's tensors by their names in the checkpoint, and the tree of all ranks; a collective.
-
-    run: what is known of the run as a whole, JSON-like. Tensors are those of the running job, not copies.
-    """
     into = SaveContext(rank_in(group), frozen=not leaves_out_frozen(run))
     tree: dict[str, Any] = {} if into.rank else {"run": dict(run)}
     with agreed(group):
@@ -96,7 +89,7 @@ def collect(
     shared = {name: as_planned(tensor) for name, tensor in into.shared.items()}
     tensors, own = choose_writers(shared, group, buffers_of(objects))
     merged = _merged(gather(tree, group))
-    return tensors | into.own, {**merged, OWN: own} if any(own) else merged
+    return CollectedState(tensors | into.own, {**merged, OWN: own} if any(own) else merged)
 
 
 def choose_writers(
@@ -263,16 +256,12 @@ def write(
                 publish(staging, final, lock)
                 if keep_last is not None:
                     prune(final.parent, keep_last, final)
-    except CheckpointException as error:
-        raise CheckpointError(
-            f"saving {final} failed {first_failure(error)}; what was there before still is"
-        ) from error
-    except (OSError, RuntimeError, TypeError, ValueError, MemoryError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"saving {final} failed: {type(error).__name__}: {error}; what was there before still is"
-        ) from error
+    except CheckpointError:
+        raise
+    except (CheckpointException, OSError, RuntimeError, TypeError, ValueError, MemoryError) as error:
+        of_rank = isinstance(error, CheckpointException)
+        said = f" {first_failure(error)}" if of_rank else f": {type(error).__name__}: {error}"
+        raise CheckpointError(f"saving {final} failed{said}; what was there before still is") from error
     finally:
         # It has its name by now, or the save failed.
         if staging is not None and is_first(group) and staging.exists():

@@ -21,7 +21,7 @@ from booster.masters.formats_compiled import compiled_format
 from booster.masters.offload import HostMemory, can_offload
 from booster.masters.options import MasterOptions
 from booster.masters.rounding import RoundingRNG, rounded
-from booster.masters.states import as_of_master, signature, state_of_bucket, state_of_params, stretch
+from booster.masters.states import as_of_master, signature, state_of_bucket, state_of_params, write_pieces
 from booster.model.dtensors import dtensor_around, is_dtensor, local_shard
 from booster.model.optimizer_kinds import check_attributes, kind_of
 from booster.shards.base import State
@@ -295,9 +295,8 @@ class Masters:
             self.optimizer.state.update(state_of_bucket(bucket, states, fill))
             here = bucket.host is None and bucket.residual is not None and bucket.residual.dtype == torch.float32
             values: torch.Tensor = bucket.residual if here else bucket.scratch()  # type: ignore[assignment]
-            found = [stretch(sources.get(piece.param, piece.param), piece, None, fill) for piece in bucket.pieces]
-            torch._foreach_copy_(bucket.pieces_of(values), found)
-            values.masked_fill_(values.isnan(), math.nan)  # see `rounding.canonical_nan_`
+            write_pieces(bucket, values, [sources.get(p.param, p.param) for p in bucket.pieces], None, fill)
+            values.nan_to_num_(math.nan, math.inf, -math.inf)  # see `rounding.canonical_nan_`
             # A master made of its weight rounds to it. With released gradients that is between forward and backward.
             own = not any(piece.param in sources for piece in bucket.pieces)
             with preserving_versions([local_shard(p) for p in bucket.params]) if own else nullcontext():

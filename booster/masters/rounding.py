@@ -82,7 +82,7 @@ def canonical_nan_(values: torch.Tensor) -> None:
     On the CPU arithmetic makes none with all upper bits set, nor do any come in from outside.
     """
     if not values.is_cpu:
-        values.masked_fill_(values.isnan(), math.nan)
+        values.nan_to_num_(math.nan, math.inf, -math.inf)
 
 
 def whole_steps(distance: torch.Tensor) -> torch.Tensor:

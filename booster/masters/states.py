@@ -14,7 +14,7 @@ from booster.masters.bucket import Bucket, is_elementwise
 from booster.masters.quantized_state import dequantized
 from booster.model.dtensors import local_shard
 from booster.shards.base import State
-from booster.tensors.flat import Piece, flat, flat_like, shaped_like
+from booster.tensors.flat import flat, flat_like, shaped_like
 from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
 from booster.update.optimizer_state import Fill
 
@@ -241,11 +241,19 @@ def signature(param: torch.Tensor, state: State | None) -> tuple[Any, ...]:
     )
 
 
-def stretch(value: torch.Tensor, piece: Piece, key: str | None, fill: Fill | None) -> torch.Tensor:
-    """Return the elements of `value`, the state `key` of the parameter of `piece` or its master, that are in `piece`."""
-    if value.is_meta and fill is not None:
-        return fill.read(piece.param, key, piece.start, piece.stop)
-    return flat_like(local_shard(value).detach(), local_shard(piece.param))[piece.start : piece.stop]
+def write_pieces(
+    bucket: Bucket, into: torch.Tensor, values: Iterable[torch.Tensor], key: str | None, fill: Fill | None
+) -> None:
+    """Write to `into`, flat as `bucket`, what its pieces have of `values`: the states `key` of its parameters, or masters."""
+    here, given = [], []
+    for piece, value, place in zip(bucket.pieces, values, bucket.pieces_of(into), strict=True):
+        if value.is_meta and fill is not None:
+            fill.read(piece.param, key, piece.start, place)
+        else:
+            here.append(place)
+            given.append(flat_like(local_shard(value).detach(), local_shard(piece.param))[piece.start : piece.stop])
+    if here:
+        torch._foreach_copy_(here, given)
 
 
 def state_of_bucket(
@@ -272,9 +280,8 @@ def state_of_bucket(
         there = old.pop(key, None)
         if not isinstance(there, torch.Tensor) or (there.shape, there.dtype) != ((bucket.size,), dtype):
             there = torch.zeros(bucket.size, dtype=dtype, device=device)
-        own[key] = joined = there
-        sources = [stretch(states[piece.param][key], piece, key, fill) for piece in bucket.pieces]
-        torch._foreach_copy_(bucket.pieces_of(joined), sources)
+        own[key] = there
+        write_pieces(bucket, there, [states[piece.param][key] for piece in bucket.pieces], key, fill)
     if bucket.quantizer is not None:
         bucket.quantizer.quantize(bucket, own)
     return {bucket.handles[0]: own}

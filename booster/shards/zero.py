@@ -227,7 +227,7 @@ class ZeroShards(Shards):
         start, stop = slot.bucket.overlap(slot.position, self._rank)
         return flat_like(value.detach(), param)[start:stop] if slot.bucket.by_elements and param.dim() else value
 
-    def all_gather_params(self) -> None:
+    def all_gather_params(self, *, one_by_one: bool = False) -> None:
         changed: list[torch.Tensor] = []
         # By id: hashing a tensor is a Python call, and every step asks this of every parameter.
         owned = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
@@ -237,13 +237,13 @@ class ZeroShards(Shards):
                 before = self._versions.get(bucket)
                 if not owned.isdisjoint(map(id, bucket.params)):
                     layout.pending_all_gathers.add(bucket.data, bucket.gather(layout.group))  # type: ignore[arg-type]
+                if one_by_one or not self._overlaps:
+                    self.wait_for_weights()
                 for place, param in enumerate(bucket.params) if before is not None else ():
                     used = place in bucket.reduced if self._reduced else param.grad is not None
                     if (used or id(param) in in_backward) and id(param) in owned and version(param) == before[place]:  # type: ignore[index]
                         changed.append(param)
         self._stepped_in_backward.clear()
-        if not self._overlaps:
-            self.wait_for_weights()
         # A graph that was kept over the step is stale on all ranks, whether or not it was this one's step that wrote here.
         torch.autograd.graph.increment_version(changed)
 

@@ -19,12 +19,12 @@ class Fill:
     """What a load gives for states and masters on the meta device, as buckets take them over: no more than one is there twice.
 
     Attributes:
-        read: given what a group holds, the name of a state (None: its master), and two places in memory order, reads what is
-            between.
+        read: given what a group holds, the name of a state (None: its master), and a place in memory order, reads as many
+            numbers from there as it is given memory for.
         before: the states of buckets until then, to be written over.
     """
 
-    read: Callable[[torch.Tensor, str | None, int, int], torch.Tensor]
+    read: Callable[[torch.Tensor, str | None, int, torch.Tensor], None]
     before: MutableMapping[Any, Any] = field(default_factory=dict)
 
 

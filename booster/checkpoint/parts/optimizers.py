@@ -14,6 +14,7 @@ from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.objects import Objects, user_module
 from booster.checkpoint.parts.part import LoadContext, Part, SaveContext, Step
 from booster.checkpoint.saved_checkpoint import SavedCheckpoint
+from booster.checkpoint.snapshots import may_refuse
 from booster.checkpoint.state_tree import BESIDE, has_order, reference, references
 from booster.common.text import listed
 from booster.interface.optimizer import OptimizerWrapper, update_of
@@ -84,9 +85,10 @@ class Optimizers(Part):
             take_over.pop(0)()
 
     def _entries(self, found: LoadContext) -> list[_Entry]:
-        homes: dict[torch.Tensor, tuple[str, str]] = {
-            param: (name, key)
+        homes: dict[torch.Tensor, tuple[str, str, bool]] = {
+            param: (name, key, as_saved)
             for name, model in self.objects.models.items()
+            for as_saved in (not may_refuse(model),)
             for key, param in bare(model.module).named_parameters()
         }
         return [_Entry(found.saved, name, each, homes) for name, each in self.objects.optimizers.items()]
@@ -95,7 +97,7 @@ class Optimizers(Part):
 class _Entry:
     """One boosted optimizer of the job, and its entry in the checkpoint.
 
-    homes: by parameter, the model of the job that has it, and its name in there.
+    homes: by parameter, what `SavedCheckpoint.widest_source` is given.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class _Entry:
         saved: SavedCheckpoint,
         name: str,
         optimizer: OptimizerWrapper,
-        homes: Mapping[torch.Tensor, tuple[str, str]],
+        homes: Mapping[torch.Tensor, tuple[str, str, bool]],
     ) -> None:
         self._saved, self._name, self.optimizer, self._homes = saved, name, optimizer, homes
         self.what = f"optimizers {name!r}"
