@@ -172,14 +172,13 @@ class CapturedStep:
             optimizer.sync()
 
     def _has_begun(self) -> bool:
-        """Return whether every optimizer has the states that its next step reads. Waits for the last step of some.
-
-        Momentum of torch's SGD begins with the first step that is not skipped, for which the host has to know, and all states
-        of optimizers without a fused kernel do."""
+        """Return whether every optimizer has the states that its next step reads. Waits for the last step of some."""
         return not any(
             optimizer.step_was_skipped
             for optimizer in self._optimizers
             if not honours_grad_scale(optimizer.unwrap())
+            # Momentum of torch's SGD begins with the first step that is not skipped, for which the host has to know, and all
+            # states of optimizers without a fused kernel do.
             or (isinstance(optimizer.unwrap(), SGD) and any(map(_MOMENTUM, optimizer.param_groups)))
         )
 
@@ -218,6 +217,7 @@ class CapturedStep:
         if changed is None:
             return False
         self._graphs.clear()
+        # To record in nearly every step costs more than graphs save.
         self._given_up += 1
         if self._given_up == _TIMES:
             self._warn_once(f"steps run without a graph, since {changed} in nearly every one of them")

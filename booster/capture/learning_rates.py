@@ -43,17 +43,19 @@ class LRBuffers:
 
     @contextmanager
     def read_as_tensors(self, *, recorded: bool = False) -> Iterator[None]:
-        """Inside, the rates of the groups are tensors; no step waits to be counted. Raises RuntimeError if somebody wrote
-        one meanwhile.
+        """Inside, the rates of the groups are tensors; no step waits to be counted. Raises RuntimeError if somebody wrote one
+        meanwhile.
 
-        recorded: torch's optimizers let themselves be recorded, which they refuse without capturable=True. Their fused
-        kernels count steps on the device, and so compute the same. What is recorded begins with `read_next`."""
+        recorded: torch's optimizers let themselves be recorded, which they refuse without capturable=True. What is recorded
+        begins with `read_next`.
+        """
         held = []
         for lookahead in self.lookaheads:
             lookahead.set_next()
             lookahead.read_next()
             for index, group in enumerate(lookahead.groups):
                 if "lr" in group and not isinstance(group["lr"], torch.Tensor):
+                    # Fused kernels count steps on the device, and so compute the same as with capturable=True.
                     held.append((group, group["lr"], lookahead.row[index], lookahead))
                     group["lr"] = held[-1][2]
         groups = [group for lookahead in self.lookaheads for group in lookahead.groups]
@@ -138,10 +140,10 @@ class LRLookahead:
             self._write(self._known, [now])
 
     def make_ready(self, deferred: Sequence[Any], *, counts: bool) -> None:
-        """Before a replay in which the optimizer steps: have it read the right rates. Waits for steps before only where they
-        cannot be foreseen.
+        """Before a replay in which the optimizer steps: have it read the right rates.
 
-        deferred: what is to wait for the outcome. counts: whether the graph counts the step, as for `deferred`."""
+        deferred: what is to wait for the outcome. counts: whether the graph counts the step, as for `deferred`.
+        """
         history = self._optimizer._history
         if history.waiting:
             self._apply_writes()
@@ -150,6 +152,7 @@ class LRLookahead:
             self._num_syncs, self._copies = history.num_syncs, None
             del self._ahead[1:]
         if history.waiting and not self._knows_next(deferred, counts):
+            # Waits for steps before only where they cannot be foreseen.
             history.sync()
         if not history.waiting:
             self.set_next()

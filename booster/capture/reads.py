@@ -212,10 +212,7 @@ def _path(frame: Any) -> str:
 
 
 def _who() -> tuple[Any, Any]:
-    """Return the frames of the user's innermost call, and of the innermost one that is neither torch's nor from here.
-
-    The user's are all files but those of this library, torch, Python and what is installed.
-    """
+    """Return the frames of the user's innermost call, and of the innermost one that is neither torch's nor from here."""
     frame: Any = sys._getframe(2)
     reader: Any = None
     generated: Any = None  # as dataclasses write it: the user's where no file is
@@ -223,6 +220,7 @@ def _who() -> tuple[Any, Any]:
         path = _path(frame)
         if not path.startswith((_TORCH + os.sep, _HERE + os.sep, "<frozen")):
             reader = reader or frame
+            # The user's are all files but those of this library, torch, Python and what is installed.
             if not _is_installed(path) and not path.startswith(_OURS + os.sep):
                 if not path.startswith("<") or linecache.getlines(path):
                     return frame, frame if reader is generated else reader

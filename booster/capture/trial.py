@@ -97,12 +97,12 @@ def reads_of(
 ) -> list[str]:
     """Run `train_step(*batch)` as on a device, and return what it reads of one, as `path:line: what`; nothing changes.
 
-    roots: what it may change besides `optimizers`, such as boosted models. It runs twice, since a first step may read what
-    later ones do not, and a later one what is only then there.
+    roots: what it may change besides `optimizers`, such as boosted models.
     """
     for optimizer in optimizers:
         optimizer.sync()
         optimizer.wait_for_weights()
+    # It runs twice, since a first step may read what later ones do not, and a later one what is only then there.
     snapshot = StateSnapshot([*roots, *optimizers, *_schedules_of(optimizers)])
     origin = origin_of(train_step)
     reads = Reads(snapshot, origin, device, _counts_on_host(optimizers))

@@ -49,10 +49,7 @@ def check_merges(model: nn.Module) -> None:
 
 
 def save_adapters(model: ModelWrapper, folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Write the adapters of `model` into `folder`, as peft does; a collective.
-
-    Raises ValueError where a parameter that trains is in none of the files.
-    """
+    """Write the adapters of `model` into `folder`, as peft does; a collective."""
     own: Any = bare(model.module)
     if not hasattr(own, "peft_config"):
         raise ValueError(
@@ -62,6 +59,7 @@ def save_adapters(model: ModelWrapper, folder: Path, group: dist.ProcessGroup | 
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     with agreed(group):
         kept = {adapter: _asked_of_peft(own, state, adapter) for adapter in own.peft_config}
+        # Raises ValueError where a parameter that trains is in none of the files.
         _refuse_what_is_left_out(own, state, kept, partial=getattr(model.module, "is_partial", False))
     # Whether a vocabulary has grown peft may ask the hub, which may answer one rank alone: none waits for what another lacks.
     names = gather({adapter: list(tensors) for adapter, tensors in kept.items()}, group)
@@ -121,13 +119,14 @@ def _write(config: Any, kept: dict[str, torch.Tensor], folder: Path) -> None:
 def merged(model: nn.Module, names: Iterable[str]) -> tuple[nn.Module, dict[str, ExportSpec]]:
     """Return the model inside of adapters, and how its weights are made of those tensors of `model` that `names` are.
 
-    model: one that `check_merges` lets pass. Copies of modules that train next to adapters take the place of the originals.
+    model: one that `check_merges` lets pass.
     """
     sources = sources_of(model, names, unpack=True)
     copies, originals = set(), set()
     for name, layer in _of_peft(model):
         if hasattr(layer, _SAVED):
             active = [each for each in layer.active_adapters if each in layer.modules_to_save]
+            # Copies of modules that train next to adapters take the place of the originals.
             copies |= {f"{name}.{_SAVED}.{adapter}." for adapter in active}
             originals |= set() if active else {f"{name}.original_module."}
             continue

@@ -274,7 +274,7 @@ class ManifestReader(StorageReader):
 def read_entries(entries: Mapping[str, Entry], targets: Mapping[str, torch.Tensor]) -> None:
     """Read entries of plain files into `targets`, by name, of which this rank may hold parts; no communication.
 
-    Raises CheckpointError where a file holds something else now, or cannot be read: then they hold anything.
+    Raises CheckpointError where a file holds something else now, or cannot be read.
     """
     tensors = {
         name: Tensor(
@@ -285,6 +285,7 @@ def read_entries(entries: Mapping[str, Entry], targets: Mapping[str, torch.Tenso
         for name, entry in entries.items()
     }
     try:
+        # `targets` hold anything where this raises.
         load_into(dict(targets), ManifestReader(Path(), Manifest(0, 1, {}, {}, tensors)), None)
     except CheckpointException as error:
         (cause, _), *_ = error.failures.values()

@@ -111,6 +111,7 @@ def export(
         with path.open("xb") as file:
             torch.save({name: entry.make(stored.whole) for name, entry in own.items()}, file)
             file.flush()
+            # The file gets its name only after the disk has it.
             os.fsync(file.fileno())
 
     if not files.shard:

@@ -48,10 +48,12 @@ def staging_folder(final: Path, lock: Lock) -> Path:
 def publish(staging: Path, final: Path, lock: Lock) -> None:
     """Give a finished `staging` folder its name, in place of an older checkpoint of that name.
 
-    Every file in it must have been synced. When this returns, the checkpoint survives a loss of power. Raises
-    CheckpointError if something else than a checkpoint bears the name, and if `staging` is not whole or not the writer's.
+    Raises CheckpointError if something else than a checkpoint bears the name, and if `staging` is not whole or not the
+    writer's.
     """
+    # Every file in it must have been synced.
     replaced = _replaced(final)
+    # When this returns, the checkpoint survives a loss of power.
     sync_folder(staging)
     lock.check()
     if missing := missing_of(staging):
@@ -100,9 +102,10 @@ def checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
 def latest(root: str | os.PathLike[str]) -> Path | None:
     """Return the folder of the newest valid checkpoint in `root`, or None if there is none.
 
-    Every byte is read and compared with its hash. What is damaged is named in a WARNING and passed over.
+    What is damaged is named in a WARNING and passed over.
     """
     for _, path in checkpoints(Path(root)):
+        # Every byte is read and compared with its hash.
         bad = damage(path)
         if not bad:
             return path
@@ -133,15 +136,13 @@ def manifest_now(folder: Path) -> bytes | None:
 
 
 def prune(root: Path, keep_last: int, written: Path) -> None:
-    """Remove all checkpoints but the newest `keep_last` and `written`, which was just saved, whatever its number is.
-
-    One with a file missing or of another size is not kept in another's place. Each is renamed first, so that none is ever seen
-    half removed.
-    """
+    """Remove all checkpoints but the newest `keep_last` and `written`, which was just saved, whatever its number is."""
     kept = 0
     for _, path in list(checkpoints(root)):
         if kept >= keep_last and path != written:
+            # Each is renamed first, so that none is ever seen half removed.
             remove(path)
+        # One with a file missing or of another size is not kept in another's place.
         with suppress(CheckpointError, OSError):
             kept += path == written or not missing_of(path)
 
@@ -156,15 +157,13 @@ def missing_of(folder: Path) -> list[str]:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, renaming it first, so that it is never seen half removed.
-
-    If the disk refuses, that is a WARNING: nothing is lost, and the next save tries again.
-    """
+    """Remove a checkpoint, renaming it first, so that it is never seen half removed."""
     doomed = folder.parent / f".{folder.name}{_WRITING}{secrets.token_hex(6)}"
     try:
         folder.rename(doomed)
     except FileNotFoundError:
         return  # another job was first
+    # Nothing is lost, and the next save tries again.
     except OSError as error:
         _logger.warning("the old checkpoint %s could not be removed: %s", folder, error)
         return
@@ -172,10 +171,7 @@ def remove(folder: Path) -> None:
 
 
 def clear_unfinished(root: Path, own: str) -> None:
-    """Remove what dead writers left in `root`, and checkpoints that were replaced. own: the nonce of this writer.
-
-    What cannot be removed is a WARNING: it is in no save's way.
-    """
+    """Remove what dead writers left in `root`, and checkpoints that were replaced. own: the nonce of this writer."""
     paths, alive = list(root.iterdir()), {own}
     for path in paths:
         if locked_name(path) is None or path.is_dir():
@@ -187,6 +183,7 @@ def clear_unfinished(root: Path, own: str) -> None:
             elif holder is not None:
                 remove_lock(holder)
         except OSError as error:
+            # It is in no save's way.
             _logger.warning(_LEFT, path, error)
     for path in paths:
         unfinished = _UNFINISHED.fullmatch(path.name)

@@ -44,6 +44,7 @@ def load(root: Path, objects: Objects, *, strict: bool, group: dist.ProcessGroup
     while True:
         folder = _candidate(root, passed_over, group)
         # Another job may replace the folder while it is read; a manifest that changed says so.
+        # A folder is replaced by renaming, so that its manifest changes with it.
         before = manifest_now(folder)
         try:
             loading = _read(folder, objects, strict=strict, group=group)
@@ -66,7 +67,7 @@ def load(root: Path, objects: Objects, *, strict: bool, group: dist.ProcessGroup
 def check_loads(folder: Path, objects: Objects | None, rank: int) -> None:
     """Raise CheckpointError where no load would take what was just written into `folder`; reads no tensor.
 
-    objects: those that were saved, unless they train on meanwhile: then a load is asked nothing of them.
+    objects: those that were saved, unless they train on meanwhile.
     """
     try:
         saved = SavedCheckpoint(folder, rehearsed=True)
@@ -80,6 +81,7 @@ def check_loads(folder: Path, objects: Objects | None, rank: int) -> None:
                 entries = entries_of(folder / name)
                 for chunk, tensor in chunks:
                     entry_of(entries, folder / name, chunk, dtype_of(tensor))
+        # Objects that train on meanwhile are no longer what was written.
         if objects is not None:
             loading = _Loading(saved, objects, rank=rank, strict=True)
             loading.compare()

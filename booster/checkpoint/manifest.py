@@ -163,10 +163,8 @@ class Manifest:
 
 
 def room_for_text(of_tensors: int) -> int:
-    """Return the bytes of memory that manifest and state may take each, by those of the files of tensors.
-
-    Together with the header of a file of tensors that is no more than all files have, and 64 MiB.
-    """
+    """Return the bytes of memory that manifest and state may take each, by those of the files of tensors."""
+    # Together with the header of a file of tensors that is no more than all files have, and 64 MiB.
     return _ROOM + of_tensors // 4
 
 
@@ -208,10 +206,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_text(folder: Path, name: str) -> bytes:
-    """Return a JSON text of the checkpoint in `folder`; raises OSError where it is no file, or larger than one can be.
-
-    What it may have goes with the files in the folder.
-    """
+    """Return a JSON text of the checkpoint in `folder`; raises OSError where it is no file, or larger than one can be."""
+    # What it may have goes with the files in the folder.
     return read_regular(folder / name, room_of(folder))
 
 
@@ -302,19 +298,17 @@ def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 def _are_the_whole(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
-    """Return whether the boxes `chunks` are disjoint and cover a tensor of `shape`.
-
-    How often each element is covered is a function of place; it is 1 within `shape` and 0 outside just if it jumps at the
-    same corners by the same amounts. So the corners of all boxes, counted with their signs, must be those of the whole: a
-    sum over the boxes, and no look at each two of them.
-    """
+    """Return whether the boxes `chunks` are disjoint and cover a tensor of `shape`."""
     if 0 in shape:
         return True
     whole = Chunk("", "", (0,) * len(shape), shape)
     cut = [dim for dim, size in enumerate(shape) if any(c.offsets[dim] != 0 or c.sizes[dim] != size for c in chunks)]
     if len(cut) > _MOST_CUTS:
         raise ValueError(f"a tensor is cut in {len(cut)} dimensions")
+    # How often each element is covered is a function of place.
     jumps: Counter[tuple[int, ...]] = Counter()
+    # So the corners of all boxes, counted with their signs, must be those of the whole: a sum over the boxes, and no look at
+    # each two of them.
     for chunk, sign in ((whole, -1), *((chunk, 1) for chunk in chunks)):
         for ends in itertools.product((0, 1), repeat=len(cut)):
             corner = tuple(chunk.offsets[dim] + end * chunk.sizes[dim] for dim, end in zip(cut, ends, strict=True))

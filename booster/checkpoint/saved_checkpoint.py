@@ -144,6 +144,7 @@ class SavedCheckpoint:
                 return
         if name is not None and entry is not None and name not in self._targets and entry.shape == tuple(param.shape):
             (update,) = updates_of([optimizer])
+            # Only this rank's stretch is read: the whole state may not fit.
             part = update.shards.empty_shard(param, dtype_of(entry))
             if part is not None:
                 self._targets[name] = part
@@ -170,13 +171,14 @@ class SavedCheckpoint:
             self.request(name, None)
 
     def read(self, group: dist.ProcessGroup | None) -> None:
-        """Read what was wanted, and compare every file with its hash; a collective. Nothing of the user's is touched.
+        """Read what was wanted, and compare every file with its hash; a collective.
 
         Raises CheckpointError on every rank if any of them finds damage, or cannot read.
         """
         targets = {n: held for n, held in self._targets.items() if n not in self._in_place and n not in self.late}
         self._files = self._stats()
         try:
+            # Nothing of the user's is touched.
             self._read(targets, None, group)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; nothing was loaded") from error
@@ -189,6 +191,7 @@ class SavedCheckpoint:
         with agreed(group):
             targets = {name: where() for name, where in self._in_place.items()}
         files = {chunk.file for name in targets for chunk in self.manifest.tensors[name].chunks}
+        # Every rank compares the same files, so that all raise alike.
         files = {file for of_rank in gather(sorted(files), group) for file in of_rank}
         if not files:
             return

@@ -87,6 +87,7 @@ def collect_state(objects: Objects, run: Mapping[str, Any], group: dist.ProcessG
         for kind in parts.PARTS:
             tree |= kind(objects).collect(into)
     shared = {name: as_planned(tensor) for name, tensor in into.shared.items()}
+    # Tensors are those of the running job, not copies.
     tensors, own = choose_writers(shared, group, buffers_of(objects))
     merged = _merged(gather(tree, group))
     return CollectedState(tensors | into.own, {**merged, OWN: own} if any(own) else merged)
@@ -97,19 +98,21 @@ def choose_writers(
 ) -> tuple[Tensors, list[dict[str, str]]]:
     """Return what this rank writes of `shared`, and by rank the names of what it keeps under another name; a collective.
 
-    DCP's planner takes a plain tensor that several ranks hold from any of them, which is right where they are equal to the bit.
     Where they are not, the first rank that holds it writes it. Other ranks write theirs under another name, if it is one of
     `buffers`, below "extra", or a random state of stochastic rounding, which goes with the size of a rank's shard; without
-    `all_kept` they do not. All else, such as weights that drifted apart, is a WARNING.
+    `all_kept` they do not. All else.
     """
     if group is None:
         return shared, [{}]
+    # DCP's planner takes a plain tensor that several ranks hold from any of them, which is right where they are equal to the
+    # bit.
     plain = {
         name: _digest(tensor)
         for name, tensor in shared.items()
         if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided  # type: ignore[union-attr]
     }
     rank, said = dist.get_rank(group), gather(plain, group)
+    # Such as weights that drifted apart, is a WARNING.
     kept, own, drifted = dict(shared), [dict[str, str]() for _ in said], []
     for name in sorted({name for each in said for name in each}):
         holders = [index for index, each in enumerate(said) if name in each]
@@ -180,13 +183,11 @@ def _add_keys(tree: Any, other: Any) -> None:
 
 
 def reserve(root: Path, step: int | None, group: dist.ProcessGroup | None) -> tuple[Path, int]:
-    """Return where the checkpoint of `step` goes, and its number, counted on from the newest where None; a collective.
-
-    Raises CheckpointError on every rank where no number follows the newest.
-    """
+    """Return where the checkpoint of `step` goes, and its number, counted on from the newest where None; a collective."""
     if step is None:
         taken = [found for found, _ in checkpoints(root)] + writing(root) if is_first(group) else []
         step = max(taken, default=-1) + 1
+    # Raises CheckpointError on every rank where no number follows the newest.
     step = gather(step, group)[0]
     if step > LARGEST_NUMBER:
         raise CheckpointError(
@@ -219,6 +220,7 @@ def write(
                 make_folder(final.parent)
                 lock = Lock(final)
                 staging = staging_folder(final, lock)
+        # The name of the staging folder is random; all ranks write into that of the first.
         staging = Path(gather(str(staging), group)[0])
         versions = {"booster": version_of("booster-amp") or "unknown", "torch": str(torch.__version__)}
         writer = ManifestWriter(

@@ -202,6 +202,7 @@ def ends_that_differ(model: Any, same: Callable[[str, str], bool]) -> tuple[str,
         return None
     names = {id(module): name for name, module in model.named_modules()}
     ends = [getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
+    # Another model inside may have made the matrices.
     if any(id(end) not in names for end in ends):
         return None
     one, other = (f"{names[id(end)]}.weight".removeprefix(".") for end in ends)
@@ -225,6 +226,7 @@ def write_config(
         if not callable(getattr(own, "save_pretrained", None)):
             continue
         if name == "config":
+            # The user's configuration goes on saying what the model in memory is.
             own = copy.deepcopy(own)
             own.dtype = next(
                 (str(each.dtype).removeprefix("torch.") for each in entries.values() if each.is_wide), None

@@ -42,14 +42,16 @@ def snapshot(part: Any) -> Callable[[], None]:
 
 
 def load_module(module: nn.Module, state: dict[str, Any], undo: ExitStack) -> None:
-    """Load `state`, of names and shapes that fit, into `module`; where that may raise, `undo` gets what restores it.
+    """Load `state`, of names and shapes that fit, into `module`.
 
     Raises ValueError for entries that differ from those of `module` and that it does not read.
     """
+    # A snapshot of a large model costs its size, so it is made only where a load may fail half-way.
     if may_refuse(module) or not _torch_reads(user_module(module), state):
         undo.callback(_module_snapshot(module))
     unread = module.load_state_dict(state, strict=False).unexpected_keys
     now = module.state_dict() if unread else {}
+    # An entry that is equal is one that the module makes anew, as a buffer of a constant.
     lost = [key for key in unread if not _equal(state[key], now.get(key))]
     if lost:
         raise ValueError(
@@ -81,14 +83,12 @@ def may_refuse(module: nn.Module) -> bool:
 
 
 def read_by_torch(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of `module`, by name, of which a load does nothing but write into them: those alone may be read in place.
-
-    Without those that have several names, which may differ in a file, and those with masters that take over what is loaded.
-    """
+    """The tensors of `module`, by name, of which a load does nothing but write into them: those alone may be read in place."""
     own = user_module(module)
     if may_refuse(module):
         return {}
     watched = LoadedWeights.watched(own)
+    # Without those that have several names, which may differ in a file, and those with masters that take over what is loaded.
     found = {places[0].name: tensor for tensor, places in tensor_places(own, buffers=True).items() if len(places) == 1}
     return {name: tensor for name, tensor in found.items() if name not in watched}
 

@@ -36,6 +36,7 @@ def encode(value: Any, where: str, tensors: dict[str, HeldTensor]) -> Any:
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
     if type(value) is float:
+        # JSON has no inf and no NaN.
         return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
     if isinstance(value, (torch.Tensor, FlatShard)):
         refuse_made_of_tensors(where, value)
@@ -65,12 +66,11 @@ def encode(value: Any, where: str, tensors: dict[str, HeldTensor]) -> Any:
 
 def _order_of(tensor: torch.Tensor) -> list[int] | None:
     """Return the dimensions of a tensor from the slowest in memory to the fastest; None where that is their own order, or where
-    the memory has gaps.
-
-    In another order products of the same numbers end in other bits, as those with eigenvectors, which LAPACK makes by columns.
-    """
+    the memory has gaps."""
     if tensor.is_contiguous():
         return None
+    # In another order products of the same numbers end in other bits, as those with eigenvectors, which LAPACK makes by
+    # columns.
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     return order if tensor.permute(order).is_contiguous() else None
@@ -116,13 +116,11 @@ def decode(value: Any, tensors: Mapping[str, HeldTensor]) -> Any:
 
 
 def reference(value: Any) -> str | None:
-    """Return the name of the tensor that an entry of what `encode` gave refers to; None for any other entry.
-
-    Raises ValueError for a reference without a name.
-    """
+    """Return the name of the tensor that an entry of what `encode` gave refers to; None for any other entry."""
     if not isinstance(value, dict) or value.get(_TAG) != "tensor":
         return None
     if not isinstance(value.get("name"), str):
+        # Raises ValueError for a reference without a name.
         raise ValueError("a tensor is referred to by no name")
     return str(value["name"])
 

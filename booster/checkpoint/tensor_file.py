@@ -124,6 +124,7 @@ def pieces(opened: IO[bytes], entry: Entry, unit: int = 1) -> Iterator[torch.Ten
     buffer = bytearray(min(step, entry.numel) * width)
     opened.seek(entry.start)
     for start in range(0, entry.numel, step):
+        # One buffer for all pieces: a file may be larger than memory.
         view = memoryview(buffer)[: min(step, entry.numel - start) * width]
         _fill(opened, view, entry)
         yield torch.frombuffer(view, dtype=entry.dtype)
@@ -154,7 +155,7 @@ def read_entry(opened: IO[bytes], entry: Entry, into: torch.Tensor | None = None
 def read_box(opened: IO[bytes], entry: Entry, box: Sequence[slice], into: torch.Tensor) -> None:
     """Read a box of `entry`, a slice for each dimension, into a tensor of its shape.
 
-    Straight into its memory where the box has whole rows and the same dtype, else some MB at a time. opened: its file.
+    opened: its file.
     """
     if not box:
         into.copy_(read_entry(opened, entry))
@@ -163,6 +164,7 @@ def read_box(opened: IO[bytes], entry: Entry, box: Sequence[slice], into: torch.
     row = torch.Size(of_row).numel()
     shape = (box[0].stop - box[0].start, *of_row)
     rows = replace(entry, shape=shape, start=entry.start + box[0].start * row * entry.dtype.itemsize)
+    # Straight into its memory where the box has whole rows and the same dtype, else some MB at a time.
     if tuple(into.shape) == shape and into.is_contiguous():
         read_entry(opened, rows, into)
         return
@@ -176,12 +178,13 @@ def read_verified(path: Path, expected: File, targets: Mapping[str, torch.Tensor
     """Read whole tensors of a file into `targets`, comparing every byte of the file with its hash meanwhile.
 
     targets: by their keys in the file, contiguous and in host memory; they hold anything where the file is damaged. Returns
-    what is wrong with the file, or None. The file is read once, a block at a time; one without targets may be of any kind.
+    what is wrong with the file, or None. one without targets may be of any kind.
     """
     with open_regular(path, buffered=False) as file:
         size = os.fstat(file.fileno()).st_size
         if size != expected.bytes:
             return f"{path.name} has {size} bytes, and {expected.bytes} were written"
+        # The file is read once, a block at a time.
         digest, scratch, position = new_hash(), memoryview(bytearray(BLOCK)), 0
 
         def read_into(memory: memoryview) -> None:
@@ -232,6 +235,7 @@ def write_tensors(
         counted = [*shape[:-1], 2 * shape[-1]] if dtype == PAIRS and shape else [*shape]
         header[key] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": counted, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Numbers begin at a multiple of the alignment, so that they can be mapped.
     text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("xb") as file:
         digest = new_hash()

@@ -14,11 +14,9 @@ HeldTensor = torch.Tensor | FlatShard  # what a rank holds of a tensor
 
 
 def as_planned(tensor: HeldTensor) -> HeldTensor:
-    """Return `tensor` as the planners take it: a DTensor of plain shards as it is, any other one whole.
-
-    A collective for a DTensor with shards that are not boxes of the whole, as those of a fused projection are that tensor
-    parallelism divides part by part.
-    """
+    """Return `tensor` as the planners take it: a DTensor of plain shards as it is, any other one whole."""
+    # A collective for a DTensor with shards that are not boxes of the whole, as those of a fused projection are that tensor
+    # parallelism divides part by part.
     if is_dtensor(tensor) and not is_boxes(tensor):  # type: ignore[arg-type]
         return gather_full(tensor)
     return tensor

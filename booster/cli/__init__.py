@@ -60,14 +60,12 @@ _HOMES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (None: the process's own) and return its exit status; 2 is a usage error.
-
-    Where what it prints is read no more, as after `| head`, it ends without a word, with 141, as other tools do.
-    """
+    """Run the command line `argv` (None: the process's own) and return its exit status; 2 is a usage error."""
     try:
         status = _status(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()  # here, where a reader that has gone can still be left in peace
         return status
+    # Where what it prints is read no more, as after `| head`, it ends without a word, with 141, as other tools do.
     except BrokenPipeError:
         from booster.cli.option_values import leave_unread, reader_has_gone
 

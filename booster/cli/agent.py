@@ -44,15 +44,13 @@ def loopback_variables() -> dict[str, str]:
 
 
 def _handler(parameters: Any) -> Any:
-    """Return what torch's launcher asks for when nodes meet: node 0 serves the store, the others connect.
-
-    torch's "c10d" and "static" listen on every interface, and "c10d" unpickles what any client writes there.
-    """
+    """Return what torch's launcher asks for when nodes meet: node 0 serves the store, the others connect."""
     from torch.distributed import PrefixStore, TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
     rank, address, port = (parameters.config[name] for name in ("rank", "address", "port"))
 
+    # Torch's "c10d" and "static" listen on every interface, and "c10d" unpickles what any client writes there.
     class Rendezvous(RendezvousHandler):
         _store: Any = None
 
@@ -98,13 +96,11 @@ def _handler(parameters: Any) -> Any:
 
 
 def _listener(address: str, port: int, *, is_one_machine: bool) -> socket.socket | None:
-    """Return a socket that listens where `address` is; None where that is no interface of this machine, and says so.
-
-    A name that its own machine knows by a loopback address alone is another address to the others.
-    """
+    """Return a socket that listens where `address` is; None where that is no interface of this machine, and says so."""
     found = [
         (family, place)
         for family, _, _, _, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        # A name that its own machine knows by a loopback address alone is another address to the others.
         if is_one_machine or address == "localhost" or not _is_loopback(place) or _is_loopback((address,))
     ]
     for family, place in found:
@@ -156,12 +152,10 @@ class RankProcesses:
         self._deadline: float | None = None
 
     def pass_on(self, number: int, frame: object = None) -> None:
-        """Pass a signal on to every rank, those too that have yet to start; a handler of signals.
-
-        To the ranks alone and not to what they have started: torch's data workers die of SIGTERM, and their rank of that.
-        """
+        """Pass a signal on to every rank, those too that have yet to start; a handler of signals."""
         self.asked = signal.Signals(number)
         if self.asked not in self._signals:
+            # Not to what ranks have started: torch's data workers die of SIGTERM, and their rank of that.
             self._signals.append(self.asked)
         if number == signal.SIGTERM and self._deadline is None:
             self._deadline = time.monotonic() + self._grace_seconds
@@ -302,17 +296,16 @@ def run_attempt(attempt: Attempt) -> int:
 
 @contextmanager
 def _guarded(folder: str) -> Iterator[None]:
-    """Have a process end the ranks and remove `folder`, should this one be killed meanwhile.
-
-    It has its own session, where no Ctrl-C comes. It is gone before `folder` is.
-    """
+    """Have a process end the ranks and remove `folder`, should this one be killed meanwhile."""
     command = [sys.executable, "-I", "-S", _WORKER, "--guard", folder]
+    # It has its own session, where no Ctrl-C comes.
     guard = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
     try:
         yield
     finally:
+        # It is gone before `folder` is.
         guard.kill()
         guard.communicate()
 

@@ -82,14 +82,16 @@ def _extra(failure: Any) -> dict[str, Any]:
 def _moment(failure: Any, deaths: dict[int, int]) -> tuple[bool, int, bool]:
     """Order failures by when they happened: an exception or exit by its record, other deaths by when they were noted.
 
-    Those count by their death, too, that raise because a peer is gone: their sockets report it before the death of the peer is
-    noted; of two that are noted together the peer was first. A death that was not noted is known to the agent in whole seconds,
-    cut off: it counts as the end of that second, so it never comes before what has a record. What the agent stopped comes last.
+    of two that are noted together the peer was first. What the agent stopped comes last.
     """
     extra = _extra(failure)
     is_cut_off = bool(extra and extra["is_cut_off"])
     if extra and not is_cut_off:
         return False, int(extra["timestamp_ns"]), False
+    # Those count by their death, too, that raise because a peer is gone: their sockets report it before the death of the peer
+    # is noted.
     if failure.pid in deaths:
         return False, deaths[failure.pid], is_cut_off
+    # A death that was not noted is known to the agent in whole seconds, cut off: it counts as the end of that second, so it
+    # never comes before what has a record.
     return failure.exitcode == -signal.SIGTERM, (failure.timestamp + 1) * 10**9, is_cut_off

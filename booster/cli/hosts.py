@@ -55,8 +55,9 @@ class NodeCommand:
 def ssh_command(host: str, port: int, directory: str, command: Sequence[str]) -> list[str]:
     """Return the ssh argument list that runs `command` in `directory` of `host`, once it has its variables.
 
-    They come as the first line of standard input: every user of both machines can read the arguments of a process.
+    They come as the first line of standard input.
     """
+    # Variables come by standard input: every user of both machines can read the arguments of a process.
     receiver = (sys.executable, "-I", "-S", "-c", _RECEIVER)
     remote = f"{shlex.join(['cd', directory])} && {shlex.join(['exec', *receiver, *command])}"
     return ["ssh", "-p", str(port), host, remote]
@@ -65,10 +66,10 @@ def ssh_command(host: str, port: int, directory: str, command: Sequence[str]) ->
 def run_nodes(commands: Sequence[NodeCommand], grace_seconds: float) -> int:
     """Run all nodes and return 0, or the exit status of the first that failed; the others are then ended.
 
-    Each node watches its standard input and ends its processes when that closes; so the end of this process, for
-    whatever reason, ends the job. Raises Stopped after SIGINT or SIGTERM, when all nodes have ended, and with their status
-    after SIGUSR1, which is passed on to them.
+    so the end of this process, for whatever reason, ends the job. Raises Stopped after SIGINT or SIGTERM, when all nodes have
+    ended, and with their status after SIGUSR1, which is passed on to them.
     """
+    # Each node watches its standard input and ends its processes when that closes.
     nodes: list[_Node] = []
     asked = False
 

@@ -136,14 +136,12 @@ UNREAD_STATUS = 128 + signal.SIGPIPE  # what a shell reports of a Unix tool that
 
 @contextmanager
 def exit_on(command: str, *errors: type[Exception], status: int) -> Iterator[None]:
-    """Turn any of `errors` into a line on stderr, with the user's own line that raised it, and the exit status `status`.
-
-    Where what is printed is read no more, a BrokenPipeError is none of them, though an OSError: `booster.cli.main`
-    ends then.
-    """
+    """Turn any of `errors` into a line on stderr, with the user's own line that raised it, and the exit status `status`."""
     try:
         yield
     except errors as error:
+        # Where what is printed is read no more, a BrokenPipeError is none of them, though an OSError: `booster.cli.main` ends
+        # then.
         if isinstance(error, BrokenPipeError) and reader_has_gone():
             raise
         from booster.common.frames import where_raised  # which needs torch, as whatever raised here did

@@ -46,12 +46,10 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds that steps are timed by, once `device` has finished what was queued.
-
-    On a CPU with one thread they are those that the processor spent on it, which other programs do not lengthen.
-    """
+    """Seconds that steps are timed by, once `device` has finished what was queued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    # On a CPU with one thread they are those that the processor spent on it, which other programs do not lengthen.
     return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
 
 

@@ -48,23 +48,19 @@ def called_by(functions: Container[tuple[Any, str]], *, through: tuple[str, ...]
 
 
 def called_from(modules: tuple[str, ...], *, through: tuple[str, ...]) -> bool:
-    """Return whether the innermost caller of the function that asks, modules `through` left out, is of one of `modules`.
-
-    Both are beginnings of names.
-    """
+    """Return whether the innermost caller of the function that asks, modules `through` left out, is of one of `modules`."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(through):
         frame = frame.f_back
+    # Both are beginnings of names.
     return frame is not None and str(frame.f_globals.get("__name__")).startswith(modules)
 
 
 def raised_in(error: BaseException) -> TracebackType | None:
-    """Return the innermost line of the user's code below which `error` was raised; None without one.
-
-    Only what ran below the frame that caught it counts.
-    """
+    """Return the innermost line of the user's code below which `error` was raised; None without one."""
     found: TracebackType | None = None
     trace: TracebackType | None = error.__traceback__
+    # Only what ran below the frame that caught it counts.
     while trace is not None:
         if is_users(trace.tb_frame.f_code):
             found = trace

@@ -66,9 +66,9 @@ def version_of(distribution: str) -> str | None:
 def find_apex(path: list[str] | None = None) -> ApexFinding:
     """Say which `apex` an import would find, by its files and metadata alone.
 
-    path: folders to look in; None means wherever an import would look, editable installs included. Importing it to see
-    would run the web toolkit's own imports, which fail on current systems.
+    path: folders to look in; None means wherever an import would look, editable installs included.
     """
+    # Importing it to see would run the web toolkit's own imports, which fail on current systems.
     spec = _find_spec("apex") if path is None else importlib.machinery.PathFinder.find_spec("apex", path)
     if spec is None:
         return ApexFinding("absent")

@@ -111,5 +111,6 @@ class RawCallGuard:
 
 def is_called_by_torch_checkpoint() -> bool:
     """Return whether the caller was called by torch's module that makes states of optimizers by a step of zeros, and keeps
-    torch's keys alone. Schedulers of torch and hooks of steps may be between."""
+    torch's keys alone."""
+    # Schedulers of torch and hooks of steps may be between.
     return called_from(_OF_TORCH_CHECKPOINT, through=_BETWEEN)

@@ -35,6 +35,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
     Raises ValueError, with no generator touched, for what `random_state` did not give.
     """
+    # Half of a state that is refused may be set already.
     before = random_state()
     try:
         _set(state)

@@ -40,10 +40,8 @@ class StoreBarrier:
         return int(last), int(closed) == self._series
 
     def start(self, last: int) -> int:
-        """Start the round after `last`, delete the one before it, and return the number of the round to post in.
-
-        Where several ranks start one at once, all get the same number.
-        """
+        """Start the round after `last`, delete the one before it, and return the number of the round to post in."""
+        # Where several ranks start one at once, all get the same number.
         number = int(self._store.compare_set(self._count, str(last), str(last + 1)))
         self.delete(last - 1)
         return number
@@ -55,12 +53,13 @@ class StoreBarrier:
     def posted(self, number: int) -> dict[int, Any]:
         """Return what was posted in round `number` up to now, by rank. This rank has posted in it before.
 
-        Lines that no rank writes are passed over: whoever reaches the store can write there. Values are not checked.
+        Values are not checked.
         """
         found = {}
         for line in self._store.get(self._key(number)).splitlines():
             try:
                 rank, value = parse_json(line)
+            # Whoever reaches the store can write there.
             except (ValueError, TypeError):
                 continue
             if type(rank) is int and 0 <= rank < self.size:
@@ -68,13 +67,11 @@ class StoreBarrier:
         return found
 
     def wait(self, number: int, timeout: timedelta | None = None) -> dict[int, Any]:
-        """Return what was posted once all ranks have, or after `timeout`; None: after the store's own.
-
-        All ranks wait in all rounds of the series, since each deletes the round before.
-        """
+        """Return what was posted once all ranks have, or after `timeout`; None: after the store's own."""
         values = self.posted(number)
         if len(values) == self.size:  # the others wait for this
             self._store.set(self._whole(number), "")
+            # All ranks wait in all rounds of the series, since each deletes the round before.
             self.delete(number - 1)
             return values
         with suppress(RuntimeError):  # of ranks that come too late, or not at all

@@ -53,10 +53,11 @@ def raised(exponent: int) -> str:
 def shortened(name: str, most: int) -> str:
     """Return `name` in `most` letters: which block it is, and which of its weights, is kept.
 
-    As far as is needed modules are named by their first letter, from the outermost on; then the middle is left out.
+    then the middle is left out.
     """
     *modules, last = name.split(".")
     for place, module in enumerate(modules):
+        # As far as is needed modules are named by their first letter, from the outermost on.
         if len(name) > most and not module.isdigit():
             modules[place] = module[:1]
             name = ".".join([*modules, last])

@@ -39,8 +39,9 @@ def names_a_regular_file(path: Path) -> bool:
 def open_regular(path: Path, *, buffered: bool = True) -> IO[bytes]:
     """Open a regular file, or a link to one, for reading.
 
-    Raises OSError for whatever else has that name: opening a named pipe would wait for a writer, and a device never ends.
+    Raises OSError for whatever else has that name.
     """
+    # Opening a named pipe would wait for a writer, and a device never ends.
     _refuse(path, os.stat(path).st_mode)
     # Whoever puts something else there meanwhile does not make this wait either.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
@@ -69,8 +70,9 @@ def read_regular(path: Path, most: int) -> bytes:
 def replace_regular(path: Path, data: bytes) -> None:
     """Write a file that appears whole, in place of a regular one of that name.
 
-    Raises OSError for whatever else has the name: a link that somebody else put there would have its target written to.
+    Raises OSError for whatever else has the name.
     """
+    # A link that somebody else put there would have its target written to.
     if path.is_symlink() or (path.exists() and not names_a_regular_file(path)):
         raise OSError(f"{path} is no regular file, so nothing is written to it; name another, or remove it")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
@@ -90,27 +92,24 @@ def printable(text: str) -> str:
 
 
 def json_cost(data: bytes) -> int:
-    """Return the bytes of memory that reading a JSON text takes at most: the text, what it is decoded to, and its values.
-
-    Counted by the characters that begin and end values, before anything is made of them. A character that is not ASCII, or
-    written as \\u, makes a text of four bytes each.
-    """
+    """Return the bytes of memory that reading a JSON text takes at most: the text, what it is decoded to, and its values."""
+    # A character that is not ASCII, or written as \\u, makes a text of four bytes each.
     decoded = 1 if data.isascii() else 4
     values = decoded if b"\\u" not in data else 4
+    # Counted by the characters that begin and end values, before anything is made of them.
     return sum(data.count(char) * cost for char, cost in _COSTS) + len(data) * (1 + decoded + values)
 
 
 def parse_json(data: bytes, most: int = ROOM) -> Any:
-    """Return what a JSON text says; raises ValueError for what is none, and where reading it would take over `most` bytes.
-
-    As a million empty lists would. Numbers are finite, and no object has a key twice.
-    """
+    """Return what a JSON text says; raises ValueError for what is none, and where reading it would take over `most` bytes."""
     takes = json_cost(data)
+    # As a million empty lists would.
     if takes > most:
         raise ValueError(f"its {len(data)} bytes would take {takes} in memory, and may take {most}")
     try:
         return json.loads(
             data.decode(),
+            # Numbers are finite, and no object has a key twice.
             object_pairs_hook=_object,
             parse_int=_integer,
             parse_float=_float,

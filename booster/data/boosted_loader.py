@@ -22,11 +22,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """Return `batch` with every tensor on `device`, in containers of the same types, all of them new.
 
     batch: see `booster.tensors.trees`; an object with a method `to(device)` (such as a tokenizer's output, which moves itself
-    in place) moves itself. A tensor that is there already is not copied. Copies from pinned memory do not block; others
-    wait for the copy.
+    in place) moves itself. A tensor that is there already is not copied. others wait for the copy.
     """
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
+        # Copies from pinned memory do not block.
         return tensor.to(device, non_blocking=device.type == "cuda" and tensor.is_pinned())
 
     def move_itself(value: Any) -> Any:
@@ -125,12 +125,13 @@ class DataLoaderWrapper:
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch, how many of its batches were yielded, and the loader's own state if it has one.
 
-        It is that of the iterator that was made last; batches that workers have read ahead do not count. Of a loader that is
-        read again on loading, it has the states of generators of the loader, its samplers and datasets, and the global
-        ones when the epoch began. Raises RuntimeError, which says why, where reading again would not come to the same batches.
+        It is that of the iterator that was made last. Of a loader that is read again on loading, it has the states of
+        generators of the loader, its samplers and datasets, and the global ones when the epoch began. Raises RuntimeError,
+        which says why, where reading again would not come to the same batches.
         """
         if self._position is not None and self._position["epoch"] == self._epoch:
             return dict(self._position)
+        # Batches that workers have read ahead do not count.
         inside = self._newest
         if inside is not None and inside.epoch + 1 != self._epoch:
             inside = None

@@ -54,9 +54,9 @@ States = dict[str, Any]
 def generators_of(loader: Any) -> dict[str, Any]:
     """Return the generators of `loader`, its samplers and datasets, whatever holds them, by the attributes that lead there.
 
-    Generators are those of torch, of python and of numpy; samplers with `state_dict` and `load_state_dict` count as one. A
-    loader that keeps a state has none here.
+    Generators are those of torch, of python and of numpy; samplers with `state_dict` and `load_state_dict` count as one.
     """
+    # A loader that keeps a state has none here.
     found: dict[str, Any] = {}
     seen: set[int] = set()
     numpy = sys.modules.get("numpy")
@@ -290,14 +290,12 @@ class SamplerCounters:
 
 
 def order_is_known(loader: Any) -> bool:
-    """Return whether `loader` takes from global generators, for its order, nothing but what it draws before the first batch.
-
-    Samplers with `set_epoch` are taken at their word: their order follows from the epoch.
-    """
+    """Return whether `loader` takes from global generators, for its order, nothing but what it draws before the first batch."""
     if isinstance(loader, (list, tuple)) or is_stateful(loader):
         return True
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return False
     if isinstance(loader.dataset, IterableDataset):
         return loader.num_workers > 0  # workers draw from seeds of their own
+    # Samplers with `set_epoch` are taken at their word: their order follows from the epoch.
     return all(type(each) in _DRAW_AT_FIRST or hasattr(each, "set_epoch") for each in samplers_of(loader))

@@ -18,13 +18,11 @@ _logger = logging.getLogger(__name__)
 
 
 def check_sharded(loader: Iterable[Any], world_size: int) -> None:
-    """Raise ValueError if `loader` would give each of `world_size` ranks the same data, or the shares of another world.
-
-    A loader with a sharding that cannot be seen, over an IterableDataset or not made of samplers at all, is accepted with a
-    logged warning.
-    """
+    """Raise ValueError if `loader` would give each of `world_size` ranks the same data, or the shares of another world."""
     if world_size <= 1:
         return
+    # A loader with a sharding that cannot be seen, over an IterableDataset or not made of samplers at all, is accepted with a
+    # logged warning.
     sampler = distributed_sampler(loader)
     if sampler is not None:
         if sampler.num_replicas != world_size:

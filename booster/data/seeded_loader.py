@@ -76,8 +76,9 @@ class SeededDataLoader(DataLoader[Any]):
     def start_after(self, num_samples: int) -> None:
         """Make the next iteration leave out the first `num_samples` of the epoch's order over all ranks, unread.
 
-        What is left is dealt to the ranks that there are now, in batches as ever; call it after `set_epoch`.
+        call it after `set_epoch`.
         """
+        # What is left is dealt to the ranks that there are now, in batches as ever.
         self._rest.consumed = num_samples
 
     def num_batches_after(self, num_samples: int) -> int:

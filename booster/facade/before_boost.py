@@ -102,10 +102,7 @@ class BeforeBoost:
 
     @contextmanager
     def as_built(self, model: nn.Module, precision: MixedPrecision) -> Iterator[None]:
-        """Inside, `model`, which runs under `precision`, is as it was built, but its tensors are proxies without values.
-
-        Modules may be swapped, and forwards replaced: afterwards all is as before.
-        """
+        """Inside, `model`, which runs under `precision`, is as it was built, but its tensors are proxies without values."""
         inner = bare(model)
         before = ContainerSnapshot()
         for child in inner.modules():
@@ -113,6 +110,7 @@ class BeforeBoost:
                 before.keep(table)
         try:
             self.remove_wrapped_forwards(model)
+            # Modules may be swapped, and forwards replaced: afterwards all is as before.
             precision.revert(model)
             done: dict[Any, Any] = {}
             for name, child in inner.named_modules():
@@ -146,6 +144,7 @@ class BeforeBoost:
                     return self.buffer(full, tensor)
                 dtype, master = self.dtype(full, tensor), masters.pop(tensor, None)
                 if master is not None and (for_masters or dtype not in HALF_DTYPES):
+                    # A master keeps the bits that the half parameter lost.
                     return master if dtype in HALF_DTYPES else master.to(dtype)
                 return tensor if tensor.dtype == dtype else tensor.detach().to(dtype)
 

@@ -157,6 +157,7 @@ def _agree(
     # Without this a rank that raises, or that brings another number of bytes, would leave the others waiting.
     own = [[str(value.dtype), list(value.shape)] for value in tensors]
     found = agreement.gather([problem is not None, call, own], group)
+    # Only now do all know of it, so that none waits for this rank.
     if problem is not None:
         raise problem
     failed = [rank for rank, (failed, _, _) in enumerate(found) if failed]

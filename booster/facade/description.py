@@ -93,6 +93,7 @@ def describe(model: nn.Module) -> Description:
     arguments.instance("model", model, nn.Module, "a torch.nn.Module, boosted or not")
     boosted = _boosted(model)
     inner = bare(boosted.module if boosted is not None else model)
+    # What a precision will do to a model is known after `boost` only.
     precision = None if boosted is None else precision_of(boosted)
     policy = getattr(precision, "policy", None) or DtypePolicy()
     products = precision.products if isinstance(precision, MixedPrecision) else None

@@ -322,11 +322,11 @@ def scheduler_owners(
 ) -> list[tuple[Any, Optimizer]]:
     """Each of the schedulers with the optimizer that it drives, which is in `optimizer` or was boosted before.
 
-    scheduler, optimizer: as given to `boost`, one, a list, or None. Schedulers without an `optimizer` of their own belong
-    to that in the same place of the list.
+    scheduler, optimizer: as given to `boost`, one, a list, or None.
     """
     given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     several = list(scheduler) if isinstance(scheduler, (list, tuple)) else [] if scheduler is None else [scheduler]
+    # Schedulers without an `optimizer` of their own belong to that in the same place of the list.
     paired = given if len(given) == len(several) else [None] * len(several)
     return [(each, _owner(each, own, given, optimizers)) for each, own in zip(several, paired, strict=True)]
 

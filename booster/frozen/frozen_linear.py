@@ -53,6 +53,7 @@ class Form:
 
         Cost: a few float32 copies of 2**18 numbers at a time.
         """
+        # Pieces bound the float32 copy: a large layer at once would take four times its size.
         if packed.shape[0] * columns <= _AT_ONCE:
             return self._unpack(packed, columns).to(dtype)
         rows = packed.new_empty(packed.shape[0], columns, dtype=dtype)

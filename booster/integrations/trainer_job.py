@@ -78,10 +78,11 @@ class TrainerJob:
     def prepare_evaluated(self, model: nn.Module) -> nn.Module:
         """Return `model`, which is not trained, to compute in the precision; its weights become those of the precision.
 
-        Every rank keeps all of it. The model of the Trainer stays as it is until it is trained.
+        Every rank keeps all of it.
         """
         if isinstance(model, ModelWrapper):
             return model
+        # The model of the Trainer stays as it is until it is trained.
         if self._evaluator is None:
             self._evaluator = Booster(self.booster.device, self.booster.precision)
         boosted: Any = self._evaluator.boost(model)[0]

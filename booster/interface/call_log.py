@@ -75,6 +75,7 @@ class LoggedCall:
             link = next(links)
             if link is not None and linked:
                 return link.of(made[link.call])
+            # Cut off from the graph of then, which this call makes anew.
             return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
 
         args, kwargs = map_tensors(argument, (self.args, self.kwargs))
@@ -137,6 +138,7 @@ class CallLog:
             links.append(link)
             loose = loose or (link is None and tensor.grad_fn is not None)
         call = LoggedCall(again, args, kwargs, links, versions, loose, _random(self._device))
+        # What runs inside of a logged call is run again with it.
         self._inside = True
         try:
             result = run(*args, **kwargs)

@@ -24,14 +24,12 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def zero_mixed_gradients(param_groups: Iterable[Mapping[str, Any]]) -> bool:
-    """Zero plain gradients and DTensors in place, as tensor parallelism has both; False, with nothing done, for one kind alone.
-
-    Torch's `zero_grad` zeroes all in one call, which refuses two kinds.
-    """
+    """Zero plain gradients and DTensors in place, as tensor parallelism has both; False, with nothing done, for one kind."""
     grads = [p.grad for group in param_groups for p in group["params"] if p.grad is not None]
     if len(set(map(type, grads))) < 2:
         return False
     for grad in grads:
+        # Torch's `zero_grad` zeroes all in one call, which refuses two kinds.
         grad.detach_().zero_()
     return True
 

@@ -238,12 +238,13 @@ class ModelWrapper(PrecisionModule):
         """Run what `other` runs, as it does, from now on: the same user's model, under another precision.
 
         hooks: keys of the forward pre-hooks that the precision so far registered; returns those of `other`, which take their
-        place. Those of the user's stay.
+        place.
         """
         for name in ("_precision", "_input_dtype", "_output_dtype", "_passed_over"):
             self.__dict__[name] = getattr(other, name)
         self._extras.pins = other._extras.pins
         self.module = other.module
+        # Those of the user's stay.
         for key in hooks:
             self._forward_pre_hooks.pop(key, None)
         self._forward_pre_hooks.update(other._forward_pre_hooks)
@@ -253,11 +254,9 @@ class ModelWrapper(PrecisionModule):
 
 
 def guard_raw_calls(model: ModelWrapper, *, several_ranks: bool) -> None:
-    """Watch for the first calls of the user's model that do not come through `model`; see `RawCallGuard`.
-
-    Not where the user compiled it, since it would be compiled again as soon as the guard is gone.
-    """
+    """Watch for the first calls of the user's model that do not come through `model`; see `RawCallGuard`."""
     own = model.unwrap()
+    # Not where the user compiled it, since it would be compiled again as soon as the guard is gone.
     if own is bare(own):
         name = type(model._precision).__name__
         model.__dict__["_raw_calls"] = RawCallGuard(

@@ -353,6 +353,7 @@ class OptimizerWrapper(Optimizer):
         finally:
             self._own_step.stepping = False
             self.forget_weights()
+            # Autocast keeps half copies of weights, which the method may have written.
             torch.clear_autocast_cache()
         if changed:
             self._history.progress += 1  # what follows progress goes on
@@ -396,10 +397,7 @@ class OptimizerWrapper(Optimizer):
         self._own_step = OwnStepGuard(self.optimizer, self)  # torch copies no hooks
 
     def parameter_names(self) -> list[list[tuple[str, int]]]:
-        """Return, for each group, the qualified name of every parameter, and its place in the group of the whole model.
-
-        A parameter that is not of the model is named by group and place.
-        """
+        """Return, for each group, the qualified name of every parameter, and its place in the group of the whole model."""
         names, selection = self._update.names, self._update.shards.selection
         # Of the groups that there were when the model was divided.
         known = [] if selection is None else selection.positions
@@ -407,6 +405,7 @@ class OptimizerWrapper(Optimizer):
         for index, group in enumerate(self.param_groups):
             places = known[index] if index < len(known) else range(len(group["params"]))
             pairs = zip(group["params"], places, strict=True)
+            # A parameter that is not of the model is named by group and place.
             found.append([(names.get(param, name_of_stranger(index, place)), place) for param, place in pairs])
         return found
 

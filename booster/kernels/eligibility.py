@@ -31,10 +31,8 @@ TAKEN_BY_TRUE: tuple[str, ...] = ("cuda",)
 
 
 def by_kernels(make: Callable[[UpdateContext], Update]) -> Callable[[UpdateContext], Update]:
-    """Return what makes an update that steps by kernels in the place of what `make` makes, where it can.
-
-    Where it cannot, ValueError is raised if the options ask for kernels by name; otherwise one INFO line says why.
-    """
+    """Return what makes an update by kernels where it can, else what `make` makes, with one INFO line (an error where asked by
+    name)."""
     return functools.partial(_made, make)
 
 

@@ -176,13 +176,14 @@ class KernelDecision(DeviceDecision):
 
     @property
     def found_of_part(self) -> torch.Tensor | None:
-        """Whether gradients that came so far are not finite, or the step is skipped whatever they are, 0-dim; None: they were
-        not read."""
+        """Whether gradients so far are not finite or the step is skipped anyway, 0-dim; None: they were not read."""
         found = self.gradients.joint.found
+        # Another optimizer of a joint step has read them already.
         if isinstance(found, torch.Tensor):
             return found
         if self._sums_along:
             found, before = nonfinite(torch.cat(self._sums_along).sum()), self._found_along
+            # One flag for all parts: a launch for each part would read the same sums again.
             self._sums_along, self._found_along = [], found if before is None else torch.maximum(before, found)
         return self._found_along
 
@@ -217,9 +218,8 @@ class KernelDecision(DeviceDecision):
 def kernel_update(
     context: UpdateContext, rule: Rule, application: Application, kept: OptimizerState, *, counts_zeros: bool = False
 ) -> Update:
-    """Make an update that steps by kernels as `rule` says, and by `application` what they do not know.
-
-    counts_zeros: count the elements of gradients that are zero."""
+    """Make an update that steps by kernels as `rule` says, and by `application` what they do not know."""
+    # Half weights are stepped by their masters, so that what kernels know differs.
     supported: SupportedParams
     if isinstance(application, MasterApplication):
         supported = SupportedMasters(context, rule, application.whole, counts_zeros=counts_zeros)

@@ -18,11 +18,10 @@ class CompiledKernels:
     def launch(
         self, kernel: Any, key: Any, programs: int, args: Sequence[Any], constants: Mapping[str, Any], warps: int = 4
     ) -> None:
-        """Launch `kernel` on `args`, which are its first parameters; `constants` are the others, by name.
-
-        warps: of a program."""
+        """Launch `kernel` on `args`, its first parameters; `constants` are the others, by name. warps: of a program."""
         known = self._compiled.get((kernel, key))
         if known is not None:
+            # Triton's own launcher takes longer on the host than a small kernel on the device.
             compiled, others = known
             compiled[(programs, 1, 1)](*args, *others)
             return

@@ -23,9 +23,9 @@ OUT = 8  # 64-bit words of what was decided: see `decide`
 
 @triton.jit
 def _partial(values):
-    """The sum of squares in float64, by a sum in float32 that neither overflows nor vanishes; not finite where a value
-    is not."""
+    """The sum of squares in float64, summed in float32; not finite where a value is not."""
     largest = tl.max(tl.abs(values))
+    # 2 ** -75 and 2 ** 75: the squares of a tile neither overflow float32 nor vanish. Sums in float64 are slow on most GPUs.
     share = tl.where(largest > 1.1e15, 2.6469779601696886e-23, tl.where(largest < 8.8e-16, 3.777893186295716e22, 1.0))
     scaled = values * share
     wide = share.to(tl.float64)
@@ -34,14 +34,14 @@ def _partial(values):
 
 @triton.jit
 def measure(table, tiles, partials, zeros, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """Write a partial sum of squares of the gradients for each tile, of this rank's share of them.
-
-    zeros: int32, how many elements of the tile are zero; None where they are not counted."""
+    """Write a partial sum of squares of this rank's share of the gradients for each tile. zeros: int32 counts of zeros, or
+    None."""
     program = tl.program_id(0)
     row = table + tl.load(tiles + 2 * program).to(tl.int64) * COLUMNS
     start = tl.load(tiles + 2 * program + 1).to(tl.int64) * TILE
     gradient = tl.load(row + 2)
     offsets = start + tl.arange(0, TILE)
+    # Column 9 is the number of elements of this rank, 11 the kind of dtype, 12 by how many ranks a replica is counted.
     mask = offsets < tl.load(row + 9)
     dtype = tl.load(row + 11)
     if dtype == 0:
@@ -49,6 +49,7 @@ def measure(table, tiles, partials, zeros, COLUMNS: tl.constexpr, TILE: tl.const
     else:
         bits = load_half(gradient, offsets, mask)
         if dtype == 1:
+            # bfloat16 is the upper half of a float32.
             values = number_of(bits << 16)
         else:
             values = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -85,12 +86,11 @@ def _float64(pointer):
 )
 def norm_of(sums, count, carried, pending, norm, previous):
     """Write the norm of true gradients, float64, clips that wait applied; `carried` and `pending` as of `decide`.
-
-    previous: with `norm` goes what the next step is clipped by: the norm, or, where that is not finite, what is at
-    `previous`; None: nothing."""
+    previous: the norm that the next step is clipped by goes next to it; None: nothing."""
     found = tl.sqrt(_sum(sums, count)) * _float64(pending) / _float64(carried)
     tl.store(norm, found)
     if previous is not None:
+        # A norm that is not finite would clip every later step to zero.
         tl.store(norm + 1, tl.where(found < float("inf"), found, tl.load(previous)))
 
 

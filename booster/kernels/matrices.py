@@ -37,18 +37,17 @@ def by_kernels(
     stochastic: bool = False,
     delayed: bool = False,
 ) -> bool:
-    """Whether the matrix `x`, rotated or not, is rounded to `target` under `scaling` by kernels here and now.
-
-    delayed: under a scale that is given.
-    """
+    """Whether the matrix `x` is rounded to `target` under `scaling` by kernels here and now. delayed: under a given scale."""
     return (
         x.device.type in TAKEN_ON
         and not torch.compiler.is_compiling()
+        # A subclass, as a DTensor or a fake tensor, has an address that kernels cannot read.
         and type(x) in (torch.Tensor, nn.Parameter)
         and not is_fake_kind(type(x))
         and x.dtype in _DTYPES
         and x.numel() > 0
         and _knows(target, scaling, rotates or stochastic)
+        # Tried once in a process: the bytes must be those of torch's operations.
         and _differs(target, scaling, x.device, rotates, stochastic, delayed) is None
     )
 
@@ -65,7 +64,7 @@ def quantized(
 ) -> tuple[ScaledTensor, ScaledTensor | None]:
     """Return the matrix `x` in `target`, as bytes row by row, with columns of zeros until they are a `multiple`.
 
-    turned: and its transpose, likewise, under the same scales, which are one for all, or of blocks as high as wide.
+    transposed: and its transpose, likewise, under the same scales, which are one for all, or of blocks as high as wide.
     given: one scale for all of it, of shape (), that is taken where it is above 0, and numbers too large are cut off.
     largest: then the largest magnitude is noted there, unless it is not finite.
     Cost: two launches, of blocks one, with `given` three, of which the first reads nothing where the scale is known."""
@@ -79,6 +78,7 @@ def quantized(
     kind = TENSOR if over == "tensor" else ROW if over == "row" else BLOCKS
     down, across = over if isinstance(over, tuple) else (1, 1)
     filled, transposed_filled = columns + -columns % multiple, rows + -rows % multiple
+    # Rows or columns alone would be read with strides; a tile reads both in whole cache lines.
     height, width = tile_of(kind, down)
     new: Any = functools.partial(torch.empty, device=x.device)
     values = new(rows, filled, dtype=dtype)
@@ -86,8 +86,10 @@ def quantized(
     shape = {TENSOR: (), ROW: (rows, 1), BLOCKS: (-(-rows // down), -(-filled // across))}[kind]
     scale = new(shape, dtype=torch.float32)
     above = -(-rows // height)
+    # Few rows are divided among more programs, or a wide matrix would be read by a handful.
     splits = max(1, min(-(-columns // width), _MOST_PARTS // above))
     tiles = -(-max(rows, transposed_filled if transposed else 0) // height) * -(-filled // width)
+    # A block finds its largest magnitude in the tile that it rounds, without a launch before it.
     partials = None if kind == BLOCKS else new(above * splits if kind == TENSOR else splits * rows, dtype=torch.int32)
     seen = None if given is None else new(tiles, dtype=torch.int32)
     layout = rows, columns, x.stride(0), x.stride(1)
@@ -132,9 +134,11 @@ def quantized_to_e2m1(
     splits = max(1, min(-(-columns // width), _MOST_PARTS // above))
     parts = above * splits
     partials = new(parts, dtype=torch.int32)
+    # Noise is a hash of the numbers, so that a recomputation draws the same.
     sums = torch.empty_like(partials) if stochastic else None
     layout = x.stride(0), x.stride(1)
     sizes = {"DTYPE": _DTYPES[x.dtype], "BM": height, "BN": width, "enable_fp_fusion": False}
+    # One bit for each sign of the Hadamard rotation: a constant of the kernel, not a tensor to load.
     sizes["SIGNS"] = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0) if rotates else -1
     x = x.detach()
     with current(x.device):

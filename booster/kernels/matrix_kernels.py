@@ -65,10 +65,8 @@ def _codes(x, MANTISSA: tl.constexpr, OFFSET: tl.constexpr, SUBNORMAL: tl.conste
 @triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["given"])
 def largest_of(x, partials, given, rows, columns, row_stride, column_stride, splits, KIND: tl.constexpr,
                DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Write the largest magnitude of each part of a matrix: a part has BM rows, or one, and a share of the columns.
-
-    given: a scale; where it is known, above 0, nothing is read.
-    """
+    """Write the largest magnitude of each part: BM rows, or one, and a share of the columns. given: a scale; if above 0,
+    nothing is read."""
     program = tl.program_id(0)
     row = (program // splits) * BM + tl.arange(0, BM)
     tiles = tl.cdiv(columns, BN)
@@ -77,6 +75,7 @@ def largest_of(x, partials, given, rows, columns, row_stride, column_stride, spl
     last = tl.minimum(first + each, tiles)
     if given is not None:
         last = tl.where(tl.load(given) > 0, first, last)
+    # Magnitudes are compared as whole numbers: bits without the sign are in their order, and NaN is above inf.
     largest = tl.zeros([BM], tl.int32)
     for number in range(first, last):
         column = number * BN + tl.arange(0, BN)
@@ -96,8 +95,8 @@ def write(x, values, transposed, scales, partials, given, seen, rows, columns, f
           BLOCK: tl.constexpr):  # fmt: skip
     """Write a matrix as bytes, `filled` columns of them, and their scales.
 
-    turned: where its transpose is written as well, with `transposed_filled` columns. partials: what `largest_of` found, of so
-    many `splits` of a row, or parts of the whole. given: a scale that is taken where it is known; then `seen` has the
+    transposed: where its transpose is written as well, with `transposed_filled` columns. partials: what `largest_of` found, of
+    so many `splits` of a row, or parts of the whole. given: a scale that is taken where it is known; then `seen` has the
     largest magnitude of each tile. MANTISSA: of the format; 0 writes whole numbers.
     """
     program = tl.program_id(0)
@@ -114,6 +113,7 @@ def write(x, values, transposed, scales, partials, given, seen, rows, columns, f
             tl.store(seen + program, tl.max(tl.max(size, 1), 0))
         else:
             tl.store(scales + program + tl.arange(0, 1), scale, tl.arange(0, 1) + program < 1)
+        # A division as torch makes it: the approximate one of GPUs would round some numbers the other way.
         shares = tl.div_rn(tile, tl.broadcast_to(scale[:, None], [BM, BN]))
     elif KIND == ROWS:
         largest = tl.zeros([BM], tl.int32)
@@ -225,7 +225,7 @@ def write_fours(x, values, scales, outer, partials, sums, rows, columns, filled,
                 BLOCK: tl.constexpr):  # fmt: skip
     """Write a matrix in e2m1, as bfloat16 numbers in `filled` columns, its block scales and the one of the whole.
 
-    partials, sums: what `look` found, of so many `parts`. DOWN: rows of a block.
+    partials, sums: what `largest_of_rotated` found, of so many `parts`. DOWN: rows of a block.
     """
     program = tl.program_id(0)
     across = tl.cdiv(filled, BN)
@@ -233,8 +233,10 @@ def write_fours(x, values, scales, outer, partials, sums, rows, columns, filled,
     first = (program % across) * BN
     column = first + tl.arange(0, BN)
     tile = _rotated_tile(x, row, first, rows, columns, row_stride, column_stride, SIGNS, DTYPE, BM, BN)
+    # 6 is the largest number of e2m1, 448 that of e4m3, in which block scales are kept.
     share = tl.div_rn(number_of(_largest(partials, parts, BLOCK)), tl.full([1], 6.0, tl.float32))
     share = tl.div_rn(share, tl.full([1], 448.0, tl.float32))
+    # The smallest normal float32: a subnormal scale is flushed to zero on some devices.
     whole_scale = tl.where(share < 1.1754943508222875e-38, 1.1754943508222875e-38, share)
     tl.store(outer + program + tl.arange(0, 1), whole_scale, tl.arange(0, 1) + program < 1)
     # Scales of blocks.
@@ -245,6 +247,7 @@ def write_fours(x, values, scales, outer, partials, sums, rows, columns, filled,
     wanted = tl.where(wanted > 448.0, 448.0, wanted)
     spacing = _power(wanted, 0.015625) * 0.125
     scale = whole(tl.div_rn(wanted, spacing)) * spacing
+    # 2 ** -9, the smallest e4m3 number: a block of zeros must not divide by zero.
     scale = tl.where(scale < 0.001953125, 0.001953125, scale)
     blocks = tl.cdiv(filled, FOURS_ACROSS)
     down = (program // across) * (BM // DOWN) + tl.arange(0, BM // DOWN)
@@ -265,6 +268,7 @@ def write_fours(x, values, scales, outer, partials, sums, rows, columns, filled,
             hashed += tl.load(sums + offsets, offsets < parts, 0)
         start = _mix((tl.zeros([1], tl.int32) + tl.sum(hashed, 0)) & 0x7FFFFFFF)
         place = row[:, None] * filled + column[None, :] + tl.broadcast_to(start[:, None], [BM, BN])
+        # 24 random bits times 2 ** -24: uniform in [0, 1).
         noise = (_mix(_mix(place) ^ bits_of(tile)) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
         below = tl.floor(steps)
         steps = below + tl.where(steps - below > noise, 1.0, 0.0)

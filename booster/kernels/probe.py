@@ -40,12 +40,11 @@ Options = tuple[tuple[str, Any], ...]
 
 
 def like_torch(rule: Rule, optimizer: Optimizer, masters: Masters | None, device: torch.device) -> str | None:
-    """Return None where steps of `optimizer` by kernels are those of torch on `device`, else what differs.
-
-    masters: they say the forms of weights and states. Tried once in a process for a rule, its flags and forms on a device."""
+    """Return None where steps of `optimizer` by kernels are those of torch on `device`, else what differs."""
     dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
     options = None if masters is None else dataclasses.replace(masters.options, offload=False)
     for group in optimizer.param_groups:
+        # Once in a process for a rule, its flags, forms and device: a trial compiles and takes seconds.
         found = _tried(rule, _typical(rule.optimizer, group), options, tuple(sorted(dtypes, key=str)), device)
         if found is not None:
             return found

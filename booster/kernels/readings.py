@@ -73,8 +73,8 @@ class KernelNorms(DeviceNorms):
         return KernelReading(tables, partials, sums, carried, _together(counts, tables.device), self._versions(tables))
 
     def zeros(self, tables: Tables, read: KernelReading | None) -> torch.Tensor | None:
-        """Return how many elements of the gradients in `tables` are zero, by tiles. read: a reading of them, which tells unless
-        they were written to since."""
+        """Return how many elements of the gradients in `tables` are zero, by tiles."""
+        # Counted along with the norm, unless gradients were written to since.
         if read is not None and read.versions == self._versions(tables):
             return read.zeros
         counts = []

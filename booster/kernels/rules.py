@@ -242,9 +242,8 @@ _NAMED: Mapping[Any, Callable[[type[Optimizer]], Rule]] = {"lion": lion_rule}
 
 
 def rule_of(optimizer: Optimizer) -> Rule | None:
-    """Return the rule of `optimizer`; None where there is none for its class.
-
-    Raises TypeError or ValueError where what was registered makes none for it."""
+    """Return the rule of `optimizer`, None without one for its class. Raises TypeError or ValueError where a registered one
+    makes none."""
     kind: Any = type(optimizer)  # its metaclass says nothing of hashes
     declared = declared_rule(kind)
     return _RULES.get(kind) if declared is None else _made(declared, kind)

@@ -286,21 +286,23 @@ class KernelSteps:
         """Decide and update what `supported`, a `SupportedParams`, has; returns what was decided.
 
         is_part: of a step that draws random numbers part by part.
-
-        Each device decides by itself, from the same numbers: a launch costs less than to wait for another device."""
+        """
         if supported.rng is not None and not is_part:
             supported.rng.next()
+        # Drawn for all devices first: a generator must not depend on which of them launches first.
         noise = supported.draw()  # memory that lives until the launches
         carried = self.factor_on("carried", inputs.carried, tables.device)
         pending = self.factor_on("pending", inputs.pending, tables.device)
         inputs = inputs._replace(carried=carried, pending=pending)
         divide, found = inputs.bound is not None or carried is not None or pending is not None, None
+        # Each device decides by itself, from the same numbers: a launch costs less than to wait for another device.
         for table in tables.each:
             with _HERE if table is tables.first else current(table.device):
                 if table is not tables.first:  # the loss scale moves once, and zeros are counted once
                     scaler, inputs = UNSCALED, inputs._replace(seed=None, zeros=None)
                     inputs = inputs.to(table.device)
                 out, key, args, constants = self._deciding(table, scaler, inputs)
+                # A recorded graph reads these addresses again in every replay.
                 if self._copies.held is not None:
                     self._copies.hold(*args)
                 self._compiled.launch(decide, key, 1, args, constants)
@@ -322,10 +324,8 @@ class KernelSteps:
     def _deciding(
         self, table: Table, scaler: LossScaler, inputs: DecisionInputs
     ) -> tuple[torch.Tensor, Any, tuple[Any, ...], dict[str, Any]]:
-        """Return what `decide` is to write to, what tells which kernel is compiled, its arguments, and its constants.
-
-        All tensors are on the device of `table`, and its step counts go on.
-        """
+        """Return the output of `decide`, the key of its compiled kernel, its arguments and its constants, all on the device of
+        `table`."""
         device, scale = table.device, scaler if type(scaler) is DeviceScale else None
         sums, zeros, found_in, carried, pending, seed, bound = inputs
         options = (0.0 if bound is None else bound, *((0.0,) * 6 if scale is None else scale.rule))
@@ -341,6 +341,7 @@ class KernelSteps:
             *(self._rows(device), table.scalars),
         )
         constants = {"CLIP": bound is not None, "PREPARE": self.rule.prepare, "NUMBERS": MOST_NUMBERS}
+        # A None argument is another kernel: Triton specializes on it.
         key = device, bound is not None, *kinds_of(maybe)
         return out, key, args, {**constants, "SCALARS": SCALARS, "BLOCK": BLOCK}
 

@@ -140,8 +140,8 @@ class Table:
         self.rows = self._there(self._rows)
 
     def measure(self, *, counts_zeros: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launch what reads all gradients; returns sums of squares, float64, one for each tile, and, where they are counted,
-        how many elements are zero, int32. On the current device."""
+        """Launch what reads all gradients; returns sums of squares, float64, and counts of zeros, int32 or None, one for each
+        tile."""
         partials = torch.empty(self.num_tiles, dtype=torch.float64, device=self.device)
         zeros = torch.empty(self.num_tiles, dtype=torch.int32, device=self.device) if counts_zeros else None
         if self.num_tiles:

@@ -137,11 +137,10 @@ class Bucket:
     # ------------------------------------------------------------------ masters
 
     def read_masters(self, values: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """Return the masters as float32, in `values` or in the bucket's own storage. Overwrites `scratch`.
-
-        Weights that somebody else wrote are taken over."""
+        """Return the masters as float32, in `values` or in the bucket's own storage. Overwrites `scratch`."""
         residual = self.residual if self.host is None else self.host.residual_on_device(self)
         masters: torch.Tensor = values if self.format.needs_values or residual is not self.residual else residual  # type: ignore[assignment]
+        # Weights that somebody else wrote are taken over.
         self.format.read(self.working(), residual, masters, scratch)
         return masters
 
@@ -156,8 +155,8 @@ class Bucket:
         return torch.zeros(self.size, dtype=torch.float32, device=self.device)
 
     def copy_masters(self) -> torch.Tensor:
-        """Return a float32 copy of the masters. Foreign writes count, and nothing is written: they
-        may be averages for a validation, and be taken out again."""
+        """Return a float32 copy of the masters."""
+        # Foreign writes count, and nothing is written: they may be averages for a validation, and be taken out again.
         values, scratch = self.scratch(), self.scratch()
         self.format.read(
             self.working(), self.residual if self.host is None else self.host.residual_on_device(self), values, scratch
@@ -231,8 +230,10 @@ class Bucket:
             return [self]
         outside = [piece for piece in self.pieces if gradient_of(piece.param) is None]
         if self.host is not None:
+            # Copies between host and device may be under way, of memory that is cut here.
             self.host.sync()
         divided = []
+        # Quantized states have scales of groups of elements, which pieces do not keep.
         shared = {} if self.whole else dequantized(state.get(self.handles[0], {}))
         for pieces in (inside, outside):
             bucket = Bucket(

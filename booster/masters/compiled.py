@@ -190,8 +190,7 @@ class Kernel:
 def scalars_first(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
     """Compile `graph` with inductor, except operations among 0-dim tensors, which run eagerly before; for torch.compile.
 
-    Bias corrections are powers of the step count. Torch's compiler for CPUs puts them into the loop over the elements, once
-    for each vector of them, where they take longer than the update itself.
+    Bias corrections are powers of the step count.
     """
     from torch.fx.passes.split_module import split_module
 
@@ -200,6 +199,8 @@ def scalars_first(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable
     if not scalars:
         return inductor(graph, inputs)
     whole: Any = split_module(graph, graph, lambda node: 0 if node in scalars else 1, keep_original_order=False)
+    # Torch's compiler for CPUs puts them into the loop over the elements, once for each vector of them, where they take longer
+    # than the update itself.
     residual = whole.submod_1
     values = {node.name: node.meta.get("example_value") for node in graph.graph.nodes}
     examples: Any = [values[node.name] for node in residual.graph.nodes if node.op == "placeholder"]
@@ -325,6 +326,7 @@ class CompiledMasterStep(MasterStep):
         key = (bucket.size, bucket.dtype, bucket.device, name)
         if key not in self._copies:
             self._copies[key] = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
+        # The compiled kernel takes one flat tensor: one of pieces would be compiled for every division.
         torch._foreach_copy_(bucket.pieces_of(self._copies[key]), pieces)
         return self._copies[key]
 

@@ -239,9 +239,10 @@ class Stochastic(Nearest):
         return self.generators[device]
 
     def noise(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return the random numbers that the next `write` of so many weights would take, and take them: float32 from [0, 1)
-        for float16, 16 bits less 2**15 for bfloat16, int16."""
+        """Return the random numbers that the next `write` of so many weights would take, and take them: float32 from [0, 1) for
+        float16."""
         generator = self.generator(device)
+        # A bfloat16 weight is the upper half of its master: 16 random bits are added to the lower half.
         if dtype == torch.bfloat16:
             return torch.empty(size, dtype=torch.int16, device=device).random_(-(2**15), 2**15, generator=generator)
         return torch.rand(size, generator=generator, dtype=torch.float32, device=device)

@@ -196,6 +196,7 @@ def split(
         return rounded, []
     error = values - rounded
     left = _nearest(torch.where(error.isfinite(), error, 0.0), dtype)
+    # A remainder that rounds the weight up would count it twice.
     moves = (_rounded(rounded + left, dtype) != rounded) & (left != 0)
     return rounded, [torch.where(moves, _towards_zero(left, dtype), left)]
 
@@ -219,15 +220,15 @@ def round_bfloat16(values: torch.Tensor) -> torch.Tensor:
 
 
 def round_float16(values: torch.Tensor) -> torch.Tensor:
-    """Return `values` rounded to float16 as torch does, ties to even, but never in float16.
-
-    The compiler drops a cast down that is followed by a cast up, and with it the rounding.
-    """
+    """Return `values` rounded to float16 as torch does, ties to even, but never in float16."""
+    # The compiler drops a cast down that is followed by a cast up, and with it the rounding.
     bits = values.view(torch.int32)
+    # Adds half of the last place, less one where the place above is even, and cuts off.
     normal = ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).view(torch.float32)
     size = values.abs()
     tiny = torch.copysign((size + 0.5) - 0.5, values)  # multiples of 2**-24
     rounded = torch.where(size < 2.0**-14, tiny, normal)
+    # Halfway beyond the largest float16, from where torch rounds to inf.
     return torch.where(size >= 65520.0, values * float("inf"), rounded)
 
 
@@ -305,6 +306,7 @@ def quantize(
         values = torch.where(present, values, 0.0)
     if encoding == "bf16":
         values = torch.where(values != values, math.nan, values)  # isnan is not vectorised
+        # Random bits added below the place that is kept: stochastic rounding.
         bits = (values.view(torch.int32).view(-1, 64) + lanes).view(-1) & -0x10000
         return bits.view(torch.float32), None
     if divisor is not None:

@@ -72,6 +72,7 @@ class MasterState(OptimizerState):
                     "elementwise optimizer have its shape, or are one number"
                 )
             state = self.optimizer.state
+            # A bucket has one history for all: where this one differs the buckets are made anew.
             states = dict(self._state_by_param())
             if own is None:
                 states.pop(param, None)
@@ -104,6 +105,7 @@ class MasterState(OptimizerState):
         """Return the optimizer's state by working parameter, in shapes of the parameters, on the host where it is kept there.
 
         Do not write to it."""
+        # States may be on their way to the host.
         self.masters.sync()
         handles = {handle for bucket in self.masters.buckets for handle in bucket.handles}
         found = {key: value for key, value in self.optimizer.state.items() if key not in handles}
@@ -176,13 +178,14 @@ class MasterState(OptimizerState):
     def restore_params(self) -> dict[torch.Tensor, torch.Tensor]:
         """Give the optimizer its states by parameter, as if it had been stepped on float32 ones; return the masters likewise.
 
-        A bucket at a time, so that no more than one is there twice. This object is at its end.
+        This object is at its end.
         """
         self.masters.register_params()
         self.masters.sync()
         state: dict[Any, State] = self.optimizer.state
         values: dict[torch.Tensor, torch.Tensor] = {}
         states: dict[torch.Tensor, State] = {}
+        # A bucket at a time, so that no more than one is there twice.
         while self.masters.buckets:
             bucket = self.masters.buckets.pop(0)
             if bucket.dtype in HALF_DTYPES:
@@ -267,7 +270,10 @@ class MasterState(OptimizerState):
         proxies = {
             p: nn.Parameter(
                 torch.zeros(
-                    (), dtype=torch.float32, device="cpu" if self.masters.offloads(p.device) else p.device
+                    (),
+                    dtype=torch.float32,
+                    device="cpu" if self.masters.offloads(p.device) else p.device,
+                    # Without memory: torch looks at dtype, device and shape alone.
                 ).expand(p.shape)
             )
             for p in self._params_with_masters()
@@ -305,10 +311,8 @@ class MasterState(OptimizerState):
                 params[:] = old
 
     def _take_over(self, states: MutableMapping[torch.Tensor, State], masters: Weights, fill: Fill | None) -> None:
-        """Make these the states and masters of half parameters; masters that are not given stay as they are.
-
-        Where none are given, buckets stay as they are laid, unless their parameters come with different histories.
-        """
+        """Make these the states and masters of half parameters; masters that are not given stay as they are."""
+        # Where none are given, buckets stay as they are laid, unless their parameters come with different histories.
         if not masters and self.masters.fits_buckets(states):
             self.masters.sync()
             for bucket in self.masters.buckets:

@@ -144,14 +144,14 @@ class Masters:
 
         sources: see the class; what is used of it is taken out.
 
-        Masters become the float32 values that were loaded into their weights, see `LoadedWeights`. Where a parameter with a
-        master changed its memory order, as by `model.to(memory_format=...)`, masters and state are laid anew. Raises
-        RuntimeError for one of another shape, dtype or device.
+        `, masters and state are laid anew. Raises RuntimeError for one of another shape, dtype or device.
         """
         for param, known in self.layouts.items():  # which loops without a call do for every parameter in every step
             if param.stride() != known.stride() or param.shape != known.shape:
+                # Where a parameter with a master changed its memory order, as by `model.to(memory_format=...)
                 self._follow_layouts()
                 break
+        # Masters become the float32 values that were loaded into their weights, see `LoadedWeights`.
         loaded = None if self.loaded_weights is None else self.loaded_weights(self)
         if loaded:
             self._take_loaded(loaded)
@@ -187,8 +187,8 @@ class Masters:
         )
 
     def divide_by_gradients(self) -> list[Bucket]:
-        """Divide buckets of which some parameters have a gradient and others none: torch leaves the latter alone. Returns those
-        with gradients; of an optimizer that steps everything at once those that have any."""
+        """Divide buckets of which some parameters have a gradient and others none. Returns those with gradients; of an
+        optimizer that steps everything at once those that have any."""
         gradient_of, stepped, made = self.gradient_of, [], {}
         for bucket in self.buckets:
             present = missing = False
@@ -199,6 +199,8 @@ class Masters:
                     present = True
             # An optimizer that steps everything at once skips handles without gradients itself.
             if present and missing and self.kind != "whole":
+                # Torch leaves a parameter without gradient alone: no decay, no momentum; in one flat handle it would be
+                # stepped.
                 made[bucket] = bucket.divide(gradient_of, self.optimizer.state)
                 stepped.append(made[bucket][0])
             elif present:

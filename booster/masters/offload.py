@@ -175,11 +175,9 @@ class Prefetch:
 
     @contextmanager
     def on_device(self, bucket: OffloadedBucket) -> Iterator[None]:
-        """For its length, have what `bucket` keeps, and its states, on the device; afterwards they are on their way back.
-
-        Where it is left by an exception, they are what they were.
-        """
+        """For its length, have what `bucket` keeps, and its states, on the device; afterwards they are on their way back."""
         index = self._place[id(bucket)]
+        # The next bucket travels while this one is stepped.
         if index + 1 < len(self._buckets):
             self._fetch(index + 1)
         residual_on_device, residual, arrived = self._fetched.pop(index)
@@ -191,6 +189,7 @@ class Prefetch:
             with self._host.swapped_residual(bucket, residual):
                 yield
         except BaseException:
+            # Where it is left by an exception, they are what they were.
             own.update(homes)
             raise
         self._save(index, bucket, homes, residual)

@@ -137,6 +137,7 @@ class QuantizedState:
             self.shares(values)
         elif self.encoding == "signed":  # at most 127 * 127, in half as many bytes as float32 takes
             scratch = torch.empty_like(values) if scratch is None else scratch
+            # Codes are signed squares: small numbers get most of them.
             codes, sizes = scratch.view(torch.int16).split(len(values))
             codes.copy_(self.codes)
             values.copy_(codes.mul_(torch.abs(codes, out=sizes)))
@@ -193,6 +194,7 @@ def narrow_scales(found: torch.Tensor, random_bits: torch.Tensor) -> torch.Tenso
     """
     if not found.is_cpu:  # see `rounding.canonical_nan_`
         found = torch.where(found != found, math.nan, found)
+    # Bits added below the place that is kept, as in stochastic rounding of bfloat16.
     return (found.view(torch.int32) + random_bits).bitwise_right_shift_(15)
 
 
@@ -250,6 +252,7 @@ def _try(optimizer: Optimizer, group: dict[str, Any], signs: dict[str, Sign]) ->
             ) from error
         for name, value in probe.state[weights].items():
             if isinstance(value, torch.Tensor) and value.shape == weights.shape and value.dtype == torch.float32:
+                # A copy or average of weights would lose in 8 bits what weights have in 32.
                 distance = min(float((value - each).norm()) for each in (first, weights.detach()))
                 if distance < 0.5 * float(first.norm()) or signs.get(name) == "fp32":
                     signs[name] = "fp32"
@@ -281,9 +284,7 @@ class StateQuantizer:
         self._name = type(optimizer).__name__
 
     def encoding_of(self, name: str, value: Any, bucket: FlatBucket, state: State) -> Encoding | None:
-        """Return how `value`, the entry `name` of the `state` of `bucket`, is packed; None: it stays as it is.
-
-        What "exp_avg" is divided by must be packed already."""
+        """Return how `value`, the entry `name` of the `state` of `bucket`, is packed; None: it stays as it is."""
         flat = isinstance(value, torch.Tensor) and value.shape == (bucket.size,) and value.dtype == torch.float32
         sign = self._signs[name] if flat else "fp32"
         if sign == "fp32":
@@ -291,7 +292,9 @@ class StateQuantizer:
         if self._states == "bf16":
             return "bf16"
         if name == "exp_avg" and sign == "signed":
+            # A first moment is kept as its ratio to the root of the second, so that small steps stay small.
             for encoding, other in DIVISOR.items():
+                # What "exp_avg" is divided by must be packed already.
                 if getattr(state.get(other), "encoding", None) == "unsigned":
                     return cast(Encoding, encoding)
         return sign
@@ -308,6 +311,7 @@ class StateQuantizer:
         packed: memory to use again, by name. scratch: scratch, as of `QuantizedState.quantize`.
         Raises RuntimeError for a negative number where there was none in trials.
         """
+        # A ratio needs the rounded divisor that will be read back.
         for name in ratios_last(state):
             value = state[name]
             encoding = self.encoding_of(name, value, bucket, state)
@@ -347,6 +351,7 @@ class StateQuantizer:
         try:
             yield
         except BaseException:
+            # A step that raises leaves the codes as they were.
             state.update(before)
             raise
         # An optimizer may have dropped the state, as one that was reset has.

@@ -43,6 +43,7 @@ def round_and_keep(working: Views, values: torch.Tensor, scratch: torch.Tensor) 
     weights, some = scratch.view(working[0].dtype)[-size:], scratch[: len(scratch) - (size + 1) // 2]
     for chunk, weight in in_chunks(values, weights):
         round_into(weight, chunk, some[: len(chunk)])
+    # One call for all pieces: a call takes as long as some thousand elements.
     torch._foreach_copy_(list(working), pieces_like(weights, working))
     return weights, some
 
@@ -77,10 +78,8 @@ def high_bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def canonical_nan_(values: torch.Tensor) -> None:
-    """Turn every NaN into the plain one where others come up: CUDA's, 0x7fffffff, would round up to minus zero.
-
-    On the CPU arithmetic makes none with all upper bits set, nor do any come in from outside.
-    """
+    """Turn every NaN into the plain one where others come up: CUDA's, 0x7fffffff, would round up to minus zero."""
+    # On the CPU arithmetic makes none with all upper bits set, nor do any come in from outside.
     if not values.is_cpu:
         values.nan_to_num_(math.nan, math.inf, -math.inf)
 
@@ -106,8 +105,9 @@ def to_ulp(weights: torch.Tensor, share: float = 1.0) -> torch.Tensor:
 def in_chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Return chunks of flat tensors of one length, those of one place together.
 
-    On the CPU they fit into a core's cache. Half of a tensor always holds one more of them.
+    Half of a tensor always holds one more of them.
     """
+    # On the CPU they fit into a core's cache.
     size = max(1, len(tensors[0]) // 2)
     yield from zip(*(tensor.split(min(size, CHUNK) if tensor.is_cpu else size) for tensor in tensors), strict=True)
 
@@ -125,20 +125,19 @@ def pieces_like(values: torch.Tensor, working: Views) -> list[torch.Tensor]:
 def accept_foreign_zeros(working: Views, values: torch.Tensor, scratch: torch.Tensor) -> None:
     """Of joined bfloat16 masters: take over zeros that somebody else wrote. Overwrites `scratch`.
 
-    With the remainder of another weight they can read as a NaN. On the CPU the sum shows whether there may be any; elsewhere
-    reading it would wait for the device.
+    elsewhere reading it would wait for the device.
     """
+    # On the CPU the sum shows whether there may be any.
     if not values.is_cpu or math.isnan(values.sum()):
         torch._foreach_copy_(pieces_like(scratch, working), list(working))
+        # With the remainder of another weight they can read as a NaN.
         torch.where(values.isnan().logical_and_(scratch == 0), scratch, values, out=values)
 
 
 def accept_foreign_writes(working: Views, values: torch.Tensor, scratch: torch.Tensor) -> None:
-    """Put weights in the place of masters that do not round to them. Overwrites `scratch`.
-
-    On the CPU an answer costs nothing to wait for, and a call as much as some thousand elements: where pieces are large they
-    are looked at one by one, in place, and written to only where something differs.
-    """
+    """Put weights in the place of masters that do not round to them. Overwrites `scratch`."""
+    # On the CPU an answer costs nothing to wait for, and a call as much as some thousand elements: where pieces are large they
+    # are looked at one by one, in place, and written to only where something differs.
     if values.is_cpu and len(working) <= 1 + len(values) // 2**14:
         for weights, masters in zip(working, pieces_like(values, working), strict=True):
             for weight, master in zip(weights.split(CHUNK), masters.split(CHUNK), strict=True):
@@ -158,11 +157,7 @@ def accept_foreign_writes(working: Views, values: torch.Tensor, scratch: torch.T
 
 
 def _take_differing(weights: torch.Tensor, masters: torch.Tensor, scratch: torch.Tensor) -> None:
-    """Do the same for one stretch of weights on the CPU; most often there is nothing to do.
-
-    Nothing is compared element by element, which takes longer than all the rest: the smallest and the largest difference of
-    the bits suffice.
-    """
+    """Do the same for one stretch of weights on the CPU; most often there is nothing to do."""
     scratch = scratch[: len(masters)]
     if weights.dtype == torch.bfloat16:
         # Those from the weight's bits less half of its last place round to it, up to those below plus half.
@@ -174,6 +169,8 @@ def _take_differing(weights: torch.Tensor, masters: torch.Tensor, scratch: torch
         rounded = scratch.view(weights.dtype)[: len(masters)].copy_(masters).view(torch.int16)
         differences = rounded.bitwise_xor_(weights.view(torch.int16))
         smallest, largest = 0, 0
+    # Nothing is compared element by element, which takes longer than all the rest: the smallest and the largest difference of
+    # the bits suffice.
     low, high = torch.aminmax(differences)
     if low < smallest or high > largest:
         same = differences.ge(smallest).logical_and_(differences.le(largest))

@@ -30,6 +30,7 @@ def state_of_params(
     counters are copies.
     """
     places = places_of(buckets)
+    # Once for a bucket, not once for a parameter of it.
     unpacked_of = {id(bucket): _dequantized(bucket, state) for found in places.values() for bucket, _ in found}
     view = StateView(places, state, layouts, unpacked_of)
     return {param: view[param] for param in places if param in view}
@@ -328,11 +329,12 @@ def _has_shape_of(value: Any, param: torch.Tensor) -> bool:
 
 def as_of_master(own: State, param: torch.Tensor) -> State:
     """Return the state of a parameter that gets a master: what is of another precision, as that of a float64 parameter that was
-    cast, becomes float32. What the optimizer keeps in half besides a master, a load and a step leave so."""
+    cast, becomes float32."""
     return {
         key: value.float()
         if isinstance(value, torch.Tensor)
         and value.is_floating_point()
+        # What the optimizer keeps in half besides a master, a load and a step leave so.
         and (value.dtype in HALF_DTYPES or _has_shape_of(value, param))
         else value
         for key, value in own.items()

@@ -79,8 +79,7 @@ class MasterStep:
         """Update masters and working weights by the working gradients, divided as `scalars`. Hooks fire once.
 
         Tensors in it are for an optimizer with states and a kernel that heeds them (`honours_grad_scale`); nothing waits for
-        them. Where nothing is to change, what was read is written back as it was, bit for bit, whatever the form of masters
-        and states.
+        them.
         """
         optimizer = self.masters.optimizer
         plain, buckets = self.prepare()
@@ -90,11 +89,14 @@ class MasterStep:
                 if self.masters.kind == "whole":
                     self._step_whole(scalars.number, None)
                 else:
+                    # Where nothing is to change, what was read is written back as it was, bit for bit, whatever the form of
+                    # masters and states.
                     self._step_buckets(plain, buckets, scalars)
         except AttributeError as error:
             self._explain(error)
             raise
         if not hooked:
+            # Torch's schedulers warn where `step` was not called before theirs.
             mark_step_called(optimizer)
 
     def _explain(self, error: AttributeError) -> None:
@@ -117,6 +119,7 @@ class MasterStep:
             else:
                 with torch.enable_grad():
                     loss = closure()
+                # Only now it is known which parameters have a gradient.
                 plain, buckets = self.prepare()
                 self._step_buckets(plain, buckets, StepScalars(grad_scale()))
             return loss
@@ -126,7 +129,7 @@ class MasterStep:
 
         grad_scale: what working gradients are divided by; None: there are none to be used. keep: whether what it writes to
         parameters and states is kept; weights are then rounded once. What it only reads stays to the bit. Returns its result,
-        and whether it changed weights. Holds a float32 copy of all masters, and of states that are packed or cut, meanwhile.
+        and whether it changed weights.
         """
         with torch.no_grad():
             if grad_scale is None:
@@ -135,6 +138,7 @@ class MasterStep:
                 self.prepare()
             lent = MasterParams(self.masters, grad_scale)
         try:
+            # Holds a float32 copy of all masters, and of states that are packed or cut, meanwhile.
             result = method()
         finally:
             with torch.no_grad():
@@ -242,8 +246,8 @@ class MasterStep:
         self.masters.rng.drawn.clear()
 
     def _scratch_for(self, buckets: Sequence[Bucket]) -> _Scratch:
-        """That of the last step, if it was small enough to be kept: for a small model on a CPU, to get its pages anew from the
-        system takes as long as everything else in a step."""
+        """That of the last step, if it was small enough to be kept."""
+        # For a small model on a CPU, to get its pages anew from the system takes as long as everything else in a step.
         kept = self.masters.scratch
         if kept is None or not kept.fits(buckets):
             scratch = _Scratch(buckets)
@@ -361,10 +365,10 @@ class MasterStep:
 def step_batches(params: Iterable[torch.Tensor], size: int) -> list[tuple[list[torch.Tensor], bool]]:
     """Divide those of `params` that have a gradient into batches of at most `size` elements, to be stepped one by one.
 
-    Also returns of each batch whether a fused kernel may step it: it walks raw memory, and overwrites the gaps of a
-    parameter that has any.
+    Also returns of each batch whether a fused kernel may step it.
     """
     own = [p for p in params if p.grad is not None and p.dtype not in HALF_DTYPES]
+    # A fused kernel walks raw memory, and overwrites the gaps of a parameter that has any.
     loose = [] if all(map(_contiguous, own)) else [p for p in own if not is_dense(p)]
     dense = own if not loose else [p for p in own if is_dense(p)]
     return [

@@ -26,8 +26,9 @@ _REMEDIES = {
 def resized(batch: Any, size: int) -> Any:
     """Return `batch` with tensors of `size` samples, without memory; what has another first dimension stays.
 
-    The size of a batch is the first dimension of its first tensor. Raises ValueError where no tensor has one.
+    Raises ValueError where no tensor has one.
     """
+    # The size of a batch is the first dimension of its first tensor.
     old = samples(batch)
     if old is None:
         raise ValueError("the batch holds no tensor with a batch dimension, so its size cannot be changed")
@@ -35,6 +36,7 @@ def resized(batch: Any, size: int) -> Any:
     def part(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim() or tensor.shape[0] != old:
             return tensor
+        # On the meta device: sizes are all that an estimate reads.
         return torch.empty(size, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
 
     return trees.map_tensors(part, batch)

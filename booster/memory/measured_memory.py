@@ -57,6 +57,7 @@ def measure(model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
     weights = _bytes([*params, *model.buffers()], seen)
     gradients = _bytes([param.grad for param in params if param.grad is not None], seen)
     update = update_of(optimizer)
+    # Inside, the groups hold the shards, with gradients of their own memory.
     with update.shards.local():
         gradients += _bytes([param.grad for param in update.gradients.params() if param.grad is not None], seen)
     device = next((param.device for param in params), torch.device("cpu"))

@@ -311,6 +311,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
     Raises RuntimeError for entries that are no loss scaler's, after loading the others.
     """
+    # As apex: without an initialized session there is nothing to load into.
     if _session.precision is not None:
         _session.precision.scales.load_amp_state_dict(state_dict)
 

@@ -139,10 +139,8 @@ class MixedPrecision:
         return model
 
     def revert(self, model: nn.Module) -> None:
-        """Undo `convert` in `model`, in place, also in one that was placed since. To be overridden along with it.
-
-        Modules that compute in float32 by `compute_in_fp32` are seen to by the caller.
-        """
+        """Undo `convert` in `model`, in place, also in one that was placed since. To be overridden along with it."""
+        # Modules that compute in float32 by `compute_in_fp32` are seen to by the caller.
         if self.conversion is not None:
             self.conversion.revert(model)
 
@@ -276,8 +274,8 @@ class MixedPrecision:
     def with_kept(self, *, states: States | None = None, offload: bool = False) -> MixedPrecision:
         """A strategy like this one that keeps states of optimizers so, see `MasterOptions`; this one, where it does already.
 
-        states: None leaves them as they are kept. offload: states and masters lie in the host's memory between steps.
-        Raises ValueError where states are kept in another way already, or where the strategy overrides `make_update`.
+        states: None leaves them as they are kept. offload: keep states and masters in host memory between steps. Raises
+        ValueError where states are kept in another way already, or where the strategy overrides `make_update`.
         """
         if states is not None:
             arguments.choice("states", states, STATES)

@@ -38,6 +38,7 @@ def switched(switches: Callable[[], tuple[Any, ...]], precision: str) -> Iterato
     also after an error."""
     found = switches()
     before = [switch.fp32_precision for switch in found]
+    # Regions of another precision inside turn the switches back for their length.
     with _turned(found, [precision] * len(found)), surrounding(lambda: _turned(found, before)):
         yield
 
@@ -89,12 +90,10 @@ def missing_on_cpu(name: str, device: torch.device) -> str:
 
 @functools.cache
 def rounds_to_bfloat16() -> bool:
-    """Whether oneDNN makes use of the permission to read float32 in bfloat16: looked at once, on a product of 256 x 256.
+    """Whether oneDNN makes use of the permission to read float32 in bfloat16: looked at once, on a product of 256 x 256."""
 
-    The flags of a CPU do not decide it: with AVX512-BF16 alone oneDNN computes in float32, and a variable may have it leave
-    instructions unused.
-    """
-
+    # The flags of a CPU do not decide it: with AVX512-BF16 alone oneDNN computes in float32, and a variable may have it leave
+    # instructions unused.
     def rounds() -> bool:
         x = torch.full((256, 256), 1 + 2.0**-10, dtype=torch.float32, device="cpu")  # in bfloat16 it is 1
         with switched(ONEDNN, "bf16"):
@@ -105,11 +104,9 @@ def rounds_to_bfloat16() -> bool:
 
 @functools.cache
 def sums_int8_exactly() -> bool:
-    """Whether this CPU's product of int8 matrices is exact: looked at once.
+    """Whether this CPU's product of int8 matrices is exact: looked at once."""
 
-    Without VNNI instructions oneDNN adds two products of int8 in 16 bits, where they saturate.
-    """
-
+    # Without VNNI instructions oneDNN adds two products of int8 in 16 bits, where they saturate.
     def sums() -> bool:
         left = torch.full((32, 256), 127, dtype=torch.int8, device="cpu")
         right = left.clone()
@@ -122,10 +119,8 @@ def sums_int8_exactly() -> bool:
 
 @functools.cache
 def gives_float32_sums(device: torch.device) -> bool:
-    """Whether `device` multiplies matrices of bfloat16 fast and gives their sums as float32: looked at once, on a GPU.
-
-    Not on a CPU: torch has no such product there, see `multiplies_into_sums`.
-    """
+    """Whether `device` multiplies matrices of bfloat16 fast and gives their sums as float32: looked at once, on a GPU."""
+    # Not on a CPU: torch has no such product there, see `multiplies_into_sums`.
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     return alone(lambda: bool((torch.mm(*_with_long_sums(device), out_dtype=torch.float32) == 257).all()))
@@ -177,15 +172,13 @@ _LEVELS = {
 
 
 def slow_products(dtype: torch.dtype) -> frozenset[Kind]:
-    """The kinds of operation that this CPU computes faster in float32 than in `dtype`; while training `SLOW_BACKWARD` besides.
-
-    By the units that the CPU has, as far as ONEDNN_MAX_CPU_ISA (or DNNL_MAX_CPU_ISA) lets oneDNN use them;
-    benchmarks/half_products.py makes the table and checks it. Nothing is timed here, so that a run repeats to the bit.
-    """
+    """The kinds of operation that this CPU computes faster in float32 than in `dtype`; in training `SLOW_BACKWARD` besides."""
+    # By the units that the CPU has, as far as ONEDNN_MAX_CPU_ISA (or DNNL_MAX_CPU_ISA) lets oneDNN use them.
     units = half_units()
     if dtype == torch.bfloat16:
         # CPUs that have AVX512-FP16 multiply vectors of bfloat16 at half the speed of float32, those without at twice.
         fast = "AMX-BF16" in units or ("AVX512-BF16" in units and "AVX512-FP16" not in all_half_units())
+        # Nothing is timed here, so that a run repeats to the bit.
         return frozenset() if fast else KINDS
     # torch hands float16 to oneDNN for matrix products alone.
     return KINDS - {"matrix product"} if "AVX512-FP16" in units or "AMX-FP16" in units else KINDS

@@ -191,13 +191,11 @@ class Float32Forward(ForwardProxy):
 
 
 def _normalises_halves(forward: Callable[..., Any]) -> bool:
-    """Whether this is the own `forward` of a module of torch's that normalises half inputs by float32 parameters in float32.
-
-    Also where `fully_shard` has given the module another class, which inherits torch's forward.
-    """
+    """Whether this is the own `forward` of a module of torch's that normalises half inputs by float32 parameters in float32."""
     module = getattr(forward, "__self__", None)
     if not isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) or not module.affine:
         return False
+    # Also where `fully_shard` has given the module another class, which inherits torch's forward.
     return getattr(forward, "__func__", None) is BatchNorm.forward
 
 
@@ -208,11 +206,9 @@ def compute_in_fp32(
     *,
     as_weak: ForwardDepth | None = None,
 ) -> None:
-    """Make `module` compute in float32, in place; the arguments are those of `Float32Forward`.
-
-    Doing it again replaces what was said the first time, it does not add to it.
-    """
+    """Make `module` compute in float32, in place; the arguments are those of `Float32Forward`."""
     # Around the original forward, not around the wrapper of the first call.
+    # Doing it again replaces what was said the first time, it does not add to it.
     forward = module.forward.forward if isinstance(module.forward, Float32Forward) else module.forward
     module.forward = Float32Forward(forward, device_type, output_dtype, as_weak=as_weak)
 
@@ -237,11 +233,8 @@ def is_marked(name: str, module: nn.Module) -> bool:
 
 
 def asked_for(model: nn.Module, dtype: torch.dtype) -> Callable[[str, nn.Module], bool]:
-    """A predicate for `keep_fp32`: modules that classes of transformers list as float32 in a model of `dtype`.
-
-    That is `_keep_in_fp32_modules` in float16, and `_keep_in_fp32_modules_strict` in both. A name there is part of the name of
-    a module, or that of a parameter of one without children, which then is kept as a whole.
-    """
+    """A predicate for `keep_fp32`: modules that classes of transformers list as float32 in a model of `dtype`."""
+    # That is `_keep_in_fp32_modules` in float16, and `_keep_in_fp32_modules_strict` in both.
     lists = ["_keep_in_fp32_modules_strict"] + ["_keep_in_fp32_modules"] * (dtype == torch.float16)
     wished = {
         tuple(entry.split("."))
@@ -256,6 +249,8 @@ def asked_for(model: nn.Module, dtype: torch.dtype) -> Callable[[str, nn.Module]
         if any(parts[-len(each) :] == each for each in wished):
             return True
         is_leaf = next(module.children(), None) is None
+        # A name there is part of the name of a module, or that of a parameter of one without children, which then is kept as a
+        # whole.
         return is_leaf and any(
             (*parts, own)[-len(each) :] == each
             for own, param in module._parameters.items()

@@ -168,13 +168,11 @@ def cast_parameters(module: nn.Module, policy: DtypePolicy) -> nn.Module:
 
 
 def store_parameters(module: nn.Module, policy: DtypePolicy) -> None:
-    """The first half of `cast_parameters`: cast what `module` holds, in place, and leave its forwards as they are.
-
-    For plugins that give modules forwards of their own, which `install_keep_fp32` has to come after.
-    """
+    """The first half of `cast_parameters`: cast what `module` holds, in place, and leave its forwards as they are."""
     dtype = policy.store or policy.param
     if dtype is None:
         return
+    # For plugins that give modules forwards of their own, which `install_keep_fp32` has to come after.
     inner = bare(module)
     to: dict[int, tuple[torch.Tensor, torch.dtype]] = {  # with the tensor, so that no other gets its id meanwhile
         id(tensor): (tensor, dtype) for tensor in (*_parameters(inner), *half_buffers(inner, policy))
@@ -212,11 +210,11 @@ def cast_placed(module: nn.Module, policy: DtypePolicy) -> None:
 def install_keep_fp32(module: nn.Module, policy: DtypePolicy) -> None:
     """Make the modules of `module` that `policy` keeps in float32 take inputs in it, and float buffers be read, in place.
 
-    What they return, and float buffers of other modules, are float32 and do not widen the halves that they meet, see
-    `weak.WeakTensor`. For plugins that cast parameters themselves; `cast_parameters` does it too. Repeating it changes nothing.
+    For plugins that cast parameters themselves; `cast_parameters` does it too.
     """
     inner = bare(module)
     half, depth = policy.param, forward_depth_of(inner) if reads_weakly(policy) else None
+    # Repeating it changes nothing.
     remove_weak_buffers(inner)
     for name in policy.keep_fp32:
         compute_in_fp32(inner.get_submodule(name), None, half, as_weak=depth)
@@ -228,6 +226,8 @@ def install_keep_fp32(module: nn.Module, policy: DtypePolicy) -> None:
                 if next(each.parameters(), None) is None and not isinstance(each.forward, Float32Forward):
                     compute_in_fp32(each, None, half)
     if half is not None and depth is not None:
+        # What they return, and float buffers of other modules, are float32 and do not widen the halves that they meet, see
+        # `weak.WeakTensor`.
         install_weak_buffers(inner, half, weak_buffers(inner, policy), depth, returning=policy.keep_fp32)
 
 
@@ -262,10 +262,10 @@ def half_buffers(model: nn.Module, policy: DtypePolicy) -> list[torch.Tensor]:
 def gathered_modules(model: nn.Module, policy: DtypePolicy) -> frozenset[str]:
     """Return the names of modules of `model` with weights in float32 that a plugin is to gather in `policy.gather`.
 
-    For plugins that shard weights, to be asked before they replace any. None where weights are computed in `policy.param`,
-    which is what such a plugin gathers anyway.
+    For plugins that shard weights, to be asked before they replace any.
     """
     if policy.gather is None or policy.param is not None:
+        # None where weights are computed in `policy.param`, which is what such a plugin gathers anyway.
         return frozenset()
     names = product_modules(model)
     return frozenset(name for name in names if policy.keep_fp32.isdisjoint((name, *parents(name))))
@@ -275,7 +275,7 @@ def dtypes_read(model: nn.Module, half: torch.dtype | None, *, weights: bool) ->
     """Return the dtype in which the forward of the placed `model` reads parameters that it stores in float32, by all names.
 
     half: what products are computed in. weights: whether all weights are in it, as where a plugin rounds what it gathers, or
-    those alone that nothing but products reads. All others are read as they are stored.
+    those alone that nothing but products reads.
     """
     if half is None:
         return {}
@@ -284,6 +284,7 @@ def dtypes_read(model: nn.Module, half: torch.dtype | None, *, weights: bool) ->
     for tensor, places in tensor_places(model).items():
         kept = any(isinstance(vars(module).get("forward"), Float32Forward) for p in places for module in p.path)
         read = weights or any(place.name.rpartition(".")[0] in products for place in places)
+        # All others are read as they are stored.
         if tensor.dtype == torch.float32 and read and not kept:
             found |= dict.fromkeys((place.name for place in places), half)
     return found

@@ -26,6 +26,7 @@ def copy_on_meta(
     model that cannot be copied.
     """
     memo: dict[int, Any] = {id(p): nn.Parameter(_on_meta(p), p.requires_grad) for p in model.parameters()}
+    # `deepcopy` looks into the memo first: tensors get no copy of their numbers.
     memo |= {id(each): (buffer or _on_meta)(each) for each in model.buffers()}
     for module in model.modules():
         for value in module.__dict__.values():
@@ -62,13 +63,13 @@ def check_meta(module: nn.Module) -> None:
 def materialise(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Give memory on `device` and initial values to what `modules`, without their children, hold on the meta device.
 
-    Values are those of each module's `reset_parameters()`, called children first, as constructors do. Tied parameters
-    stay tied if all their modules are among `modules`. Call `check_meta` first. Raises ValueError for a parameter or
-    buffer that the method did not set.
+    Tied parameters stay tied if all their modules are among `modules`. Call `check_meta` first. Raises ValueError for a
+    parameter or buffer that the method did not set.
     """
     memo: dict[int, torch.Tensor] = {}
     held: list[torch.Tensor] = []  # keeps ids in `memo` from being used again
     waiting = [module for module in modules if any(tensor.is_meta for tensor in _own_tensors(module))]
+    # Values are those of each module's `reset_parameters()`, called children first, as constructors do.
     for module in waiting:
         for store in (module._parameters, module._buffers):
             for name, tensor in store.items():

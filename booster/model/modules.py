@@ -97,9 +97,10 @@ NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 def repeated_blocks(model: nn.Module) -> list[str]:
     """Return the names of the repeated blocks of `model`.
 
-    A transformers model lists the classes of its indivisible modules. In other models they are the outermost modules with
-    children and parameters of which a Sequential, ModuleList or ModuleDict has several of one class.
+    In other models they are the outermost modules with children and parameters of which a Sequential, ModuleList or ModuleDict
+    has several of one class.
     """
+    # A transformers model lists the classes of its indivisible modules.
     listed = set(getattr(model, "_no_split_modules", None) or ())
     names = [name for name, module in model.named_modules() if name and type(module).__name__ in listed]
     return names or list(_repeated(model, ""))
@@ -172,9 +173,9 @@ def _visit(
 def fast_path_changes_dtype(model: nn.Module, *, casts: bool) -> bool:
     """Return whether torch's fused inference path would evaluate layers of `model` in another precision than they train in.
 
-    That path of the transformer layers reads weights past the modules that hold them. casts: whether the precision casts
-    what functions read, so that the dtype of the weights is not that of the products.
+    casts: whether the precision casts what functions read, so that the dtype of the weights is not that of the products.
     """
+    # That path of the transformer layers reads weights past the modules that hold them.
     return any(
         casts or any(isinstance(child, LinearProxy) or "forward" in child.__dict__ for child in module.modules())
         for module in model.modules()

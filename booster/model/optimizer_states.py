@@ -21,9 +21,10 @@ from booster.model.optimizer_kinds import KNOWN, UNKNOWN, has_torch_form
 def state_differences(where: str, now: Any, given: Any, legal: Any = ...) -> Iterator[str]:
     """Yield where `given` is of another kind than `now`. Numbers are one kind, and 0-dim tensors are numbers.
 
-    So a state that would load, and fail in the first step, is refused before. legal: another legal value, such as the default
-    of an option; None makes None legal. What is None now, or of no plain kind, may become anything.
+    legal: another legal value, such as the default of an option; None makes None legal. What is None now, or of no plain kind,
+    may become anything.
     """
+    # So a state that would load, and fail in the first step, is refused before.
     if now is None or (given is None and legal is None):
         return
     if isinstance(now, (list, tuple)):
@@ -53,13 +54,11 @@ def state_differences(where: str, now: Any, given: Any, legal: Any = ...) -> Ite
 
 
 def entry_differences(where: str, now: Mapping[Any, Any], given: Mapping[Any, Any]) -> Iterator[str]:
-    """Yield which entries of `given` are of another kind than those of `now`, and which names differ.
-
-    A single name that only one side has passes: torch adds an attribute to a scheduler from version to version.
-    """
+    """Yield which entries of `given` are of another kind than those of `now`, and which names differ."""
     missing, unknown = (
         {str(k) for k in a.keys() - b.keys() if str(k)[:1] != "_"} for a, b in ((now, given), (given, now))
     )
+    # Torch adds an attribute to a scheduler from version to version.
     if len(missing) + len(unknown) > 1:
         yield f"{where} has {sorted(unknown)[:6]} and lacks {sorted(missing)[:6]}, as that of another class"
     for name in now.keys() & given.keys():
@@ -91,9 +90,8 @@ def probe_of(optimizer: Optimizer, group: Mapping[str, object], weights: torch.T
 
 def snapshot_entries(optimizer: Optimizer, group: Any) -> Callable[[], None]:
     """Return a function that restores, in place, the entries of `group`, the numbers that are attributes of `optimizer`, and
-    what its state holds under names that it chose.
-
-    The parameters of the group stay as they are then."""
+    what its state holds under names that it chose."""
+    # The parameters of the group stay as they are then.
     entries = {key: value for key, value in group.items() if key != "params"}
     numbers = {key: value for key, value in vars(optimizer).items() if _has_one_value(value)}
     named = {key: optimizer.state[key] for key in _own_names(optimizer)}
@@ -134,10 +132,10 @@ def restored_afterwards(optimizer: Optimizer, group: Mapping[str, object]) -> It
 def snapshot_value(value: Any) -> Callable[[], None] | None:
     """Return a function that restores `value`, and all that it holds, in place; None where nothing in it can be written.
 
-    Tensors, lists, dicts, sets, deques, random generators, and attributes of other objects are restored; parameters, modules,
-    optimizers and functions are not, because they do not belong to the value.
+    parameters, modules, optimizers and functions are not, because they do not belong to the value.
     """
     backs: list[Callable[[], Any]] = []
+    # Tensors, lists, dicts, sets, deques, random generators, and attributes of other objects are restored.
     _collect(value, backs, set())
 
     def restore() -> None:
@@ -175,11 +173,11 @@ def _collect(value: Any, backs: list[Callable[[], Any]], seen: set[int]) -> None
 
 def load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Run `optimizer.load_state_dict`, then give back what torch casts to the dtype of a parameter and is no moment: strings,
-    single numbers, whole numbers. Linear in the number of parameters, which torch alone is not.
-    """
+    single numbers, whole numbers."""
     # An override may rely on plain lists, so only torch's own method gets the fast ones.
     by_torch = type(optimizer).load_state_dict is Optimizer.load_state_dict
     if by_torch:
+        # Linear in the number of parameters, which torch alone is not.
         groups = [{**group, "params": _Keys(group["params"])} for group in state_dict["param_groups"]]
         state_dict = {**state_dict, "param_groups": groups}
     optimizer.load_state_dict(state_dict)

@@ -22,8 +22,9 @@ def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 def as_one_module(models: Sequence[nn.Module]) -> nn.Module:
     """Return a module that holds `models` without what plugins wrapped around them.
 
-    Of one model it is the model itself; of several the names of parameters begin with the model's place in the list.
+    of several the names of parameters begin with the model's place in the list.
     """
+    # Of one model it is the model itself.
     return bare(models[0]) if len(models) == 1 else nn.ModuleList(map(bare, models))
 
 

@@ -131,12 +131,13 @@ def rounded_within(x: torch.Tensor, target: NumberFormat, noise: torch.Tensor | 
 def noise_of(x: torch.Tensor) -> torch.Tensor:
     """Return numbers from [0, 1) for stochastic rounding of `x`, a hash of all its bits, and of each number and its place.
 
-    The same tensor gets the same noise on every rank, in every recomputation and after a resume, and no generator moves. A
-    tensor that differs in a bit gets other noise everywhere. Cost: about 15 elementwise integer operations.
+    The same tensor gets the same noise on every rank, in every recomputation and after a resume, and no generator moves. Cost.
     """
     bits = x.contiguous().float().view(torch.int32).flatten()
     place = torch.arange(bits.numel(), dtype=torch.int32, device=x.device)
+    # A tensor that differs in a bit gets other noise everywhere.
     whole = _mix_((bits.sum() & 0x7FFFFFFF).to(torch.int32))
+    # About 15 elementwise integer operations.
     mixed = _mix_(_mix_(place.add_(whole)).bitwise_xor_(bits))
     return mixed.bitwise_and_(0xFFFFFF).float().mul_(2.0**-24).view(x.shape)
 
@@ -151,6 +152,7 @@ def encode(x: torch.Tensor, target: NumberFormat) -> torch.Tensor:
         return x.to(target.dtype).view(torch.uint8)
     bits = x.float().abs().view(torch.int32)
     exponent = (bits >> _MANTISSA) - 127 + target.bias
+    # The upper bits of the mantissa behind the exponent, as in every IEEE format; a subnormal is a multiple of the smallest.
     normal = (exponent << target.mantissa_bits) + ((bits & 0x7FFFFF) >> (_MANTISSA - target.mantissa_bits))
     code = torch.where(exponent > 0, normal, (x.float().abs() / target.smallest).to(torch.int32))
     return (code + (torch.signbit(x).to(torch.int32) << (target.bits - 1))).to(torch.uint8)
@@ -235,10 +237,10 @@ _PAIRS = [[NF4_LEVELS[byte & 15], NF4_LEVELS[byte >> 4]] for byte in range(256)]
 def encode_nf4(x: torch.Tensor) -> torch.Tensor:
     """Return the codes of the nearest levels, two in a byte, the first in the low half: uint8 of shape (m, half of n, up).
 
-    x: float32 of shape (m, n), numbers from -1 to 1; numbers beyond an end get that end. NaN is not legal. A row of odd
-    length is filled up with a zero.
+    x: float32 of shape (m, n), numbers from -1 to 1; numbers beyond an end get that end. NaN is not legal.
     """
     codes = torch.bucketize(x, torch.tensor(_BETWEEN, dtype=torch.float32, device=x.device)).to(torch.uint8)
+    # A row of odd length is filled up with a zero.
     codes = F.pad(codes, (0, x.shape[1] % 2), value=NF4_LEVELS.index(0.0))
     return codes[:, ::2] | codes[:, 1::2] << 4
 

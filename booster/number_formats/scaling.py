@@ -84,12 +84,10 @@ class ScaledTensor:
         return _in_rows(_of_each(self.scale, self.block).expand(-1, down, -1, across), self.values.shape)
 
     def values_in(self, dtype: torch.dtype) -> torch.Tensor:
-        """`values` in `dtype`, float32 or bfloat16, which hold them exactly; any finite number where their scale is NaN.
-
-        A cast that takes e4m3 numbers one by one on CPUs: there bits are moved to where bfloat16 has them, 4 times as fast.
-        """
+        """`values` in `dtype`, float32 or bfloat16, which hold them exactly; any finite number where their scale is NaN."""
         if self.values.dtype != torch.float8_e4m3fn or self.values.device.type != "cpu":
             return self.values.to(dtype)
+        # A cast that takes e4m3 numbers one by one on CPUs: there bits are moved to where bfloat16 has them, 4 times as fast.
         bits = self.values.view(torch.int8).to(torch.int16)  # the sign in all upper ones
         numbers = bits.bitwise_left_shift_(4).bitwise_and_(_E4M3_IN_BFLOAT16).view(torch.bfloat16)
         return numbers.mul_(2.0 ** (127 - E4M3.bias)).to(dtype)
@@ -155,13 +153,11 @@ def scale_to(
 
 
 def share_of(largest: torch.Tensor, target: NumberFormat) -> torch.Tensor:
-    """Return `largest` / `target.largest`, float32, rounded once on any device.
-
-    CUDA divides by a Python number by multiplying with its reciprocal, and so does Inductor there: often an ulp off. In float64
-    that is near enough, as no float32 number over one of these is so close to the middle of two.
-    """
+    """Return `largest` / `target.largest`, float32, rounded once on any device."""
+    # CUDA divides by a Python number by multiplying with its reciprocal, and so does Inductor there: often an ulp off.
     if largest.device.type in DIVIDES_ON:
         return largest / target.largest
+    # In float64 that is near enough, as no float32 number over one of these is so close to the middle of two.
     return (largest.double() / target.largest).float()
 
 
@@ -228,11 +224,11 @@ def encode_blocks(x: torch.Tensor) -> torch.Tensor:
     """Return `x` as uint8 of shape (blocks, 129): 128 numbers in e4m3, and the exponent of the power of two that scales them.
 
     x: 1-dim, of any length and floating dtype; the last block is filled up with zeros. A number is off by at most 1/16 of
-    itself, or 2**-17 of the largest finite one of its block where that is more. inf and NaN become NaN, which says nothing of
-    their neighbours: their block is scaled by its finite numbers.
+    itself, or 2**-17 of the largest finite one of its block where that is more.
     """
     blocks = F.pad(x.float(), (0, -len(x) % BLOCK)).view(-1, BLOCK)
     finite = torch.isfinite(blocks)
+    # Inf and NaN become NaN, which says nothing of their neighbours: their block is scaled by its finite numbers.
     scale = power_of_two_above(share_of(largest_under(blocks.where(finite, 0.0), "row"), E4M3))
     packed = torch.empty(len(blocks), BLOCK_BYTES, dtype=torch.uint8, device=x.device)
     # inf by way of NaN, because torch casts it to the largest number since some version, and to NaN before.
@@ -278,14 +274,15 @@ _HADAMARD = [
 def rotated(x: torch.Tensor) -> torch.Tensor:
     """Return the float32 matrix `x` with every 16 neighbours of a row, some of their signs turned, through a Hadamard matrix.
 
-    The rotation is orthogonal, so it leaves `a @ b.t()` as it is. The number of columns must be a multiple of 16. A quarter of
-    each number is added or taken away, one after the other, on every device: a product of float32 matrices would sum in
-    another order on a GPU, and in TF32 where that is allowed. On CPUs it sums in this order, but for a single row.
+    The rotation is orthogonal, so it leaves `a @ b.t()` as it is. The number of columns must be a multiple of 16.
     """
     signs = torch.tensor(_HADAMARD, dtype=torch.float32, device=x.device)
     quarters = x.reshape(-1, ROTATION) * ROTATION**-0.5
     if x.device.type == "cpu" and len(quarters) > 1:
+        # On CPUs it sums in this order, but for a single row.
         return (quarters @ signs).view(x.shape)
+    # A quarter of each number is added or taken away, one after the other, on every device: a product of float32 matrices would
+    # sum in another order on a GPU, and in TF32 where that is allowed.
     total = torch.zeros_like(quarters)
     for place in range(ROTATION):
         total = total + quarters[:, place : place + 1] * signs[place]

@@ -137,10 +137,8 @@ class Plugin(ABC):
         return Shards(optimizer)
 
     def carried(self, module: nn.Module) -> dict[torch.Tensor, torch.Tensor] | None:
-        """Return what this rank alone keeps from step to step for the placed `module`, by parameter; None if never anything.
-
-        The plugin's own tensors, no copies: checkpoints hold them, and loading one writes to them.
-        """
+        """Return what this rank alone keeps from step to step for the placed `module`, by parameter; None if never anything."""
+        # The plugin's own tensors: checkpoints hold them, and loading one writes to them.
         return None
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -293,11 +291,7 @@ _meshes: dict[tuple[str, tuple[tuple[str, int], ...]], tuple[dist.ProcessGroup, 
 
 
 def shared_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
-    """Return the mesh over the world with dimensions of these names and sizes; a collective when it is made.
-
-    Made once: process groups of `init_device_mesh` are never closed, because parameters and running kernels that use them may
-    outlive the caller. In gloo each costs three threads and four descriptors.
-    """
+    """Return the mesh over the world with dimensions of these names and sizes; a collective when it is made."""
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("a device mesh needs a process group, and there is none")
@@ -305,7 +299,10 @@ def shared_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
     for key in [key for key, (other, _) in _meshes.items() if other is not world]:
         del _meshes[key]
     key = (device_type, tuple(sizes.items()))
+    # Process groups of `init_device_mesh` are never closed, because parameters and running kernels that use them may outlive
+    # the caller.
     if key not in _meshes:
+        # In gloo each costs three threads and four descriptors.
         mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         _meshes[key] = (world, mesh)
     return _meshes[key][1]

@@ -16,11 +16,11 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 def names_in_forward(module: nn.Module) -> list[str]:
     """Return the attributes that the forward of `module` reads, of whatever object, in the order in which they are used.
 
-    What is called is used after its arguments are. Methods of the module's class are entered where they are named, each
-    once. Nothing is known, and the list is empty, for a forward without source.
+    What is called is used after its arguments are. Methods of the module's class are entered where they are named, each once.
     """
     # A forward of the instance is that of the user, or of a library such as accelerate, and is read too.
     forward = module.__dict__.get("forward", type(module).forward)
+    # Nothing is known, and the list is empty, for a forward without source.
     return list(_names_in(forward, type(module), {"forward"}))
 
 

@@ -39,6 +39,7 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """
     if group is None:
         return [value]
+    # JSON, not pickle: what another rank sends is read as data.
     sent = b"" if value is None else json.dumps(value).encode()
     return [json.loads(data) if data else None for data in gather_bytes(sent, group)]
 
@@ -59,11 +60,11 @@ def all_names(names: tuple[str, ...], group: dist.ProcessGroup | None) -> tuple[
 def all_or_none(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
     """If the body raises on one rank of `group`, raise on all: there its own error, elsewhere ValueError with its text.
 
-    what: what the body does, for that message. Collectives as of `gather`. The body makes no collective: a rank
-    that raises before it would leave the others waiting.
+    what: what the body does, for that message. Collectives as of `gather`.
     """
     problem: Exception | None = None
     try:
+        # The body makes no collective: a rank that raises before it would leave the others waiting.
         yield
     except Exception as error:
         problem = error  # raised once the others know
@@ -110,10 +111,11 @@ def min_and_max(value: float, group: dist.ProcessGroup | None) -> tuple[float, f
 def all_reduce(value: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
     """Return `value`, a 0-dim float64 tensor, reduced over the ranks of `group`, on its own device, which nothing waits for.
 
-    A backend that cannot reduce there is given a copy. A MAX must not be of NaN; in a SUM inf and NaN reach every rank.
+    A MAX must not be of NaN; in a SUM inf and NaN reach every rank.
     """
     if group is None:
         return value
+    # A backend that cannot reduce there is given a copy.
     there = value.to(communication_device(value.device, group))
     _all_reduce(there, op, group)
     return there.to(value.device)

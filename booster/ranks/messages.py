@@ -78,6 +78,7 @@ def broadcast_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGro
     sizes: Counter[torch.device] = Counter()
     for tensor in tensors:
         local = tensor.detach()
+        # Nothing to send, and no memory to receive into.
         if local.is_meta or not local.numel():
             continue
         if local.nbytes > SMALL:
@@ -139,6 +140,7 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=communication_device(torch.device("cpu"), group))
     if data:
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    # Backends gather one size, so that all send the longest.
     everyone = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(everyone, padded, group=group)
     return [_bytes(each[:length]) for each, length in zip(everyone, lengths, strict=True)]

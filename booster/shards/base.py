@@ -73,8 +73,9 @@ class Shards:
     def local_shards(self, params: Sequence[torch.Tensor]) -> AbstractContextManager[Sequence[torch.Tensor]]:
         """Return a context that gives the shards of `params`, each with its gradient, and reads no other parameter.
 
-        The groups stay as they are. Changes of these gradients inside need not reach those of `params`.
+        Changes of these gradients inside need not reach those of `params`.
         """
+        # The groups stay as they are.
         return nullcontext(params)
 
     def register_grad_hooks(
@@ -91,6 +92,7 @@ class Shards:
         through once more. Returns what has a `remove`. Raises RuntimeError if ranks do not share the gradients that would come.
         """
 
+        # A release keeps sums of earlier passes out of `.grad`, which it frees as soon as it is complete.
         def complete(param: torch.Tensor) -> None:
             before = held.get(param)
             if before is not None and param.grad is not None:
@@ -138,9 +140,9 @@ class Shards:
     def grad_targets(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors to write to the `.grad` of, so that the gradients of `shards` change. Inside `local()`.
 
-        shards: all that have a gradient. Where ranks share unsharded gradients and each steps a shard, they are the
-        parameters themselves: a scale or a clamp must reach the elements that other ranks step.
+        shards: all that have a gradient.
         """
+        # Overridden where ranks share unsharded gradients and each steps a shard: a scale must reach what others step.
         return shards
 
     def local_slice(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -208,7 +210,8 @@ class Shards:
 
     def state_of_ranks(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
         """Return `state`, which `view_state` gave, where every rank has the same entries; else the names of entries that any
-        rank has, without values. A collective there."""
+        rank has, without values."""
+        # A collective there.
         return state
 
     def accept_zero_grads(self) -> None:

@@ -134,6 +134,7 @@ class DTensorShards(Shards):
         differing = all_names(self._differing(), self._group)
         if _NOT_FINITE in differing:
             return  # of a step that is skipped, most likely
+        # A plan that is wrong shows in the first passes; a comparison in each would cost a collective.
         self._comparisons_left -= 1
         if differing:
             raise RuntimeError(PARTIAL.format(names=listed(differing, 5)))
@@ -359,8 +360,7 @@ def _digest(grad: torch.Tensor) -> torch.Tensor:
 def add_up_terms(params: Iterable[Any]) -> None:
     """Add up gradients of which ranks hold the terms, as those of sequence-parallel norms; those of other `params` stay.
 
-    A collective of the ranks that share the terms, if there are any: one all-reduce, of float32 where gradients are half, so
-    that a sum is rounded once.
+    A collective of the ranks that share the terms, if there are any.
     """
     terms: dict[tuple[Any, torch.dtype, torch.device], list[Any]] = {}
     held = []
@@ -377,6 +377,7 @@ def add_up_terms(params: Iterable[Any]) -> None:
             param.grad = grad.redistribute(param.device_mesh, param.placements)
     for (mesh, dtype, _), several in terms.items():
         local = [param.grad.to_local() for param in several]
+        # Float32, so that a sum of half gradients is rounded once; in one tensor, so that it is one all-reduce.
         wide = torch.float32 if dtype in HALF_DTYPES else dtype
         total = torch.cat([each.flatten().to(wide) for each in local])
         dist.all_reduce(total, group=mesh.get_group())

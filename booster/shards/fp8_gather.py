@@ -112,10 +112,10 @@ class FP8Gather:
     def arrived(self, record: Any, weight: torch.Tensor) -> ScaledTensor | None:
         """Return `weight`, m x n, as it arrived for `record`; None where it did not, or was written to or freed since.
 
-        What is written through `.data` while the model runs leaves no trace. None of a weight made in inference mode, either,
-        of which torch counts no writes.
+        None of a weight made in inference mode, either, of which torch counts no writes.
         """
         made, writes = self._arrived.get(record, (None, 0))
+        # What is written through `.data` while the model runs leaves no trace.
         if made is None or weight.is_inference() or version(weight) != writes:
             return None
         whole = gathered(record)
@@ -161,6 +161,7 @@ def pack(
     for part, dtype, size in zip(parts, dtypes, largest, strict=True):
         if size is not None:
             values = part.clone().view(dtype)  # a copy, because a view of wider numbers needs aligned memory
+            # One scale for the weight on all ranks: the bytes of several ranks are one matrix.
             part = encode_tensorwise(values, _in_dtype(size, values))
         sent.append(part.view(torch.uint8))
     return torch.cat(sent), [len(part) for part in sent]
@@ -180,6 +181,7 @@ def unpack(
     """
     came: list[torch.Tensor | None] = []
     for part, place, dtype, size in zip(received.split(sizes, dim=1), places, dtypes, largest, strict=True):
+        # A view of wider numbers needs aligned and contiguous memory.
         part = part.clone(memory_format=torch.contiguous_format)
         came.append(None if size is None else part)
         if size is not None:

@@ -181,19 +181,18 @@ class UnshardedParams:
     def write_back_all(self, module: nn.Module) -> None:
         """Write to the shards of `module` what was written since to its gathered parameters, wherever the bits differ, and
         freeze and unfreeze them as those were.
-
-        Where somebody wrote to the shards themselves, those count, and what is gathered of them is freed.
-        Cost: nothing after a backward pass but a look at who trains, else a comparison with what is gathered.
         """
         trains = self._trains.pop(module, ())
         # A backward pass may have freed it since; the tensor is the same.
         for (param, trained), whole in zip(trains, all_gathered(map(itemgetter(0), trains)), strict=True):
             if whole is not None and whole.requires_grad != trained and param.sharded_param.requires_grad == trained:
                 param.sharded_param.requires_grad_(whole.requires_grad)
+        # Nothing is gathered any more after a backward pass, so that this costs a look.
         for group, before in self._noted.pop(module, ()):
             if not is_gathered(group):
                 continue
             if writes(list(map(_SHARDED, group.fsdp_params))) != before:
+                # Where somebody wrote to the shards themselves, those count, and what is gathered of them is freed.
                 group.reshard()
                 continue
             gather = gather_of(group)
@@ -215,6 +214,7 @@ def compared(param: Any, gather: Any) -> tuple[torch.Tensor, torch.Tensor, torch
     that is what `gather` made of the shard, to the bit."""
     shard = local_shard(param.sharded_param)
     piece = shard_of_full(param, local_shard(gathered(param).detach())).to(shard.device)  # type: ignore[union-attr]
+    # Only what differs from the gathered bits was written by the user; rounding alone must not reach the shard.
     came = shard.to(piece.dtype)
     if isinstance(gather, FP8Gather):
         came = gather.as_gathered(param, came)
@@ -281,14 +281,15 @@ def forget_unreduced_gradients(module: nn.Module) -> None:
 
 
 def clear_unsharded_grads(module: nn.Module, set_to_none: bool = True) -> None:
-    """Clear the gradients that a `zero_grad` of `module` does not meet: those of shards while gathered parameters show, as
-    between a forward and a backward pass, and those of passes without synchronisation."""
+    """Clear the gradients that a `zero_grad` of `module` does not meet."""
     for param in _fsdp_params(module):
+        # While gathered parameters show, as between forward and backward, `zero_grad` does not meet the shards.
         grad = param.sharded_param.grad
         if grad is not None and set_to_none:
             param.sharded_param.grad = None
         elif grad is not None:
             grad.detach_().zero_()
+    # Those of passes without synchronisation, which torch adds to the next reduction.
     forget_unreduced_gradients(module)
 
 

@@ -49,6 +49,7 @@ class PendingAllGathers:
         try:
             with _Waiting(self):
                 yield
+        # What runs outside of forward knows nothing of weights on their way.
         finally:
             self._in_forward = False
             self.wait()

@@ -66,6 +66,7 @@ class ReplicaCheck:
             shards.wait_for_weights()
             replicated = shards.replicated_params()
             parts = [_measured(shards, *each, rates=not place) for place, each in enumerate(replicated)]
+            # Read one pass later: then nothing waits for the device.
             self._sent = parts, HostCopy(_compare(parts))
             self.due += 1
             return
@@ -120,9 +121,9 @@ def _rates(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def _compare(parts: Sequence[_Measured]) -> torch.Tensor:
-    """Return the largest number that a rank makes of the first part, that of its negative, and whether in any other part ranks
-    make unlike ones."""
+    """Return the largest number that a rank makes of the first part."""
     first, *others = parts
+    # One MAX gives the largest number and, by the negative, the smallest: ranks agree where they are equal.
     ends = _checksums(first.rows)
     for part in others:
         found = reduced(_checksums(part.rows), dist.ReduceOp.MAX, part.ranks)

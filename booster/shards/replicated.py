@@ -155,8 +155,7 @@ class GradSyncTracker:
             self._stamps = () if only and self._prepared else list(map(_stamp, self._params))
 
     def after_backward(self) -> None:
-        """Take note of what `DistributedDataParallel` did with the gradients of a pass: it averages those of the first that
-        follows its forward passes, and leaves those of others alone, without a word."""
+        """Take note of what `DistributedDataParallel` did with the gradients of a pass."""
         before, self._stamps = self._stamps, None
         if before is None:  # nothing to see, or another optimizer of the pass has called this
             return
@@ -164,6 +163,8 @@ class GradSyncTracker:
         touched = [param for param, (old, was), (new, now) in stamps if old is not new or was != now]
         if before and not touched:
             return
+        # DDP averages in the first pass that follows its forward passes, and leaves the gradients of others alone, without a
+        # word.
         if self._prepared:
             self.averaged = True
             self.unsynchronised = False

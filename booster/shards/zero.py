@@ -431,11 +431,13 @@ class ZeroShards(Shards):
             if param.grad is not None and param.grad.is_sparse:
                 raise RuntimeError(SPARSE.format(name=self.name_of(param)))
         state = self.optimizer.state
+        # Nearly always: states begin with the first step, which is of shards.
         if brought.isdisjoint(map(id, group.params)):
             return
         for param, shard in group.divided:
             if param in state:
                 own = state.pop(param)
+                # A rank without elements of the parameter steps nothing of it.
                 if shard.numel():
                     state[shard] = {key: self._shard_entry(value, param) for key, value in own.items()}
 

@@ -131,8 +131,7 @@ class FlatParameters:
     def flatten_params(self) -> list[torch.Tensor]:
         """Make every parameter a view of `data`, shape, strides and identity kept; returns those that were not.
 
-        Does nothing for one that is. Somebody may give a parameter other memory at any time; its values are taken over.
-        Raises RuntimeError if its shape or dtype is another.
+        Does nothing for one that is. its values are taken over. Raises RuntimeError if its shape or dtype is another.
         """
         if self.data is None:
             self.data = torch.zeros(self.size, dtype=self.dtype, device=self.device)
@@ -148,6 +147,7 @@ class FlatParameters:
         if pointers == self._pointers and strides == self._strides and dtypes == {self.dtype}:
             return []
         moved = []
+        # Somebody may give a parameter other memory at any time.
         for index, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
             place = pointers[index], strides[index], param.dtype
             if place == (self._pointers[index], self._strides[index], self.dtype):
@@ -233,16 +233,14 @@ class FlatParameters:
         return self._shards
 
     def _cut(self, rank: int) -> tuple[list[int], dict[int, int]]:
-        """Return the lengths of shards and gaps in the slice of `rank`, and the place among them of each index's shard.
-
-        Nothing empty is among them: a view costs as much as a call, also when it is freed.
-        """
+        """Return the lengths of shards and gaps in the slice of `rank`, and the place among them of each index's shard."""
         if rank not in self._cuts:
             sizes: list[int] = []
             places = {}
             filled = 0
             for index, offset in enumerate(self.offsets):
                 start, stop = self.overlap(index, rank)
+                # Nothing empty is among them: a view costs as much as a call, also when it is freed.
                 if start == stop:
                     continue
                 gap = offset + start - self.bounds[rank] - filled
@@ -288,14 +286,14 @@ class ModuleBuckets:
     def shard_params(self, params: Collection[torch.Tensor], *, whole: bool) -> None:
         """Divide those of `params` that are of this layout among ranks: tensor by tensor if `whole`, else by elements.
 
-        How those were divided that were divided before, stays. Raises RuntimeError if such are divided by elements and
-        asked for whole.
+        Raises RuntimeError if such are divided by elements and asked for whole.
         """
         if whole and any(param in self._places and self._places[param][0].by_elements for param in params):
             raise RuntimeError(
                 "an optimizer that needs whole tensors came after the parameters of this model were divided by "
                 "elements; boost the model together with that optimizer first"
             )
+        # How those were divided that were divided before, stays.
         fresh = [param for param in self.params if param in params and param not in self._places]
         self._by_tensors |= whole
         owners = _deal(fresh, self.world_size) if whole else {}

@@ -105,10 +105,9 @@ def gather_states(
 ) -> dict[Key, State]:
     """Return, on every rank, the state of each key that any rank has state for, of whole parameters.
 
-    states: of this rank's parts. holdings: the parameter of each key, the same on all ranks. Tensors of the part's shape
-    come back in the parameter's, others are those of the rank that has them. They arrive in host memory, because together
-    they are what does not fit on a device. Collectives: two small ones for what there is, then all bytes one after
-    another in messages of at most `MESSAGE` bytes.
+    states: of this rank's parts. slots: the parameter of each key, the same on all ranks. Tensors of the part's shape come back
+    in the parameter's, others are those of the rank that has them. Collectives: two small ones for what there is, then all
+    bytes one after another in messages of at most `MESSAGE` bytes.
     """
     rank = dist.get_rank(group)
     # In columns and without a container for each entry: with many, most of the time is the garbage collector's.
@@ -117,6 +116,7 @@ def gather_states(
         for name, value in own.items():
             for column, entry in zip(columns, (key, name, *_describe(value, slots[key], rank)), strict=True):
                 column.append(entry)
+    # They arrive in host memory, because together they are what does not fit on a device.
     found: dict[Key, State] = {}
     sent: list[torch.Tensor] = []
     kept: list[list[torch.Tensor]] = [[] for _ in range(dist.get_world_size(group))]
@@ -155,6 +155,7 @@ def _enter(
 
     None: it sends nothing, as the entry is a number or one that a rank before has whole.
     """
+    # Every rank has it; the first one's counts.
     if kind != "shard" and name in own:
         return None
     if kind == "number":
@@ -181,14 +182,16 @@ def _exchange_bytes(
 ) -> None:
     """Fill `kept`, for each rank memory for all that it sends, in the same order; collectives.
 
-    All is bytes: backends do not know every dtype, and tensors of several then share a message. sent: of this rank.
+    sent: of this rank.
     """
     own = _Bytes([value.detach().contiguous() for value in sent])
     places = [_Bytes(parts) for parts in kept]
     longest = max(part.size for part in places)
+    # A bound on memory: every rank receives as much from each rank at once.
     share = max(MESSAGE // len(kept), 1)
     for start in range(0, longest, share):
         size = min(share, longest - start)
+        # All is bytes: backends do not know every dtype, and tensors of several then share a message.
         message = torch.zeros(size, dtype=torch.uint8, device=device)
         own.write_to(message, start)
         everyone = [torch.empty_like(message) for _ in places]

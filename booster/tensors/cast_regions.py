@@ -241,10 +241,7 @@ def run_engine(
     grad_variables: None = None,
     inputs: Any = None,
 ) -> None:
-    """`torch.autograd.backward`, which takes torch function modes off before it starts the engine; this does not.
-
-    Activation checkpointing then recomputes under the modes that the forward pass had.
-    """
+    """`torch.autograd.backward`, which takes torch function modes off before it starts the engine; this does not."""
     roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
     given = (grad_tensors,) if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else tuple(grad_tensors)
     given = given if len(given) == len(roots) else (None,) * len(roots)
@@ -256,6 +253,7 @@ def run_engine(
         torch.ones_like(root, requires_grad=False) if grad is None and root.requires_grad else grad
         for root, grad in zip(roots, given, strict=True)
     )
+    # Activation checkpointing then recomputes under the modes that the forward pass had.
     engine_backward(
         roots,
         grads,

@@ -44,10 +44,11 @@ def bucket_size(
 ) -> int:
     """Return the size of a bucket: 1/8 of all elements, a multiple of 64, and no smaller than calls are worth.
 
-    packed: states are widened into scratch too, so that buckets are at most 1/32 of all elements; a compiled step does without.
+    packed; a compiled step does without.
     released: they are stepped within backward, when gradients and activations are there too, so that they are half as large.
     """
     packed = packed and not compiled
+    # States are widened into scratch too; a release steps while gradients and activations are there.
     share = (32 if packed else 8) * (2 if released else 1)
     smallest = SMALLEST_BUCKET if share == 8 and not compiled else SMALLEST_SPARING_BUCKET
     size = max(num_elements // share // ALIGNMENT * ALIGNMENT, smallest)
@@ -73,12 +74,10 @@ def cut(params: Iterable[torch.Tensor], size: int) -> list[list[Piece]]:
 
 
 def cut_apart(params: Iterable[torch.Tensor], size: int) -> list[list[Piece]]:
-    """As `cut`, with buckets that hold pieces of one larger parameter, or several whole ones.
-
-    The gradient of a parameter then does not wait for that of a neighbour which has the other part of its bucket.
-    """
+    """As `cut`, with buckets that hold pieces of one larger parameter, or several whole ones."""
     known = list(params)
     small = pack([param for param in known if param.numel() < size], size)
+    # The gradient of a parameter then does not wait for that of a neighbour which has the other part of its bucket.
     return [pieces for param in known if param.numel() >= size for pieces in cut([param], size)] + small
 
 

@@ -42,10 +42,10 @@ def gradient_values(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def tensor_norms(values: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Norm of each tensor of `values` (at least one), stacked on the device of the first; shape (len(values),).
 
-    dtype: what to sum in; None means each tensor's own, and float32 for half tensors, as their squares would overflow. An empty
-    tensor, as a rank's part of a short one can be, has the norm 0.
+    dtype: what to sum in; None means each tensor's own, and float32 for half tensors, as their squares would overflow.
     """
     if norm_type == math.inf:  # which torch does not define for them
+        # An empty tensor, as a rank's part of a short one can be, has the norm 0.
         values = [value if value.numel() else value.new_zeros(1) for value in values]
     dtypes, devices = set(), set()
     for value in values:
@@ -76,12 +76,10 @@ def _sizes(value: torch.Tensor, norm_type: float) -> torch.Tensor:
 
 
 def nonfinite_indices(values: Sequence[torch.Tensor], norms: torch.Tensor) -> list[int]:
-    """Return which of `values` hold an inf or NaN, exactly; waits for the device. `norms`: their norms, to read few of them.
-
-    The norm of finite values can overflow, so each tensor with a non-finite norm is looked at once more.
-    """
+    """Return which of `values` hold an inf or NaN, exactly; waits for the device. `norms`: their norms, to read few of them."""
     # One copy of all norms to the host; most are finite, and then no gradient is read again.
     suspects = [index for index, finite in enumerate(norms.isfinite().tolist()) if not finite]
+    # The norm of finite values can overflow, so each tensor with a non-finite norm is looked at once more.
     return [index for index in suspects if not values[index].isfinite().all()]
 
 
@@ -137,8 +135,8 @@ def clamp_values(values: Sequence[torch.Tensor], bound: float) -> None:
 def unscale_values(values: Sequence[torch.Tensor], inverse_scale: float, *, check: bool) -> bool:
     """Multiply each of `values` in place; returns whether any held an inf or NaN before, False without `check`.
 
-    Checking waits for the device. One read and one write of the values either way, but for values that are part of a
-    graph, through which the product is differentiable.
+    One read and one write of the values either way, but for values that are part of a graph, through which the product is
+    differentiable.
     """
     if any(value.requires_grad for value in values):
         graph = [value for value in values if value.requires_grad]
@@ -150,6 +148,7 @@ def unscale_values(values: Sequence[torch.Tensor], inverse_scale: float, *, chec
         if inverse_scale != 1.0:
             scale_values(values, inverse_scale)
         return False
+    # Checking waits for the device.
     found = []
     for (device, dtype), members in _by_kind(values).items():
         if dtype == torch.float64:  # of which the kernel takes the scale in float32

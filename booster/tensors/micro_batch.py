@@ -37,10 +37,8 @@ class MicroBatch:
 
 
 def at_stage(stage: int, micro_batch: int, is_loss: bool, function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, which is what this stage of a pipeline computes of this micro-batch, or the loss of it.
-
-    Whoever looks at operations reads from Python's stack, where this is, what they belong to.
-    """
+    """Return `function(*args)`, which is what this stage of a pipeline computes of this micro-batch, or the loss of it."""
+    # Whoever looks at operations reads from Python's stack, where this is, what they belong to.
     return function(*args)
 
 

@@ -424,8 +424,9 @@ def reading_weakly(
     models: Iterable[nn.Module], context: Callable[[], AbstractContextManager[Any]]
 ) -> Callable[[], AbstractContextManager[Any]]:
     """Return `context` in which `models` read as in their forward, for what runs outside of it: backward passes, in which
-    `torch.utils.checkpoint` runs functions anew, and other methods. It is `context` itself where they read nothing weakly."""
+    `torch.utils.checkpoint` runs functions anew, and other methods."""
     forwards = [model.forward for model in models if isinstance(model.forward, WeakForward)]
+    # It is `context` itself where they read nothing weakly.
     return functools.partial(_reading, forwards, context) if forwards else context
 
 

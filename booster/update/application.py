@@ -66,14 +66,15 @@ class StepScalars:
         return self.found_inf is not None or isinstance(self.grad_scale, torch.Tensor)
 
     def step(self, call: Callable[[], Any], optimizer: Any, device: torch.device) -> None:
-        """Call `call`, a step of `optimizer`; its fused kernel finds these numbers in its attributes meanwhile. A number is
-        copied to each device once. An optimizer without such a kernel is stepped by `_step_divided`."""
+        """Call `call`, a step of `optimizer`; its fused kernel finds these numbers in its attributes meanwhile. An optimizer
+        without such a kernel is stepped by `_step_divided`."""
         if type(optimizer) not in KERNELS or not all(
             map(_FUSED, optimizer.param_groups)
         ):  # `honours_grad_scale`, uncalled
             self._step_divided(call, optimizer)
             return
         if not self.grad_scale_is_one:
+            # A number is copied to each device once.
             if device not in self._there:
                 given = self.grad_scale
                 self._there[device] = (
@@ -93,14 +94,14 @@ class StepScalars:
 
     @torch.no_grad()
     def _step_divided(self, call: Callable[[], Any], optimizer: Any) -> None:
-        """Call `call`, a step of `optimizer` without a kernel, on gradients that are divided before it. What it wrote is put
-        back where nothing is to change: weights, states and gradients are twice in memory meanwhile."""
+        """Call `call`, a step of `optimizer` without a kernel, on gradients that are divided before it."""
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         grads = [param.grad for param in params]
         if not self.grad_scale_is_one:
             grad_scale = self.grad_scale.float() if isinstance(self.grad_scale, torch.Tensor) else self.grad_scale
             for param, divided in zip(params, torch._foreach_div(grads, grad_scale) if grads else (), strict=True):
                 param.grad = divided
+        # What it wrote is put back where nothing is to change: weights, states and gradients are twice in memory meanwhile.
         written = [*params]
         for param in params:
             written += [value for value in optimizer.state.get(param, {}).values() if isinstance(value, torch.Tensor)]
@@ -135,8 +136,8 @@ class Application:
     def step(self, gradients: Gradients, params: list[torch.Tensor], scalars: StepScalars) -> bool:
         """Step `params` on `gradients` divided as `scalars`, a number; the division is the optimizer's own where it can be.
 
-        That is a fused kernel's, where it divides as precisely as gradients are, and no hook reads them in between. Returns
-        whether what `.grad` is multiplied by is 1 afterwards, and not what it was."""
+        Returns whether what `.grad` is multiplied by is 1 afterwards, and not what it was.
+        """
         optimizer = self.optimizer
         fused = self.kernel.prepare(params)
         if self.muon is not None:
@@ -144,6 +145,7 @@ class Application:
                 gradients.unscale()
             with hooks_once(optimizer):
                 self.muon(optimizer)
+        # That is a fused kernel's, where it divides as precisely as gradients are, and no hook reads them in between.
         elif scalars.grad_scale_is_one:
             optimizer.step()
         # The kernel's grad_scale is float32, too coarse for float64 gradients; and hooks would see scaled gradients.
@@ -209,6 +211,7 @@ class Application:
         params = [] if gradients is None else gradients.params()
         if gradients is not None:
             gradients.apply_scale()
+        # A method that is no step may do anything; only numbers before and after say whether it wrote.
         before = [param.detach().clone() for param in params]
         result = method()
         with torch.no_grad():
@@ -224,10 +227,12 @@ class Application:
         return PlainGradualStep(self, gradients, divides=honours_grad_scale(self.optimizer) and not watched)
 
     def must_know(self, gradients: Gradients, scalars: StepScalars) -> bool:
-        """Return whether the host must know what a device decided: hooks fire for updates only, a skipped first step would
-        leave torch's states uninitialised, the kernel takes a float32 scale also for float64, and may have been given up."""
+        """Return whether the host must know what a device decided."""
+        # Hooks fire for updates only; a skipped first step would leave torch's states uninitialised; a kernel may have been
+        # given up.
         if any(step_hooks(self.optimizer)) or self._lacks_states() or not decides_on_device(self.optimizer):
             return True
+        # The kernel takes a float32 scale also for float64 gradients, which the host divides.
         return not scalars.grad_scale_is_one and any(param.dtype == torch.float64 for param in gradients.params())
 
     def _lacks_states(self) -> bool:
@@ -338,10 +343,11 @@ class FusedKernel:
 
     def check_shapes(self, params: Sequence[torch.Tensor]) -> None:
         """Raise RuntimeError if a gradient or a state of `params`, all of which have a gradient, has another shape than its
-        parameter, or no memory. States of another memory layout, as after a load, are copied."""
+        parameter, or no memory."""
         for param in params:
             own = self.optimizer.state.get(param, _NO_STATE)
             self._check_shape(param, param.grad, own)  # type: ignore[arg-type]
+            # States of another memory layout, as after a load, are copied.
             lay_states(param, own)
 
     def _check_shape(self, param: torch.Tensor, grad: torch.Tensor, own: Mapping[str, Any]) -> None:

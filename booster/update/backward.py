@@ -114,10 +114,10 @@ def run_backward(
 ) -> None:
     """Accumulate the gradients of `loss / divisor`, scaled for all of `members` by the smallest of their scales.
 
-    loss: one element, any floating dtype; a half loss is widened first, which a large scale would overflow. members: those
-    given together step together, with one decision for all. weight: of the loss in the mean over the passes of a step, for who
-    listens. context: what the pass runs under. loss_id, delayed: see `BackwardPass`. Side effect: the plugin's gradient
-    collectives run inside. If the pass raises, gradients that were set aside for it come back.
+    loss: one element, any floating dtype. members: those given together step together, with one decision for all. weight: of
+    the loss in the mean over the passes of a step, for who listens. context: what the pass runs under. loss_id, delayed: see
+    `BackwardPass`. Side effect: the plugin's gradient collectives run inside. If the pass raises, gradients that were set aside
+    for it come back.
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex() or not loss.requires_grad:
         _refuse_loss(loss)
@@ -135,6 +135,7 @@ def run_backward(
                 member.in_backward.check(create_graph=create_graph)
     this, scale = begin_backward(members, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
     if loss.dtype in HALF_DTYPES:
+        # A large scale would overflow a half loss.
         loss = loss.float()
     # A scale on a device stays a tensor: to divide it by 1 would be one more launch.
     seed = scale if isinstance(scale, torch.Tensor) and divisor == 1.0 else scale / divisor
@@ -188,6 +189,7 @@ def begin_backward(
     if scale is None:
         scale = 1.0
     if len(members) > 1:
+        # Who took part in an earlier loss of one of them joins too: one overflow then skips the steps of all.
         known = [member.joint.members if len(member.joint.members) > 1 else [member] for member in members]
         decision = JointDecision(list({id(other): other for each in known for other in each}.values()))
         for member in decision.members:

@@ -54,8 +54,8 @@ COMPILED = Stepping(CompiledApplication, norms=compiled_norms, decides_on_host=T
 
 
 def choose_update(context: UpdateContext, stepping: Stepping = PARAMETERS) -> Update:
-    """Make the update of an optimizer: on the device where its kernel can decide there, else on the host. A small collective
-    where ranks hold shards on devices."""
+    """Make the update of an optimizer: on the device where its kernel can decide there, else on the host."""
+    # A small collective where ranks hold shards on devices.
     device = None if stepping.decides_on_host else deciding_device(context)
     return (
         update_on_host(context, stepping) if device is None else update_on_device(on_device(context, device), stepping)
@@ -86,14 +86,12 @@ def update_on_device(context: UpdateContext, stepping: Stepping = PARAMETERS) ->
 
 def deciding_device(context: UpdateContext) -> torch.device | None:
     """Return the device on which steps of `context` can be decided: its optimizer's kernel skips and divides by itself; None:
-    on the host. Inside `context.shards.local()`.
-
-    Where ranks hold shards all answer alike, as one that decides on the host takes part in other collectives.
-    """
+    on the host. Inside `context.shards.local()`."""
     if context.options.release_gradients:  # whether there is a second pass is decided on the host
         return None
     devices = {param.device for group in context.optimizer.param_groups for param in group["params"]}
     fit = decides_on_device(context.optimizer) and len(devices) < 2 and all(each.type in DECIDING for each in devices)
+    # Where ranks hold shards all answer alike, as one that decides on the host takes part in other collectives.
     if not context.shards.sharded or context.group is None:
         return next(iter(devices)) if fit and devices else None
     there = communication_device(torch.device("cpu"), context.group)

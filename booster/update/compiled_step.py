@@ -79,10 +79,8 @@ class CompiledApplication(Application):
         return None
 
     def _lies_as_compiled(self, params: list[torch.Tensor]) -> bool:
-        """Give gradients and states the memory order of their parameters; False where that is not what was compiled for.
-
-        The compiler makes code for the strides that it finds, and compares those of an optimizer's tensors with nothing.
-        """
+        """Give gradients and states the memory order of their parameters; False where that is not what was compiled for."""
+        # The compiler makes code for the strides that it finds, and compares those of an optimizer's tensors with nothing.
         for param in params:
             if self._strides.setdefault(param, param.stride()) != param.stride():
                 self._seen = None
@@ -98,6 +96,7 @@ class CompiledApplication(Application):
         for param in params:
             if param.grad is not None and param.grad.layout == torch.strided and not has_same_layout(param.grad, param):
                 param.grad = laid_like(param.grad, param)
+        # A load replaces the dict of states; nothing else changes their layout.
         if self.optimizer.state is not self._seen:
             self._seen = self.optimizer.state
             for param, own in self._seen.items():
@@ -116,10 +115,7 @@ def compiled_norms(context: UpdateContext) -> HostNorms:
 
 
 def can_compile(optimizer: Optimizer) -> bool:
-    """Return whether fused_optimizer="compile" works for `optimizer` here; one WARNING says why not.
-
-    Compiles a one-line function for the parameters' device to find out, which takes a few seconds once per process.
-    """
+    """Return whether fused_optimizer="compile" works for `optimizer` here; one WARNING says why not."""
     reason = None
     if any(getattr(param, "is_sparse", False) for group in optimizer.param_groups for param in group["params"]):
         reason = "it has sparse parameters"
@@ -128,6 +124,7 @@ def can_compile(optimizer: Optimizer) -> bool:
     else:
         device = next((param.device for group in optimizer.param_groups for param in group["params"]), None)
         try:
+            # Compiles a one-line function for the parameters' device to find out, which takes a few seconds once per process.
             torch.compile(_probe)(torch.zeros(1, dtype=torch.float32, device=device))
         except Exception as error:
             reason = f"torch.compile finds no working compiler: {str(error).strip().splitlines()[0]}"

@@ -86,15 +86,16 @@ class Norms(ABC):
     def shared_total(self, norms: torch.Tensor, norm_type: float, params: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norm over all ranks from those of the tensors here, where ranks hold shards: 0-dim, float64, one collective.
 
-        It is the same on every rank, and not finite if any rank holds an inf or NaN. norms: of `params`, may be empty.
-        """
+        norms: of `params`, may be empty."""
         if math.isinf(norm_type):
             # NaN does not survive a MAX on every backend.
             largest = norms.double().amax() if norms.numel() else norms.new_zeros((), dtype=torch.float64)
             return agreement.all_reduce(largest.nan_to_num(math.inf, math.inf), self.group, dist.ReduceOp.MAX)
+        # A replica is summed on each rank that holds it, and counts once.
         copies = self.shards.num_replicas_of(params)
         if self._copies is None or self._copies[0] != copies:
             self._copies = copies, torch.tensor(copies, dtype=torch.float64).to(norms.device)
+        # It is the same on every rank, and not finite if any rank holds an inf or NaN.
         powers = norms.double() ** norm_type / self._copies[1]
         return agreement.all_reduce(powers.sum(), self.group, dist.ReduceOp.SUM) ** (1.0 / norm_type)
 

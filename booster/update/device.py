@@ -32,6 +32,7 @@ def device_of(optimizer: Any, group: dist.ProcessGroup | None) -> torch.device:
         for param in own["params"]:
             found: torch.device = param.device
             return found
+    # This rank has no parameter, but takes part in the collectives of the others.
     return torch.device("cpu") if group is None else communication_device(torch.device("cpu"), group)
 
 
@@ -86,8 +87,8 @@ class Clip:
         self._norm, self._max_norm = norm, max_norm
 
     def factor(self) -> torch.Tensor:
-        """What gradients are multiplied by. A norm of inf or NaN makes a skip: its factor, 1, must not reach gradients of a
-        later backward."""
+        """What gradients are multiplied by."""
+        # A norm of inf or NaN makes a skip: its factor, 1, must not reach gradients of a later backward.
         norm = self._norm.nan_to_num(nan=0.0, posinf=0.0).add_(1e-6)
         return norm.reciprocal_().mul_(self._max_norm).clamp_(max=1.0)
 
@@ -95,6 +96,7 @@ class Clip:
         """What gradients that are multiplied by `carried` are divided by, float32; not finite where the norm is not.
 
         bounds: what this adds to, by what is clipped to; kept from step to step."""
+        # max(1, (norm + 1e-6) / max_norm) times the scale, in two launches: torch's clip factor, turned into a divisor.
         start = bounds.get(self._max_norm)
         if start is None:
             start = bounds[self._max_norm] = torch.full_like(self._norm, 1e-6 / self._max_norm)
@@ -261,6 +263,7 @@ def _on(device: torch.device, value: Any, dtype: torch.dtype | None = torch.floa
     """
     if isinstance(value, torch.Tensor):
         return value.to(device, dtype or value.dtype)
+    # `torch.tensor(value, device=...)` would copy from the host, and wait.
     return torch.full((), float(value), dtype=dtype or torch.float64, device=device)
 
 

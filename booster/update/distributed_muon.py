@@ -79,7 +79,7 @@ class Plan:
     def orthogonalize(
         self, updates: Sequence[torch.Tensor], iterate: Callable[[torch.Tensor], torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return this rank's shards of what `iterate` makes of the whole matrices. Two all-to-alls a round.
+        """Return this rank's shards of what `iterate` makes of the whole matrices.
 
         updates: this rank's shards, bfloat16. iterate: of a batch of matrices that have no more rows than columns.
         """
@@ -87,12 +87,15 @@ class Plan:
         for by_owner in self.rounds:
             mine = [self.matrices[place] for place in by_owner[self.rank]]
             held = [[self.matrices[place].shapes[self.rank] for place in places] for places in by_owner]
+            # Every rank knows all shapes, so that no sizes are exchanged.
             owned = [[matrix.shapes[rank] for matrix in mine] for rank in range(self.size)]
             wholes = [updates[0].new_empty(matrix.shape) for matrix in mine]
             sent = [updates[place] for places in by_owner for place in places]
+            # Two all-to-alls a round.
             for rank, shards in enumerate(self._exchange(sent, held, owned)):
                 for matrix, whole, shard in zip(mine, wholes, shards, strict=True):
                     whole[matrix.boxes[rank]] = shard
+            # Matrices of one shape go through the iteration as one batch: small products alone leave a device idle.
             wholes = _batched(wholes, iterate)
             sent = [
                 whole[matrix.boxes[rank]]

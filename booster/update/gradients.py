@@ -114,6 +114,7 @@ class Gradients:
         """Return gradients of the same optimizer as before any pass, of losses that are multiplied by `scale`; no listener
         hears of them, and no pass steps on them."""
         other = copy.copy(self)
+        # An overflow of the replay must not skip the steps of other optimizers.
         other.joint = JointDecision([other])
         other.listeners, other.in_backward, other._prescribed = [], None, scale
         other.reset(None)
@@ -160,6 +161,7 @@ class Gradients:
         sync_trackers = self.shards.sync_trackers
         if sync_trackers:
             for tracker in sync_trackers.values():
+                # With one tracker its gradients are all there are, so it need not look for its own.
                 tracker.before_backward(only=len(sync_trackers) == 1)
         if not self.norms.on_device:
             scale = float(scale)
@@ -199,8 +201,9 @@ class Gradients:
         self._in_pass = False
 
     def check_mutations(self) -> None:
-        """One WARNING if somebody else wrote to gradients that are noted; they are noted no longer, nor are those of optimizers
-        that step together: under `fully_shard` all are views of one tensor, and a write to one is counted for each."""
+        """One WARNING if somebody else wrote to gradients that are noted."""
+        # Nor are those of optimizers that step together noted any longer: under `fully_shard` all are views of one tensor, and
+        # a write to one counts for each.
         for member in self.joint.members:
             member._check_own_mutations()
 
@@ -290,6 +293,7 @@ class Gradients:
         """Return whether this rank's gradients hold an inf or NaN: a bool, or a 0-dim tensor. Reads them unless a norm was
         taken since the last backward pass."""
         if not self.read:
+            # Another optimizer's step may ask, outside of this one's `local()`.
             with self.shards.local() if self.shards.sharded else WHOLE:  # another optimizer's step may ask
                 self.true_norm(2.0)
         return self.norms.found(self.read)
@@ -336,8 +340,9 @@ class Gradients:
     ) -> torch.Tensor:
         """Scale gradients down so that their norm is at most `max_norm`; returns the norm before, unscaled, 0-dim.
 
-        asked: by a call of the user's, which is refused where no backward pass came before it; who did not ask is given no
-        norm where it can wait for the decision to be read."""
+        asked: by a call of the user's, which is refused where no backward pass came before it.
+        """
+        # The norm would be waited for: on a device the decision reads it later.
         if self.norms.waits and not (asked or self.listeners):
             self.check, self.bound = True, max_norm
             return _NOT_READ

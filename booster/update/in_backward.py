@@ -138,8 +138,7 @@ def stash_grads(leaves: Iterable[torch.Tensor]) -> Iterator[StashedGrads]:
 
 
 def leaves(loss: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that a backward pass from `loss` fills the gradients of. Raises RuntimeError for a graph with others
-    inside, as reentrant checkpointing makes."""
+    """Return the tensors that a backward pass from `loss` fills the gradients of."""
     nodes: dict[Any, None] = {loss.grad_fn: None}
     waiting, found = [loss.grad_fn], [loss] if loss.grad_fn is None else []
     while waiting:
@@ -150,6 +149,8 @@ def leaves(loss: torch.Tensor) -> list[torch.Tensor]:
         if name == "AccumulateGrad":
             found.append(node.variable)
         elif name == "CheckpointFunctionBackward":
+            # Its backward runs another engine inside, in which hooks of this pass would be called before their gradients are
+            # complete.
             raise RuntimeError(REENTRANT)
         for after, _ in node.next_functions:
             if after is not None and after not in nodes:
@@ -176,6 +177,7 @@ def run_in_backward(
     own = {param for each in passes for param in each.params}
     reached = leaves(loss)
     for each in passes:
+        # A leaf is what was gathered for forward; the optimizer knows the shard of it.
         reached = each.gradients.shards.sharded_params(reached)
     twice = any(each.measures_first for each in passes)
     if twice:
@@ -256,6 +258,7 @@ def _watching(
 
     def watch(each: InBackwardPass) -> Callable[[torch.Tensor], None]:
         def filled(param: torch.Tensor) -> None:
+            # An engine inside of this one fills gradients that the graph fills again.
             if graph_task() not in running:
                 raise RuntimeError(REENTRANT)
             with torch.no_grad(), without_function_modes():

@@ -216,14 +216,12 @@ class InBackwardPass:
             self._gradual.end()
 
     def _decide_next(self) -> None:
-        """Step those that wait for a decision, unless a gradient of theirs, or one before, is not finite on any rank.
-
-        Where ranks hold shards, one small collective, before which all of them have met the same parameters.
-        """
+        """Step those that wait for a decision, unless a gradient of theirs, or one before, is not finite on any rank."""
         params, self._undecided = self._undecided, []
         if not params:
             return
         self._num_undecided = 0
+        # Where ranks hold shards, one small collective, before which all of them have met the same parameters.
         self._stopped = self._stopped or self.gradients.norms.found_anywhere(self._find_nonfinite(params))
         for param in params:
             if self._stopped:
@@ -268,15 +266,14 @@ class InBackwardPass:
     # ------------------------------------------------------------------ gradients that wait
 
     def _copy_apart(self, param: torch.Tensor) -> None:
-        """Copy the gradient of `param`, which waits, out of memory that it shares with others, so that this can be freed.
-
-        Gradients of a bucket, or of what `fully_shard` reduces together, share memory that lives as long as any of them does.
-        """
+        """Copy the gradient of `param`, which waits, out of memory that it shares with others, so that this can be freed."""
         if param in self._apart:
             return
         with self._shards.local_shards([param]) as (shard,):
             grad = shard.grad
             if grad is not None:
+                # Gradients of a bucket, or of what `fully_shard` reduces together, share memory that lives as long as any of
+                # them does.
                 if grad.is_sparse or grad.untyped_storage().nbytes() <= grad.nbytes:
                     return
                 grad = grad.clone()

@@ -49,10 +49,8 @@ class OptimizerState:
         return False
 
     def loads_without_copy(self, param: torch.Tensor) -> bool:
-        """Return whether a load makes the tensors that it is given the states of `param`, and looks at none of their numbers.
-
-        torch's own optimizers do, without hooks of their load, for states of the parameter's dtype.
-        """
+        """Return whether a load makes the tensors that it is given the states of `param`, and reads none of their numbers."""
+        # Torch's own optimizers do, without hooks of their load, for states of the parameter's dtype.
         return type(self.optimizer).__module__.startswith("torch.optim.") and not loads_with_hooks(self.optimizer)
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -68,8 +66,9 @@ class OptimizerState:
     ) -> Callable[[], None]:
         """`load_state_dict` into what the optimizer's groups hold; own: what `state_dict` gave besides. Inside `local()`.
 
-        Containers of the optimizer may change, but no tensor; what is returned does the rest, and does not fail.
+        what is returned does the rest, and does not fail.
         """
+        # Containers of the optimizer may change, but no tensor.
         load_states(self.optimizer, state_dict)
         return lambda: None
 

@@ -166,8 +166,8 @@ class StepResult:
 
     @property
     def culprit(self) -> tuple[str, ...]:
-        """Names of the parameters with an inf or NaN in the gradient when the step was skipped: on any rank where hosts
-        decide, on this one where devices do."""
+        """Names of the parameters with an inf or NaN in the gradient when the step was skipped."""
+        # Those of any rank where hosts decide, of this one where devices do: names would have to be waited for.
         return self._read().culprit
 
     @property
@@ -186,13 +186,14 @@ class StepResult:
     def copied(self, copy: Copy) -> StepResult:
         """Return the same result, of `copy` of each tensor that is not read yet, for who is about to overwrite them.
 
-        Waits for nothing. Raises TypeError for a result that is read by another way.
+        Raises TypeError for a result that is read by another way.
         """
         applied = self._applied if isinstance(self._applied, bool) else self._applied.copied(copy)
         if isinstance(self._fields, StepFields):
             return StepResult(applied, self._fields, loss=self.loss)
         if not isinstance(self._fields, LazyStepFields):
             raise TypeError(f"a step result that is read by {type(self._fields).__name__} cannot be copied")
+        # Waits for nothing.
         fields = self._fields.copied(copy)
         return StepResult(applied, fields, loss=self.loss, pending=fields.pending if self.pending else None)
 
@@ -258,6 +259,7 @@ class StepHistory:
         result: of a step that is not recorded yet. ready_only: count those alone that are known without waiting."""
         if result is not None:
             self.num_steps += 1
+            # A loss keeps its graph alive, and with it every activation.
             self.last = result if result.loss is None else result.without_loss()
             self.waiting.append((self.last, []))
         if self._is_syncing:  # what waited asks about the step it waited for
@@ -277,6 +279,7 @@ class StepHistory:
                     self.num_consecutive_skips = 0
                 else:
                     self.num_consecutive_skips += 1
+                # A scheduler steps only after a step that was applied.
                 for action in deferred:
                     action()
                 if (

@@ -96,16 +96,17 @@ class GradMutationCheck:
         self._sample = self._sampled()
 
     def mutated(self) -> list[torch.Tensor]:
-        """Return the parameters with gradients that were written in place since, or are other tensors; not those that have none
-        any more or zeros alone, and not what was written through `.data`, which torch does not count."""
+        """Return the parameters with gradients that were written in place since, or are other tensors."""
         now = [(noted, _value(noted.param)) for noted in self._noted]
         found = [
             noted.param
             for noted, value in now
             if value is not None
             and (value is not noted.value or _version(noted.param) != noted.version)
+            # `zero_grad` makes no scaled gradient wrong.
             and value.any()
         ]
+        # A write to one of many views of one tensor counts for all: a sample of the numbers says whether any changed.
         if found or not self._in_parts or torch.equal(self._sample, self._sampled()):
             return found
         return [noted.param for noted in self._noted]

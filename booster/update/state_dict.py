@@ -31,6 +31,7 @@ def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], 
     divided: have `FlatShard` tensors there, of what this rank holds, and no collective.
     """
     shards = update.shards
+    # The groups hold shards here, by which states and masters are kept.
     with shards.local():
         state, own = update.optimizer_state.state_dict()
         if isinstance(state.get("state"), dict):
@@ -45,6 +46,7 @@ def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], 
     if update.gradients.in_backward is not None and update.gradients.in_backward.previous is not None:
         own = {**own, RELEASE: {PREVIOUS_NORM: float(update.gradients.in_backward.previous)}}
     if shards.selection is not None:
+        # A pipeline rank numbers its own layers from 0: names say which these are.
         own = {**own, PARAMETERS: [name for names in _names(update) for name in names]}
     return state, own
 
@@ -64,8 +66,7 @@ def cut(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any]) -> t
 def numbered(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a torch state dict that is of this rank's parameters, which it calls by their numbers.
 
-    By name, where the state calls parameters by the names that they have here, or says in `own` which numbers have which
-    names; otherwise by their order. Raises ValueError for the state of other layers than this rank's.
+    otherwise by their order. Raises ValueError for the state of other layers than this rank's.
     """
     selection = update.shards.selection
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -82,6 +83,8 @@ def numbered(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any])
         keys = list(names)
     here = _names(update)
     mine = {name for group in here for name in group}
+    # By name, where the state calls parameters by the names that they have here, or says in `own` which numbers have which
+    # names.
     if all(isinstance(key, str) for key in keys) and mine <= set(keys):
         foreign = set(keys) - mine - (selection.elsewhere if selection is not None else set())
         if foreign:
@@ -139,8 +142,7 @@ def _few(names: Collection[str]) -> str:
 def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
     """Raise ValueError if a tensor in `state_dict`, where parameters are numbered, cannot be state of its parameter here.
 
-    Torch does not look at shapes, and its fused kernels read and write past the end of a state that is too small. Not
-    inside `local()`. What is no state dict at all is left to torch.
+    Not inside `local()`. What is no state dict at all is left to torch.
     """
     groups, states = state_dict.get("param_groups"), state_dict.get("state")
     optimizer = update.optimizer
@@ -148,6 +150,7 @@ def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
     if not isinstance(states, Mapping) or not groups or [len(group["params"]) for group in groups] != sizes:
         return
     elementwise = kind_of(optimizer) == "elementwise"
+    # Only of torch's own optimizers is it known which entries are one number.
     single = _SINGLE if known(optimizer).reads_all else frozenset()
     for index, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
         state = states.get(index)
@@ -171,6 +174,7 @@ def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
                     "Nothing was loaded"
                 )
             for tensor in _tensors(value):
+                # Torch does not look at shapes, and its fused kernels read and write past the end of a state that is too small.
                 legal = _legal_shape(optimizer, param, key, tensor)
                 if tuple(tensor.shape) != legal:
                     raise ValueError(
@@ -181,11 +185,9 @@ def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
 
 
 def check_complete(update: Update, state_dict: Mapping[str, Any]) -> None:
-    """Raise ValueError if `state_dict`, where parameters are numbered, holds a part of what a step of torch's reads of one.
-
-    What has no state at all begins anew, unless it would fail in its first step. Of optimizers not torch's this is not known.
-    """
+    """Raise ValueError if `state_dict`, where parameters are numbered, holds a part of what a step of torch's reads of one."""
     row = known(update.optimizer)
+    # Of optimizers not torch's this is not known.
     if not row.reads_all:
         return
     states, index = state_dict["state"], 0
@@ -195,6 +197,7 @@ def check_complete(update: Update, state_dict: Mapping[str, Any]) -> None:
         for param in group["params"]:
             state = states.get(index, {})
             is_stepped = param.requires_grad and not may_lack_all
+            # What has no state at all begins anew, unless it would fail in its first step.
             missing = sorted(read - state.keys()) if state or is_stepped else []
             if missing:
                 raise ValueError(
@@ -249,10 +252,10 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def _numbered(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Torch takes any keys for parameters, such as the names that `torch.distributed.checkpoint` writes; as numbers, they
-    say which parameter is meant."""
+    """Torch takes any keys for parameters, such as the names that `torch.distributed.checkpoint` writes."""
     try:
         groups = [dict(group) for group in state_dict["param_groups"]]
+        # As numbers, they say which parameter is meant.
         numbers = {key: number for number, key in enumerate(key for group in groups for key in group["params"])}
         state = {numbers.get(key, key): value for key, value in state_dict["state"].items()}
     except (KeyError, TypeError, AttributeError):

@@ -56,14 +56,15 @@ class Reading(NamedTuple):
 
 
 def read_state(update: Update, history: StepHistory, state_dict: Any, fill: Fill | None = None) -> Reading:
-    """Read what `OptimizerWrapper.state_dict` gave, or a plain torch state dict; if it raises on one rank, on none has
-    anything changed, and all raise. A collective of every rank of the update's group.
+    """Read what `OptimizerWrapper.state_dict` gave, or a plain torch state dict. A collective of every rank of the update's
+    group.
 
-    Weights of the model may be written between reading and taking over. Raises TypeError for what is no mapping, ValueError
-    for a state that does not fit, and whatever the optimizer's own `load_state_dict` or a hook of it raises.
+    Raises TypeError for what is no mapping, ValueError for a state that does not fit, and whatever the optimizer's own
+    `load_state_dict` or a hook of it raises.
     """
     optimizer, scaler = update.optimizer, update.gradients.scaler
     # First all that can be seen without touching the optimizer, on all ranks; then its own load, which may still refuse.
+    # If it raises on one rank, on none has anything changed, and all raise: else the others would wait in the next collective.
     with agreement.all_or_none(update.gradients.group, "load its optimizer state"):
         own = _read_own(state_dict)
         state = _plain(optimizer, state_dict)
@@ -79,9 +80,11 @@ def read_state(update: Update, history: StepHistory, state_dict: Any, fill: Fill
             rest["masters"], values = update.optimizer_state.read_masters(
                 _here(update.shards.selection, rest["masters"])
             )
+        # Weights of the model may be written between reading and taking over.
         moved = _moved(update, state, rest)
     agreement.require_alike(repr(moved), "the tensors that change their layout among ranks", update.gradients.group)
     before, scale = implementation(optimizer), scaler.state_dict()
+    # The optimizer's own load may refuse half-way.
     snapshot = StateSnapshot([optimizer], numbers=False, random=False)
 
     def undo() -> None:
@@ -135,10 +138,8 @@ def read_state(update: Update, history: StepHistory, state_dict: Any, fill: Fill
 
 
 def check_own(state_dict: Any) -> None:
-    """Raise ValueError for what of `state_dict` is ours and no load would take, as masters that hold NaN.
-
-    Masters may be half weights, of which a load makes float32 ones.
-    """
+    """Raise ValueError for what of `state_dict` is ours and no load would take, as masters that hold NaN."""
+    # Masters may be half weights, of which a load makes float32 ones.
     _read_own(state_dict, (*_WIDE, *HALF_DTYPES))
 
 

@@ -87,11 +87,11 @@ class Update:
     def _refuse_strangers(self, nowhere: bool) -> None:
         """Raise RuntimeError if parameters that came into the model after boost have gradients, and none of these has one.
 
-        nowhere: on no rank. Else this rank has none, which may be since it steps nothing of those that have one: then all ranks
-        raise where none of these is in the model any more.
+        nowhere: on no rank.
         """
         models = [model for each in self.models if (model := each()) is not None]
         named = [pair for model in models for pair in model.named_parameters()]
+        # This rank may step nothing of the parameters that have a gradient; then all ranks raise alike.
         if not nowhere and any(param.requires_grad and param in self.names for _, param in named):
             return
         strangers = [name for name, param in named if param.grad is not None and param not in self.names]
@@ -119,10 +119,12 @@ class Update:
         """Leave the optimizer as `boost` found it, but for its states, which are by this rank's shards of parameters where
         ranks divide them; return the float32 numbers behind half parameters, each laid out as its parameter is.
 
-        A collective where ranks divide parameters flat. This update is at its end.
+        This update is at its end.
         """
         with self.shards.local():
+            # A collective where ranks divide parameters flat.
             values = self.optimizer_state.restore_params()
+        # The user's optimizer gets back the implementation that it had.
         self.decision.application.kernel.give_up()
         return self.shards.full_masters(values)
 
@@ -130,8 +132,7 @@ class Update:
         """Call `method`, called `name`, of the optimizer and no step, on the float32 numbers that a step would change, and on
         unscaled gradients. Returns its result, and whether it changed weights while there were gradients.
 
-        Where a step would be skipped, and it changes weights, they are put back, and RuntimeError is raised. Collectives on
-        ranks that hold shards.
+        Collectives on ranks that hold shards.
         """
         gradients, shards = self.gradients, self.shards
         pending = gradients.num_backwards > 0 and gradients.in_backward is None
@@ -143,7 +144,9 @@ class Update:
             application = self.decision.application
             result, changed = application.call(gradients if pending else None, method, keep=culprits is None)
             if pending:
+                # The method may have written gradients too, so that their norm is no longer known.
                 gradients.forget_read()
+        # Where a step would be skipped, and it changes weights, they are put back, and RuntimeError is raised.
         if culprits is not None and changed:
             raise RuntimeError(
                 f"{name}() of {type(self.optimizer).__name__} changed weights by gradients that are not finite (of "

@@ -164,14 +164,12 @@ class _Entry:
         return state
 
     def _sources(self, saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str | None]:
-        """Return which tensor of the checkpoint each entry is read from: where float32 numbers stand behind it, these.
-
-        Not if the module wants just the half weights that were saved: rounded anew, ties could become others.
-        """
+        """Return which tensor of the checkpoint each entry is read from: the float32 master where there is one."""
         sources = {key: reference(value) for key, value in saved.items()}
         wide = self._saved.masters_behind(self._kind, self._name)
         watched = LoadedWeights.watched(user_module(self.module))
         for key in wide.keys() & sources.keys() & current.keys():
+            # Not if the module wants just the half weights that were saved: rounded anew, ties could become others.
             if key in watched or not self._is_half(sources[key], current[key]):
                 sources[key] = wide[key]
         return sources

@@ -311,16 +311,14 @@ def _cut_within_containers(optimizer: OptimizerWrapper, states: Mapping[str, Map
 
 
 def masters_behind(objects: Objects, optimizers: Mapping[str, Any]) -> dict[str, str]:
-    """Return which master is behind which weight, by the names of both tensors in the checkpoint.
-
-    By the parameters themselves: several models may have parameters of one name, and a tied weight has several names. Of two
-    optimizers of one parameter, with masters that both round to it, the first counts.
-    """
+    """Return which master is behind which weight, by the names of both tensors in the checkpoint."""
+    # Several models may have parameters of one name, and a tied weight has several names.
     masters: dict[torch.Tensor, str] = {}
     for name, optimizer in objects.optimizers.items():
         kept = (optimizers[name][STATE_KEY].get("masters") or {}).get("weights", {})
         for own, param in _by_name(optimizer).items():
             if own in kept:
+                # Of two optimizers of one parameter, with masters that both round to it, the first counts.
                 masters.setdefault(param, reference(kept[own]))  # type: ignore[arg-type]
     return {
         f"{kind}/{name}/{key}": masters[param]

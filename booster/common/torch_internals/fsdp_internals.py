@@ -102,9 +102,10 @@ def has_run(state: Any) -> bool:
 def end_iteration(module: Any) -> None:
     """Bring a module that `fully_shard` was applied to, and all in it, to what they are between passes, after one that raised.
 
-    The module is the outermost such. Gradients that were on their way are lost.
+    The module is the outermost such.
     """
     if hasattr(module, "reset_iter_state"):
+        # Gradients that were on their way are lost.
         module.reset_iter_state()
     else:
         _end_iteration_of_2_11(module._get_fsdp_state())
@@ -139,12 +140,12 @@ def _end_iteration_of_2_11(root: Any) -> None:
 def run_hooks_outside_modes(module: nn.Module, watch: Any) -> None:
     """Let the hooks around the forward of `module`, to which `fully_shard` was just applied, run in no torch function mode.
 
-    They gather and free; a mode that sees what a user's forward calls need not see each of the some hundred functions that a
-    group takes for that. Nor do they run in `torch.inference_mode`: what is gathered into stays, for training too.
+    They gather and free.
     watch: has `look()`, called before what was gathered is freed, whenever `always`, or where the whole parameters of its
     `params` were written in place since they had `versions`.
     """
     (state,) = fsdp_states([module])
+    # Nor in `torch.inference_mode`: what is gathered into stays, for training too.
     tables: list[tuple[Any, Any]] = [(module._forward_pre_hooks, None), (module._forward_hooks, watch)]
     for hooks, watched in tables:
         for key, hook in hooks.items():
@@ -152,6 +153,8 @@ def run_hooks_outside_modes(module: nn.Module, watch: Any) -> None:
             while hasattr(inner, "__wrapped__") and not hasattr(inner, "__self__"):
                 inner = inner.__wrapped__
             if getattr(inner, "__self__", None) is state:
+                # A mode that sees what a user's forward calls need not see each of the some hundred functions that a group
+                # takes for that.
                 hooks[key] = _outside_modes(hook, watched)
 
 
@@ -180,11 +183,10 @@ def shards_integers() -> bool:
 
 
 def hook_all_outputs(module: nn.Module, walk: Callable[[Any], Iterable[torch.Tensor]]) -> None:
-    """Let `fully_shard`, just applied to `module`, gather for backward where its outputs lie in whatever `walk` looks into.
-
-    Torch 2.11 looks into no dataclass and no subclass of tuple and list, and computes backward with parameters that were freed.
-    """
+    """Let `fully_shard`, just applied to `module`, gather for backward where its outputs lie in whatever `walk` looks into."""
     (state,) = fsdp_states([module])
+    # Torch 2.11 looks into no dataclass and no subclass of tuple and list, and computes backward with parameters that were
+    # freed.
     if not hasattr(sys.modules[type(state).__module__], "collect_grad_tensors"):
         module.register_forward_hook(torch.compiler.disable(_OtherOutputs(state, walk)))
 
@@ -257,10 +259,8 @@ def drop_unreduced(params: Sequence[Any]) -> None:
 
 
 def unreduced_grad(param: Any) -> torch.Tensor | None:
-    """Return the unreduced gradient that torch keeps in a record of `fsdp_params`, next to that of the unsharded parameter.
-
-    torch 2.15 and above keep none there: what backward passes leave without synchronisation is the gathered one's `.grad`.
-    """
+    """Return the unreduced gradient that torch keeps in a record of `fsdp_params`, next to that of the unsharded parameter."""
+    # Torch 2.15 and above keep none there: it is the gathered parameter's `.grad`.
     return param.unsharded_accumulated_grad if _keeps_apart(param) else None
 
 
@@ -298,14 +298,12 @@ NOTHING, FROZEN, LACKS, HAS = range(4)
 
 def unreduced(group: Any) -> tuple[list[int], bool]:
     """Return of each record of a group of `fsdp_groups` one of the four states of its gradient that is to be reduced; and
-    whether gradients of the group are kept in the records, in the dtype of the reduction.
-
-    Those of this pass are kept there too, if those of earlier passes are: a reduction is of one dtype.
-    """
+    whether gradients of the group are kept in the records, in the dtype of the reduction."""
     params = group.fsdp_params
     apart = False
     if params and not isinstance(getattr(type(params[0]), _HELD_BACK, None), property):  # see `unreduced_grad`
         for param in params:
+            # Those of this pass are kept there too, if those of earlier ones are: a reduction is of one dtype.
             apart = apart or param.unsharded_accumulated_grad is not None
     found: list[int] = []
     for param in params:
@@ -336,9 +334,9 @@ def zero_unreduced(param: Any, apart: bool) -> None:
 
 
 def skip_backward_end(group: Any) -> None:
-    """Have torch leave out a group of `fsdp_groups` that was never gathered when a backward pass without synchronisation ends:
-    it would look for gradients of parameters that are not there."""
+    """Have torch leave out a group of `fsdp_groups` that was never gathered when a pass without synchronisation ends."""
     if not any(hasattr(param, "_unsharded_param") for param in group.fsdp_params):
+        # Torch would look for gradients of parameters that are not there.
         group._training_state = type(group._training_state).POST_BACKWARD
 
 
@@ -410,8 +408,6 @@ def join_shards(param: Any, parts: torch.Tensor) -> torch.Tensor:
 
 
 def free_when_resharded(param: Any, tensor: torch.Tensor) -> None:
-    """Have the memory of `tensor` freed when what a record of `fsdp_params` has gathered is; its storage is empty then.
-
-    It is put where torch keeps what extensions of all-gathers have made, which such a record has none of.
-    """
+    """Have the memory of `tensor` freed when what a record of `fsdp_params` has gathered is; its storage is empty then."""
+    # It is put where torch keeps what extensions of all-gathers have made, which such a record has none of.
     param._unsharded_inner_tensors = [tensor]

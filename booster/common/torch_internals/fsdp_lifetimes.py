@@ -15,13 +15,11 @@ from booster.common.torch_internals.fsdp_internals import fsdp_groups, fsdp_stat
 
 
 def hold_modules_weakly(modules: Sequence[nn.Module]) -> None:
-    """Have what `fully_shard`, just applied to `modules` together, notes of them not keep them alive.
-
-    Torch's records refer to the modules that hold them, and to each other, so that only Python's collector would free a model,
-    which does not know of a GPU's memory.
-    """
+    """Have what `fully_shard`, just applied to `modules` together, notes of them not keep them alive."""
     (state,) = fsdp_states(modules[:1])
     held = _Weakly(weakref.ref(module, functools.partial(_forget, weakref.ref(state))) for module in modules)
+    # Torch's records refer to the modules that hold them, and to each other, so that only Python's collector would free a
+    # model, which does not know of a GPU's memory.
     state._modules = held
     for group in fsdp_groups(modules[:1]):
         group.modules = held

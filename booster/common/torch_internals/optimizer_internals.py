@@ -42,11 +42,9 @@ _IS_GUARD = OwnStepGuard.__instancecheck__  # asked without a Python call
 
 
 def step_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """Return what is called before and after every step: torch's global hooks and the optimizer's own, in order.
-
-    Without the guard of this library, which is not the user's.
-    """
+    """Return what is called before and after every step: torch's global hooks and the optimizer's own, in order."""
     module: Any = sys.modules[Optimizer.__module__]
+    # Without the guard of this library, which is not the user's.
     own = filterfalse(_IS_GUARD, optimizer._optimizer_step_pre_hooks.values())
     return (
         [*module._global_optimizer_pre_hooks.values(), *own],
@@ -99,12 +97,10 @@ def is_counted_step(value: object) -> bool:
 
 
 def unwrapped(function: Any) -> Any:
-    """Return a function of an optimizer without what torch puts around it.
-
-    Torch hides `_init_group` from the compiler, and puts around `step` what calls hooks and what sets the grad mode between
-    graph breaks.
-    """
+    """Return a function of an optimizer without what torch puts around it."""
     while True:
+        # Torch hides `_init_group` from the compiler, and puts around `step` what calls hooks and what sets the grad mode
+        # between graph breaks.
         if hasattr(function, "_torchdynamo_orig_callable"):
             function = function._torchdynamo_orig_callable
         elif function.__dict__.get("hooked", False) or function.__code__.co_name == "_use_grad":

@@ -20,21 +20,17 @@ def __getattr__(name: str) -> Any:  # torch's module would make `import booster`
 
 
 def computes_weights_apart() -> bool:
-    """Return whether the schedules of torch compute gradients of weights rightly where they do it apart from those of inputs.
-
-    Before torch 2.13 those of a weight that a stage uses twice, once behind the other, are too large (pytorch#180952).
-    """
+    """Return whether torch's schedules compute gradients of weights rightly where they do it apart from those of inputs."""
+    # Before torch 2.13 those of a weight that a stage uses twice, once behind the other, are too large (pytorch#180952).
     return torch.__version__ >= "2.13"
 
 
 def backward_of_weights(module: Any, groups: list[dict[str, Any]]) -> Any:
-    """Compute the gradients of weights that torch's backward pass of inputs left for later in `groups`.
-
-    Torch frees the graph of each group when that is done, and raises for the next one if both are parts of one, as where
-    `module` uses a weight twice, once behind the other, and others between.
-    """
+    """Compute the gradients of weights that torch's backward pass of inputs left for later in `groups`."""
     from torch.distributed.pipelining._backward import stage_backward_weight
 
+    # Torch frees the graph of each group when that is done, and raises for the next one if both are parts of one, as where
+    # `module` uses a weight twice, once behind the other, and others between.
     return stage_backward_weight(module.parameters(), groups, retain_graph=True)
 
 
@@ -48,14 +44,14 @@ def _pipeline_stage() -> type[Any]:
 def _declared(base: Any) -> type[Any]:
     """Return a class of torch 2.11's pipeline stages, `base`, that goes by the tensors declared to it, as later ones do.
 
-    Of itself it takes all that it receives to require gradients, which integers cannot, and to have them, and it sends a
-    greeting to its own rank where two stages in a row lie there, which gloo cannot.
+    Of itself it takes all that it receives to require gradients, which integers cannot, and to have them, and
     """
 
     class DeclaredStage(base):
         has_backward: bool
 
         def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+            # Two stages in a row may be on one rank, which gloo sends nothing to itself.
             return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
         def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:

@@ -120,11 +120,9 @@ def agent_serves_store() -> bool:
 
 
 def gather_full(tensor: Any) -> torch.Tensor:
-    """Return the whole of the DTensor `tensor`, on every rank: a collective.
-
-    torch 2.11 takes each strided placement for an order of plain shards, and refuses to gather those that are none, as those
-    of fused projections are that tensor parallelism divides part by part. Here they are distinguished.
-    """
+    """Return the whole of the DTensor `tensor`, on every rank: a collective."""
+    # Torch 2.11 takes each strided placement for an order of plain shards, and refuses to gather those that are none, as those
+    # of fused projections are that tensor parallelism divides part by part.
     if torch.__version__.startswith("2.11."):
         spec = tensor._spec
         if spec._maybe_convert_StridedShard_to_shard_order(spec.placements, spec.mesh) is None:
@@ -155,8 +153,10 @@ def like_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     """Return a function of as many objects: whether each has the class, shape, strides, dtype, device and requires_grad that
     the one of `tensors` in its place has now. One call of torch's compiled code; it holds none of `tensors`.
 
-    None where one of them is no plain dense tensor: of a sparse one torch ends the process."""
+    None where one of them is no plain dense tensor.
+    """
     if any(type(each) not in (torch.Tensor, nn.Parameter) or each.layout is not torch.strided for each in tensors):
+        # Of a sparse one torch ends the process.
         return None
     return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 

@@ -82,10 +82,7 @@ class ApexMasterGradients(ApexGradients):
         return [self._sums[p] if self._has_master(p) else next(plain) for p in params]
 
     def master_params(self) -> Iterator[nn.Parameter]:
-        """What apex calls master parameters: one float32 parameter for each in the groups.
-
-        For one with a master it is the master (see `Masters.values`), with the very gradient that the next step will use.
-        """
+        """What apex calls master parameters: one float32 parameter for each in the groups."""
         with self.shards.local():
             self._accept_written()
         self._compares = False
@@ -96,6 +93,7 @@ class ApexMasterGradients(ApexGradients):
                 continue
             master = nn.Parameter(values[param].detach())
             total = self._sums.get(param)
+            # For one with a master it is the master (see `Masters.values`), with the very gradient that the next step will use.
             master.grad = None if total is None else dtensor_around(total, param)
             yield master
 

@@ -110,8 +110,6 @@ class Registered:
     def add(self, module: Any, name: str, kind: Kind) -> None:
         """Give `module.name` the rule `kind`.
 
-        A function of torch is only noted, and nothing is replaced. In another module or class `name` is replaced, once,
-        by a function that casts as the innermost O1 region at the call has it registered, and passes through elsewhere.
         Raises ValueError if there is no such function, or if it is a Python function of torch that no rule can reach.
         """
         arguments.text("name", name, "the name of a function of the module")
@@ -123,9 +121,12 @@ class Registered:
         path = _path(module)
         if path.partition(".")[0] == "torch":
             dispatched(module, name)
+            # A function of torch is only noted, and nothing is replaced.
             self._torch_functions[path, name] = kind
             return
         self._others[path, name] = kind
+        # In another module or class `name` is replaced, once, by a function that casts as the innermost O1 region at the call
+        # has it registered, and passes through elsewhere.
         _replace(module, name, (path, name))
 
     @property

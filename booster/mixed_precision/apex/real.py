@@ -246,6 +246,7 @@ def choose_backend(asked: str, device: torch.device, *, patches: bool, alone: bo
             "github.com/NVIDIA/apex (the `apex` of PyPI is another project), or use backend='native', which needs no apex"
         )
     if not dist.is_initialized() or dist.get_rank() == 0:
+        # The `apex` of PyPI is another project, which a user may have taken for NVIDIA's.
         level = logging.WARNING if finding.kind == "unrelated" else logging.INFO
         engine = "its own engine" if chosen.amp is None else "the real apex.amp"
         _logger.log(level, "fp16_apex runs on %s: %s", engine, chosen.reason)

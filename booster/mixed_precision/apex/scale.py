@@ -117,8 +117,7 @@ class ApexScales(LossScaler):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` or apex gave; if the number of scales differs a WARNING says so, and those that fit load.
 
-        A static scale stays the number that it is, and a dynamic one does not take over a static one's: one WARNING says
-        so. Raises ValueError, with nothing changed, for what `state_dict` did not give.
+        Raises ValueError, with nothing changed, for what `state_dict` did not give.
         """
         good, unexpected = _entries(state)
         if unexpected or not state:
@@ -131,6 +130,8 @@ class ApexScales(LossScaler):
         kept = []
         for index, (mine, (scale, _), dynamic) in enumerate(zip(self._scales, good, kinds, strict=False)):
             if (dynamic is False) if mine.dynamic else (scale != mine.scale):
+                # A static scale stays the number that it is, and a dynamic one does not take over a static one's: one WARNING
+                # says so.
                 good[index] = (mine.scale, mine.unskipped)
                 kept.append(f"{mine.scale:g} instead of {scale:g}")
         if kept:

@@ -201,15 +201,13 @@ class Float32Products(CastMode):
         return (None if small or hooked else SaveOperandsInHalf()), caches
 
     def _small_product(self, func: Any, rule: Rule, args: tuple[Any, ...]) -> torch.Tensor | None:
-        """As `_product`, of small tensors alone; None where it is not that.
-
-        All in one function: for such products Python calls cost more than the arithmetic does.
-        """
+        """As `_product`, of small tensors alone; None where it is not that."""
         if torch.compiler.is_compiling():  # asked here, as after a graph break this is compiled by itself
             return None
         device_type = self._device_type
         autocast = torch.is_autocast_enabled(device_type)
         half = cast_to = torch.get_autocast_dtype(device_type) if autocast and rule in _TO_HALF else None
+        # All in one function: for such products Python calls cost more than the arithmetic does.
         for each in args:
             if isinstance(each, torch.Tensor):
                 dtype = each.dtype
@@ -292,6 +290,7 @@ class Float32Products(CastMode):
                 if not isinstance(each, torch.Tensor) or not each.is_floating_point():
                     continue
                 dtype = each.dtype
+                # Autocast casts these before the product, which this takes the place of.
                 if cast and (dtype is torch.float32 or dtype in HALF_DTYPES):
                     dtype = torch.get_autocast_dtype(self._device_type)
                 # Torch has kernels of sparse halves, and no others; a graph of a backward pass may not ask.

@@ -321,11 +321,9 @@ _MOVES = (
 
 
 def check_probabilities(loss: torch.Tensor) -> None:
-    """Raise RuntimeError where `binary_cross_entropy` in the graph of `loss` read halves, also if they were widened since.
-
-    Cost: a walk through the whole graph, for one backward pass.
-    """
+    """Raise RuntimeError where `binary_cross_entropy` in the graph of `loss` read halves, also if they were widened since."""
     waiting, seen = [loss.grad_fn], set()
+    # A walk through the whole graph, for one backward pass.
     while waiting:
         if (node := waiting.pop()) is None or node in seen:
             continue
@@ -336,6 +334,7 @@ def check_probabilities(loss: torch.Tensor) -> None:
         while node is not None:
             if HALF_DTYPES.intersection(node_dtypes(node)):
                 raise RuntimeError(UNSAFE)
+            # Moves and casts keep the values, so that the rounding happened before them.
             kind = node.name().partition("Backward")[0]
             node = node.next_functions[0][0] if kind in ("BinaryCrossEntropy", *_MOVES.split()) else None
 

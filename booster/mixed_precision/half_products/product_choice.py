@@ -69,14 +69,12 @@ class HalfProducts:
         self._plan()
 
     def agree(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        """Have all ranks of `group` widen what any of them has no units for, and log once what that is.
-
-        Cost: the first time, two small collectives, where "auto" was chosen for a CPU.
-        """
+        """Have all ranks of `group` widen what any of them has no units for, and log once what that is."""
         if self._is_agreed or device.type != "cpu" or self.dtype is None:
             return
         self._is_agreed = True
         if self.choice == "auto" and group is not None:
+            # Two small collectives, once.
             slow = all_names(tuple(sorted(self.kinds)), group)
             self.kinds = frozenset(kind for kind in hardware.KINDS if kind in slow)
             self._plan()
@@ -86,13 +84,18 @@ class HalfProducts:
 
     def inspect(self, model: nn.Module) -> None:
         """Cast from now on what autocast has no rule for, if `model` has a parameter that such products read: several matrices
-        in one, as experts and `nn.Bilinear` have. Other models enter no mode, which would cost each function a call."""
+        in one, as experts and `nn.Bilinear` have."""
         if self.dtype is None:
             return
         filters = {
-            id(each) for module in model.modules() if isinstance(module, _CONVOLUTIONS) for each in module.parameters()
+            # Filters of a one-dimensional convolution have three dimensions as well.
+            id(each)
+            for module in model.modules()
+            if isinstance(module, _CONVOLUTIONS)
+            for each in module.parameters()
         }
         if any(each.dim() == 3 and len(each) > 1 and id(each) not in filters for each in model.parameters()):
+            # Other models enter no mode, which would cost each function a call.
             self._groups = self.widens = True
         # What transformers multiplies experts by where torch.compile or the GPU has no grouped_mm.
         self._falls_back = self._falls_back or hasattr(torch.ops.transformers, "grouped_mm_fallback")

@@ -426,10 +426,11 @@ def _of_role(recipe: Recipe, role: str) -> GemmConfig | HighPrecision:
 def _ahead(noise: float, before: float | None, ordinary: float) -> float:
     """Return what `noise` will be by the next look at a product, given that of the last one, if there was one.
 
-    ordinary: that of any numbers. The rest is independent of it and has another cause, so it alone grows on.
+    ordinary: that of any numbers.
     """
     if before is None or not ordinary < noise:
         return noise
+    # The rest is independent of it and has another cause, so it alone grows on.
     excess, least = math.sqrt(noise**2 - ordinary**2), ordinary * _LEAST
     old = max(least, math.sqrt(max(0.0, before**2 - ordinary**2)))
     return math.hypot(ordinary, excess * max(1.0, excess / old))

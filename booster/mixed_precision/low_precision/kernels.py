@@ -37,11 +37,9 @@ def lacks(recipe: Recipe, device: torch.device) -> str:
 
 @functools.cache
 def fails(recipe: Recipe, device: torch.device) -> str:
-    """What is wrong with the products of `recipe` on the GPU `device`, as a sentence; empty where they are right.
-
-    Each is tried once, as a compute capability does not decide it: some products are those of one generation alone, or wait
-    for a version of cuBLAS. 640 numbers are summed over, of which blocks of 128 are no multiple of 4, see `blockwise`.
-    """
+    """What is wrong with the products of `recipe` on the GPU `device`, as a sentence; empty where they are right."""
+    # Each is tried once, as a compute capability does not decide it: some products are those of one generation alone, or wait
+    # for a version of cuBLAS. 640 numbers are summed over, of which blocks of 128 are no multiple of 4, see `blockwise`.
     wrong = alone(functools.partial(_fails, recipe, device))
     return f"{recipe.name} cannot run on {torch.cuda.get_device_name(device)}, where {wrong}" if wrong else ""
 
@@ -125,11 +123,12 @@ def column_major(x: ScaledTensor) -> torch.Tensor:
     """Return scales of blocks of 128 as cuBLAS reads them.
 
     Of 1 x 128 numbers: rows x blocks, rows next to each other in memory. Of 128 x 128: blocks along what is summed over x
-    blocks of rows, the first next to each other and padded to a multiple of 4; without that, products of other lengths are
-    silently wrong. Source: "Scaling factors layouts" in cuBLAS's documentation.
+    blocks of rows, the first next to each other and padded to a multiple of 4. Source: "Scaling factors layouts" in cuBLAS's
+    documentation.
     """
     if x.block == (1, 128):
         return x.scale.t().contiguous().t()
+    # Without a multiple of 4, products of other lengths are silently wrong.
     return F.pad(x.scale, (0, -x.scale.shape[1] % 4)).t()
 
 

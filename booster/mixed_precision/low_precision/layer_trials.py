@@ -124,9 +124,10 @@ def timed(
     """Return the seconds of a forward and a backward pass of a linear layer in `dtype`, and by name in `recipes`.
 
     shape: tokens, features in and features out. Weights are float32, and rounded in every pass. Recipes that do not convert
-    such features are left out. rounds: of which the shortest counts; one more warms up. No generator of torch moves.
+    such features are left out. rounds: of which the shortest counts.
     """
     tokens, inputs, outputs = shape
+    # No generator of torch moves.
     draw = torch.Generator(device).manual_seed(0)
     options: Any = {"generator": draw, "device": device}
     wide = nn.utils.skip_init(nn.Linear, inputs, outputs, device=device, dtype=torch.float32)
@@ -140,6 +141,7 @@ def timed(
     x = torch.randn(tokens, inputs, dtype=dtype, requires_grad=True, **options)
     g = torch.randn(tokens, outputs, dtype=dtype, **options)
     best = dict.fromkeys(layers, float("inf"))
+    # One round more warms up.
     for turn in range(rounds + 1):  # in turns, so that what slows the machine slows all
         for name, layer in layers.items():
             taken = timer(layer, x, g)

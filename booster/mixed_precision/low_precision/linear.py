@@ -53,6 +53,7 @@ def product(
     if isinstance(how, HighPrecision):
         wide = how.dtype or dtype
         return (a.to(wide) @ b.to(wide).t()).to(dtype)
+    # No kernel takes an empty matrix, and no scale can be made of one.
     if not (a.numel() and b.numel()):
         return torch.zeros(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
     left, right = quantized(a, how.left, how, recipe), quantized(b, how.right, how, recipe)
@@ -67,11 +68,9 @@ def multiply_scaled(
 
 
 def emulate(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `a @ b.t()` in `dtype` of numbers in low formats, summed in float32 and rounded once.
-
-    Operands are multiplied in bfloat16 where that holds them and the device does so fast and right, otherwise in float32.
-    """
+    """Return `a @ b.t()` in `dtype` of numbers in low formats, summed in float32 and rounded once."""
     scales = [each for each in (_after(a), _after(b, transposed=True), a.outer, b.outer) if each is not None]
+    # Operands are multiplied in bfloat16 where that holds them and the device does so fast and right, otherwise in float32.
     exact, device = _in_bfloat16(a) and _in_bfloat16(b), a.values.device
     # Scales of tensors and rows are multiplied after the sum, as kernels do; so the operands may stay exact in bfloat16.
     if exact and gives_float32_sums(device):

@@ -31,14 +31,14 @@ def transposed(
 ) -> ScaledTensor:
     """Return `x.t()` as `how` reads it.
 
-    known: what `x` was rounded to for another product, if anything. Where the numbers and scales of `x` and of `x.t()` are the
-    same, those are laid out anew, in a copy of one byte a number; otherwise `x` is rounded a second time.
+    known: what `x` was rounded to for another product, if anything.
     """
     # Blocks of 1 x n numbers share other scales along the other dimension, so only whole tensors and square blocks qualify.
     if not _has_same_transpose(x, operand, how, recipe):
         return quantized(x.t(), operand, how, recipe)
     if known is None or known.scaling != operand.scaling or known.values.dtype != operand.format.dtype:
         known = quantized(x, operand, how, recipe)
+    # Where the numbers and scales of `x` and of `x.t()` are the same, those are laid out anew, in a copy of one byte a number.
     values = padded(known.values[:, : x.shape[1]].t(), recipe.multiple)
     return replace(known, values=values.contiguous(), scale=known.scale.t().contiguous())
 

@@ -34,17 +34,16 @@ class DelayedScale:
 
     @torch.no_grad()
     def of(self, x: torch.Tensor, target: NumberFormat) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scale to round `x` to `target` with, and the same, or NaN where `x` is not finite, to multiply with.
-
-        Records the largest magnitude of `x`.
-        """
+        """Return the scale to round `x` to `target` with, and the same, or NaN where `x` is not finite, to multiply with."""
         here = largest_under(x, "tensor").float()
         finite = torch.isfinite(here)
         if self.largest is not None:
+            # Records the largest magnitude of `x`.
             self.largest.copy_(torch.maximum(self.largest, torch.where(finite, here, 0.0)))
         taken = self.scale
         if not self.known:
             taken = torch.where(self.scale > 0, self.scale, scale_of(share_of(here, target)))
+        # NaN reaches the output, so that the step is skipped; a scale of it would stay for the steps to come.
         return taken, torch.where(finite, taken, torch.nan)
 
 
@@ -226,11 +225,12 @@ FP8_RECIPES = {
 def fp8_blocks_recipe(*, power_of_two_scales: bool) -> Recipe:
     """DeepSeek-AI 2024, DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.3.
 
-    Weights in blocks of 128 x 128, activations and gradients of 128 numbers, e4m3 throughout. Here both are rounded from the
-    wide numbers for each dimension that is summed over, where the report rounds an activation in fp8 again.
+    Weights in blocks of 128 x 128, activations and gradients of 128 numbers, e4m3 throughout.
     """
     scale: ScaleKind = "power_of_two" if power_of_two_scales else "float32"
     tokens, weight = (CastConfig(E4M3, Scaling(block, scale)) for block in ((1, 128), (128, 128)))
+    # Here both are rounded from the wide numbers for each dimension that is summed over, where the report rounds an activation
+    # in fp8 again.
     return Recipe(
         name="fp8 blocks",
         output=GemmConfig(tokens, weight),
@@ -259,9 +259,10 @@ MXFP8 = Recipe(
 def nvfp4_recipe(*, stochastic_rounding: bool, hadamard: bool) -> Recipe:
     """NVIDIA 2025, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149).
 
-    Weights in blocks of 16 x 16, so that both passes see the same ones, activations and gradients of 16 numbers; gradients
-    rounded stochastically; the operands of the weight gradient rotated by a random Hadamard transform.
+    Weights in blocks of 16 x 16; gradients rounded stochastically; the operands of the weight gradient rotated by a random
+    Hadamard transform.
     """
+    # Blocks of 16 x 16, so that both passes see the same weights.
     weight = CastConfig(E2M1, Scaling((16, 16), "e4m3"))
     gradient = CastConfig(E2M1, Scaling((1, 16), "e4m3"), stochastic=stochastic_rounding)
     return Recipe(

@@ -149,8 +149,7 @@ class Advice:
 def ranked(rows: Sequence[Row], budget: Budget, noise: float) -> tuple[str | None, tuple[Row, ...], tuple[str, ...]]:
     """Return the best, the rows in order, and sentences that say why.
 
-    Best is the fastest that `budget` has no objection to; of those as fast as it, within the noise, the one with gradients
-    nearest to float32's. noise: relative.
+    Best is the fastest that `budget` has no objection to; noise: relative.
     """
     noise = max(noise, _LEAST_NOISE)
     measured = [row for row in rows if row.status == "measured"]
@@ -158,6 +157,7 @@ def ranked(rows: Sequence[Row], budget: Budget, noise: float) -> tuple[str | Non
     legal = sorted((row for row in measured if not objections[row.name]), key=_time)
     if legal:
         as_fast = [row for row in legal if _time(row) <= _time(legal[0]) * (1.0 + noise)]
+        # Of those as fast as the fastest, within the noise, the one with gradients nearest to float32's.
         first = min(as_fast, key=lambda row: (row.gradient_error or 0.0, _time(row)))
         legal = [first, *(row for row in legal if row is not first)]
     ordered = [dataclasses.replace(row, rank=place) for place, row in enumerate(legal, 1)]

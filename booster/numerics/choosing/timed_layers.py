@@ -78,6 +78,7 @@ class TimedLayers:
             name
             for shape in self.shapes
             for name in shape.names
+            # A shape that the precision does not convert counts as slower.
             if not shape.low.get(precision, shape.bf16) < shape.bf16
         )
 

@@ -99,10 +99,7 @@ class Subject:
         return clock(self._task.device) - start
 
     def gradients(self) -> LossAndGradients:
-        """Return the gradients at the weights of now, with the random numbers of the seed.
-
-        Under a loss scaler, steps that overflow are made, which change nothing but the scale, until none does.
-        """
+        """Return the gradients at the weights of now, with the random numbers of the seed."""
         update = update_of(self.optimizer)
         for _ in range(_MOST_SCALES):
             self._task.begin(self._task.seed + 1)
@@ -113,6 +110,7 @@ class Subject:
                 if param.grad is not None
             }
             finite = all(bool(grad.isfinite().all()) for grad in grads.values())
+            # Under a loss scaler, steps that overflow are made, which change nothing but the scale, until none does.
             if finite or not update.gradients.scaler.enabled or not math.isfinite(loss):
                 break
             self.optimizer.step()
@@ -123,7 +121,7 @@ class Subject:
     def memory(self) -> tuple[int, Measured]:
         """Make one training step; returns the highest bytes of tensors in it, and what is held at its end.
 
-        The highest point is counted by storages, as operations make and free them; see `StorageTracker`.
+        see `StorageTracker`.
         """
         known = [*self.model.parameters(), *self.model.buffers()]
         for kept in kept_tensors(self.optimizer):
@@ -131,6 +129,7 @@ class Subject:
         known += list(tensors((self._batch.args, self._batch.kwargs, self._batch.target)))
         parts = [part for tensor in known for part in dense_parts(tensor)]
         before = sum({(s := part.untyped_storage()).data_ptr(): s.nbytes() for part in parts}.values())
+        # The highest point is counted by storages, as operations make and free them.
         with StorageTracker(known) as tracker:
             self.backward()
             self.optimizer.step()
@@ -186,18 +185,20 @@ def gradient_error(
 ) -> GradientError:
     """Compare gradients by the names of their parameters; one that is missing is zero. whole: the name of the model itself.
 
-    Sums are in float64. The error of a layer with hardly any gradient is taken relative to a millionth of all.
+    Sums are in float64.
     """
     sums: dict[str, list[float]] = {}
     for name in reference.keys() | found.keys():
         known = found[name] if name in found else reference[name]
         zero = torch.zeros((), dtype=torch.float64, device=known.device).expand_as(known)
+        # In float64: squares of large gradients overflow float32.
         mine, exact = found.get(name, zero).double(), reference.get(name, zero).double()
         layer = sums.setdefault(name.rpartition(".")[0] or whole, [0.0, 0.0, 0.0, 0.0])
         products = (mine - exact).square().sum(), exact.square().sum(), mine.square().sum(), (mine * exact).sum()
         for place, product in enumerate(products):
             layer[place] += float(product)
     total = [math.fsum(layer[place] for layer in sums.values()) for place in range(4)]
+    # The error of a layer with hardly any gradient is taken relative to a millionth of all.
     floor = _FLOOR * math.sqrt(total[1])
     layers = [LayerError(name, *_ratios(layer, floor), math.sqrt(layer[1])) for name, layer in sums.items()]
     layers.sort(key=lambda layer: (-layer.relative, layer.name))

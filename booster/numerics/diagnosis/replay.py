@@ -127,6 +127,7 @@ class ReplayBarrier:
         """
         self._number += 1
         self._rounds.post(self._number, failed)
+        # A rank that failed cannot wait for the others for ever: they may be in a collective that it never joins.
         posted = self._rounds.wait(self._number, PATIENCE if failed else None)
         missing = [rank for rank in range(self._rounds.size) if rank not in posted]
         if missing:

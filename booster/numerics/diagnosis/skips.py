@@ -252,12 +252,13 @@ class PinningWatcher(SkipWatcher):
 def blamed_module(found: Diagnosis) -> str:
     """Return the module that `found` blames and float32 would help; "" where there is none.
 
-    The innermost module with which, computed in float32, the replay was finite; where no single module was enough, because
-    several overflow, that of the first overflow. None for bad data or weights, and where a smaller loss scale is enough.
+    where no single module was enough, because several overflow, that of the first overflow.
     """
     if found.kind not in ("overflow", "operation"):
         return ""
+    # The innermost module with which, computed in float32, the replay was finite.
     for name in reversed(found.modules):
         if f"finite with keep_fp32={name!r}" in found.remedies:
             return name
+    # None for bad data or weights, and where a smaller loss scale is enough.
     return found.module if found.kind == "overflow" else ""

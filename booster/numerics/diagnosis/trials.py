@@ -170,10 +170,7 @@ class ReplayTrials:
         self._barrier = None if group is None else ReplayBarrier.of(group)
 
     def run(self, **how: Any) -> ReplayFindings:
-        """Replay on all ranks. If it raises on any, all raise: there its own error, elsewhere `ReplayError`.
-
-        Raises `RanksApart` where others wait in a collective for a rank that raised.
-        """
+        """Replay on all ranks. If it raises on any, all raise: there its own error, elsewhere `ReplayError`."""
         problem: Exception | None = None
         own: Cause | None = None
         try:
@@ -183,6 +180,7 @@ class ReplayTrials:
             report["cause"] = None if own is None else dataclasses.asdict(own)
         except StoppedElsewhere:
             report = {"error": ""}
+        # Others wait in a collective for a rank that raised, and no message would reach them.
         except RanksApart:
             raise
         except Exception as error:

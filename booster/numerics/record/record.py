@@ -100,10 +100,7 @@ class Record:
     def on_precision_switch(
         self, precision: MixedPrecision, models: Sequence[ModelWrapper], said: str, why: str
     ) -> None:
-        """Write that the run goes on in `precision`, as `said`, and `why`; count in the layers that `models` have now.
-
-        Waits for the device.
-        """
+        """Write that the run goes on in `precision`, as `said`, and `why`; count in the layers that `models` have now."""
         self._policy = precision.policy
         for counter in self._counters:  # the switch replaced layers
             counter.detach()
@@ -111,6 +108,7 @@ class Record:
                 counter.attach(model)
         if self.closed:
             return
+        # Waits for the device.
         self.flush()
         known = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
         step = max((optimizer.num_steps for optimizer in known), default=0)
@@ -143,12 +141,10 @@ class Record:
         return [counter.collect(loss_scale) for counter in self._counters]
 
     def is_sampled(self, update: Update, number: int, first: bool) -> bool:
-        """Whether gradients and weights are sampled in step `number` of `update`, the `first` of this process or another.
-
-        Where all ranks hold the same, one of them does it.
-        """
+        """Whether gradients and weights are sampled in step `number` of `update`, the `first` of this process or another."""
         if self.closed or self.every is None or not (first or number % self.every == 0):
             return False
+        # Where all ranks hold the same, one of them does it.
         return update.shards.sharded or self._group is None or dist.get_rank(self._group) == 0
 
     def format_of(self, update: Update, param: torch.Tensor) -> torch.dtype:

@@ -200,15 +200,16 @@ class LineFile:
 def read_lines(path: Path) -> Iterator[dict[str, Any] | CutLine]:
     """Yield the lines of one file, with a `CutLine` in place of each that a kill cut short.
 
-    Such a line is the last one, or followed by that of a new process. Raises ValueError for any other damage, and for a
-    schema of a later version. A line has at most 8 MiB, and is held to its form, so that what reads on need not ask.
+    Raises ValueError for any other damage, and for a schema of a later version.
     """
+    # Such a line is the last one, or followed by that of a new process.
     cut: CutLine | None = None
     with open_regular(path) as file:
         for number in itertools.count(1):
             text = file.readline(_LONGEST + 1)
             if not text:
                 break
+            # A line has at most 8 MiB, and is held to its form, so that what reads on need not ask.
             if len(text) > _LONGEST:
                 raise ValueError(
                     f"line {number} of {path} has more than {_LONGEST} bytes, which no line of a record has"

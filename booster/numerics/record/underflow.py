@@ -62,9 +62,10 @@ class Underflow:
     def lost(self) -> float:
         """The share of zeros that were not zero, estimated from how fast the numbers thin out towards the smallest.
 
-        0 where the numbers are kept in a wider format, which shows all of them. On normal, lognormal and exponential
-        numbers the estimate is right within a factor of 3 where 0.1 % to 10 % of those that are not zero are lost.
+        On normal, lognormal and exponential numbers the estimate is right within a factor of 3 where 0.1 % to 10 % of those
+        that are not zero are lost.
         """
+        # 0 where the numbers are kept in a wider format, which shows all of them.
         if self.wider or not self.exponents.zeros:
             return 0.0
         below = _thinning(self.exponents, _floor(self.format))
@@ -99,10 +100,11 @@ def edges(format: str) -> tuple[int, int, int]:
 def best_scale(rows: Sequence[Underflow]) -> float | None:
     """The loss scale that would have lost least: the largest power of two that keeps all `rows` a bit below overflow.
 
-    A larger scale never underflows more. None where nothing bounds it.
+    None where nothing bounds it.
     """
     known = [(row.scale, row.headroom) for row in rows if row.headroom is not None and 0 < row.scale < math.inf]
     bounds = [math.log2(scale) + headroom for scale, headroom in known]
+    # A larger scale never underflows more.
     return 2.0 ** min(1023, math.floor(min(bounds) - _MARGIN)) if bounds else None
 
 
@@ -137,17 +139,19 @@ def _root_of_squares(name: str, lines: Sequence[Mapping[str, Any]], weights: Seq
 def _thinning(spread: Exponents, floor: int) -> float:
     """How many numbers lie below half of 2**floor, the smallest number of a format to which `spread` was rounded.
 
-    The logarithm of the density, over that of the magnitude, is continued as the parabola through the four smallest
-    exponents: that of a lognormal distribution. It must fall towards zero, and falls no faster than `_STEEPEST`: a density
-    that is flat at zero, as of a normal distribution, falls by log 2 an octave.
+    It must fall towards zero, and falls no faster than `_STEEPEST`: a density that is flat at zero, as of a normal
+    distribution, falls by log 2 an octave.
     """
     places, densities, weights = [], [], []
+    # The logarithm of the density, over that of the magnitude, is continued as the parabola through the four smallest
+    # exponents: that of a lognormal distribution.
     for step in range(4):
         count = _count(spread, floor + step)
         low, high = 2.0**step - 0.5, 2.0 ** (step + 1) - 0.5  # what rounds to these numbers, in units of the smallest
         if count:
             places.append(math.log2(low * high) / 2)
             densities.append(math.log(count / math.log2(high / low)))
+            # A count is as noisy as its root.
             weights.append(math.sqrt(min(count, 1e4)))
     # Nothing is at the edge of the format, so nothing can have been lost below it.
     if not _count(spread, floor):

@@ -181,13 +181,12 @@ def _over_time(
 
 
 def exponent_maps(rows: Sequence[Underflow]) -> Iterator[tuple[str, int, Callable[[int], str]]]:
-    """Of each format of `rows` its name, how many rows are left out, and a map of counts by exponent, of a width.
-
-    That of float16 shows where its range ends."""
+    """Of each format of `rows` its name, how many rows are left out, and a map of counts by exponent, of a width."""
     for format in dict.fromkeys(row.format for row in rows):
         own = [row for row in rows if row.format == format and row.exponents.counts]
         left_out, own = max(0, len(own) - _MOST_ROWS), own[:_MOST_ROWS]
         if own:
+            # That of float16 shows where its range ends.
             yield format, left_out, _map_of_exponents(own, format)
 
 

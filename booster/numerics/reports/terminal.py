@@ -164,9 +164,7 @@ def _print_table(console: Any, headings: Sequence[str], rows: Sequence[Sequence[
 
 
 def sparkline(values: Sequence[float | None], *, logarithmic: bool = False, width: int = _WIDTH) -> str:
-    """Draw `values` as at most `width` bars of eight heights; each is the mean of its steps, `×` where all were inf or NaN.
-
-    Values outside the middle 90 % are drawn as the lowest or highest bar."""
+    """Draw `values` as at most `width` bars of eight heights; each is the mean of its steps, `×` where all were inf or NaN."""
     size = max(1, math.ceil(len(values) / width))
     means: list[float | None] = []
     for start in range(0, len(values), size):
@@ -176,6 +174,7 @@ def sparkline(values: Sequence[float | None], *, logarithmic: bool = False, widt
     heights = [math.log(mean) if logarithmic and mean is not None and mean > 0 else mean for mean in means]
     ordered = sorted(height for height in heights if height is not None and math.isfinite(height))
     # A few far outliers, as the loss of a batch that overflowed, would make all others look alike.
+    # Values outside the middle 90 % are drawn as the lowest or highest bar.
     low, high = (ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]) if ordered else (0.0, 0.0)
     step = (high - low) / len(_BARS) or 1.0
 

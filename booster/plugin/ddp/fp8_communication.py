@@ -195,12 +195,10 @@ class _BucketSum:
 
 
 def _places(params: list[torch.Tensor], values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each of `params` and its part of `values`, which begins with a block.
-
-    So no two parameters share a scale, and rounding does not depend on which are in one bucket, nor on their order: after its
-    first pass DistributedDataParallel makes new buckets, in a resumed run too.
-    """
+    """Yield each of `params` and its part of `values`, which begins with a block."""
     start = 0
     for param in params:
         yield param, values[start : start + param.numel()]
+        # So no two parameters share a scale, and rounding does not depend on which are in one bucket, nor on their order: after
+        # its first pass DistributedDataParallel makes new buckets, in a resumed run too.
         start += -(-param.numel() // BLOCK) * BLOCK

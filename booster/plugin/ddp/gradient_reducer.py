@@ -30,10 +30,11 @@ ALONE = (
 def reached_anywhere(here: bytearray, device: torch.device, group: dist.ProcessGroup) -> Callable[[], list[bool]]:
     """Start to exchange which parameters got a gradient; returns a function that waits: has any rank one, for each?
 
-    A small all-reduce, which only a rank that lacks one reads on the host. here: a byte for each parameter; overwritten.
+    here: a byte for each parameter; overwritten.
     """
     has_all = all(here)
     anywhere = torch.frombuffer(here, dtype=torch.uint8).to(device)
+    # A small all-reduce, which only a rank that lacks one reads on the host.
     work: Any = dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def wait() -> list[bool]:
@@ -131,6 +132,7 @@ class GradientReducer(ABC):
         second time, so no gradient may stay; RuntimeError then for a parameter here that no subscription has.
         """
         subscription = _Subscription(self, frozenset(params), filled, held, again)
+        # Several optimizers may subscribe to one model, each to its own parameters.
         self.subscriptions.append(subscription)
         return subscription
 

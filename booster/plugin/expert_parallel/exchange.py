@@ -38,8 +38,7 @@ class Route:
 def plan_route(index: torch.Tensor, num_local: int, group: dist.ProcessGroup) -> Route:
     """Return the route of tokens to the experts `index`, (tokens, top_k), whole numbers.
 
-    num_local: experts of each rank of `group`. A collective of one count per expert, and a host read. Raises ValueError, on all
-    ranks, for a number that no expert has.
+    num_local: experts of each rank of `group`. Raises ValueError, on all ranks, for a number that no expert has.
     """
     ranks = group.size()
     flat = index.reshape(-1)
@@ -48,6 +47,7 @@ def plan_route(index: torch.Tensor, num_local: int, group: dist.ProcessGroup) ->
     # To each rank what its experts get, and, so that all raise together, how many rows have no expert.
     counts = torch.cat([found[:last].view(ranks, num_local), found[last:].expand(ranks, 1)], dim=1)
     theirs = torch.empty_like(counts)
+    # A collective of one count per expert, and a host read.
     dist.all_to_all_single(theirs, counts, group=group)
     wrong = theirs[:, -1].sum().expand(ranks)
     counts, theirs = counts[:, :-1], theirs[:, :-1]

@@ -20,8 +20,9 @@ def find_experts(model: nn.Module) -> list[str]:
 
     Such a module has `num_experts`, more than one, direct parameters with so many entries along the first dimension, and a
     forward of three arguments: tokens, (tokens, features), and the numbers and the weights of their experts, both (tokens,
-    experts of a token). Those of transformers are such modules.
+    experts of a token).
     """
+    # Those of transformers are such modules.
     return [name for name, module in model.named_modules() if name and _holds_experts(module)]
 
 
@@ -93,16 +94,14 @@ class ExpertForward(ForwardProxy):
 
 
 def _local_params(module: nn.Module, scale: float) -> dict[str, Any]:
-    """Return the local tensors of the parameters of `module`, with gradients multiplied by `scale`.
-
-    `fully_shard` divides a gradient by the number of copies of the parameter; what came here is a sum over ranks besides that.
-    (Its own factor divides twice on a mesh of one rank, in torch 2.13.)
-    """
+    """Return the local tensors of the parameters of `module`, with gradients multiplied by `scale`."""
     found: dict[str, Any] = {}
     params: dict[str, Any] = dict(module._parameters)
     for name, param in params.items():
         if param is not None:
             found[name] = param.to_local()
             if found[name].requires_grad:
+                # `fully_shard` divides a gradient by the number of copies of the parameter; what came here is a sum over ranks
+                # besides. (Its own factor divides twice on a mesh of one rank, in torch 2.13.)
                 found[name].register_hook(partial(torch.mul, other=scale))
     return found

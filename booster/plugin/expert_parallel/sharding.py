@@ -15,10 +15,8 @@ from booster.plugin.expert_parallel.experts import ExpertForward
 
 
 def expert_mesh_sizes(sizes: Mapping[str, int], ep_size: int) -> dict[str, int]:
-    """Return the dimensions of the mesh on which experts are, from those of the mesh of all other parameters.
-
-    Ranks that share the batch, along "shard" or, where that is 1, along "replicate", are cut into groups of `ep_size`.
-    """
+    """Return the dimensions of the mesh on which experts are, from those of the mesh of all other parameters."""
+    # Ranks that share the batch, along "shard" or, where that is 1, along "replicate", are cut into groups of `ep_size`.
     cut = "shard" if sizes["shard"] > 1 else "replicate"
     found: dict[str, int] = {}
     for name, size in sizes.items():
@@ -52,12 +50,13 @@ class ExpertSharding:
 
     @torch.no_grad()
     def divide(self, module: nn.Module) -> None:
-        """Leave `module` this rank's experts. Ranks come with the same parameters, and nothing is sent.
+        """Leave `module` this rank's experts.
 
         Parameters become DTensors; those of tensor parallelism, which has been applied, get a dimension more.
         """
         for name, param in module._parameters.items():
             if param is not None:
+                # Ranks come with the same parameters, and nothing is sent.
                 module._parameters[name] = nn.Parameter(self._own(param), requires_grad=param.requires_grad)
         module.forward = ExpertForward(module, self._ranks)
         module.num_experts = module.num_experts // self._ranks.size()  # type: ignore[operator, assignment]

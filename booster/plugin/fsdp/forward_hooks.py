@@ -19,16 +19,18 @@ from booster.tensors.trees import map_tensors, tensors
 def show_computed_dtypes(model: nn.Module, groups: Iterable[Group], dtype: torch.dtype | None) -> list[Any]:
     """Make the floating parameters in `groups` of `model` show `dtype` inside its forward; call it after `fully_shard`.
 
-    Models ask weights for the dtype to compute in: `pixels.to(self.projection.weight.dtype)`, `torch.finfo(self.dtype).min`. A
-    shard that is a master weight is float32 until its module runs, and again afterwards, so such a model would compute in two
-    dtypes at once. The group of `model` itself is gathered as long as it runs. Returns handles with `remove`.
+    Models ask weights for the dtype to compute in: `pixels.to(self.projection.weight.dtype)`, `torch.finfo(self.dtype).min`.
+    Returns handles with `remove`.
     """
     handles: list[Any] = []
     shown: list[_Slots] = []
     for group in groups:
         if group.pinned or dtype is None:
             continue
+        # A shard that is a master weight is float32 until its module runs, and again afterwards, so such a model would compute
+        # in two dtypes at once.
         slots = _Slots(group.members, dtype)
+        # The group of `model` itself is gathered as long as it runs.
         if model not in group.modules and slots.differ():
             shown.append(slots)
             for module in group.modules:
@@ -141,11 +143,9 @@ class _NoView(torch.autograd.Function):
 
 
 def outputs_without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """A forward hook to register before those of `fully_shard`: returns outputs that are no views.
-
-    fully_shard hooks the gradients of outputs. An in-place operation on a view drops such a hook, of which torch warns, and a
-    Linear with a bias already returns a view.
-    """
+    """A forward hook to register before those of `fully_shard`: returns outputs that are no views."""
+    # fully_shard hooks the gradients of outputs. An in-place operation on a view drops such a hook, of which torch warns, and a
+    # Linear with a bias already returns a view.
     return _no_view(output) if isinstance(output, torch.Tensor) else map_tensors(_no_view, output)
 
 

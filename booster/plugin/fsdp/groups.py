@@ -136,8 +136,7 @@ def _torn(model: nn.Module, homes: dict[int, int], in_fp32: dict[int, nn.Module]
 def _by_gather(group: Group, products: set[nn.Module]) -> Iterator[Group]:
     """Yield the part of `group` that is in `products` and the rest. The part without the group's modules comes first.
 
-    That part is a list of leaves: fully_shard passes on inputs as new tensors, and a module with children may compare its
-    inputs by identity, as MultiheadAttention does, which would compute in another way.
+    That part is a list of leaves.
     """
     inside = [module for module in group.members if module in products]
     owners = [module for module in group.members if module not in products and module._parameters]
@@ -153,6 +152,8 @@ def _by_gather(group: Group, products: set[nn.Module]) -> Iterator[Group]:
         yield replace(group, modules=owners, members=owners)
         yield replace(group, members=[module for module in group.members if module not in owners], gathered=True)
     elif leaves:
+        # fully_shard passes on inputs as new tensors, and a module with children may compare its inputs by identity, as
+        # MultiheadAttention does, which would compute in another way.
         yield replace(group, modules=leaves, members=leaves, gathered=True)
         yield replace(group, members=[module for module in group.members if module not in leaves])
     else:

@@ -60,10 +60,10 @@ class ShardingPlugin(Plugin):
         return self._meshes[device_type]
 
     def _experts(self, model: nn.Module, device_type: str) -> ExpertSharding | None:
-        """Return how the experts of `model` are divided; None with ep_size=1. Raises ValueError where they cannot be. A
-        collective, the first time."""
+        """Return how the experts of `model` are divided; None with ep_size=1. Raises ValueError where they cannot be."""
         if self._ep_size == 1:
             return None
+        # A collective, the first time.
         names = check_experts(model, self._ep_size)
         return ExpertSharding(device_type, self._mesh_sizes(), self._ep_size, names)
 

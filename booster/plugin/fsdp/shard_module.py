@@ -254,10 +254,7 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def stays_sharded(model: nn.Module, before: DtypePolicy, after: DtypePolicy, *, blocks: Collection[str]) -> str | None:
-    """Return why `change_dtypes` cannot be called so, in the words after "because"; None: it can. Nothing is changed.
-
-    The tensors of `model` have the dtypes that they had before it was sharded.
-    """
+    """Return why `change_dtypes` cannot be called so, in the words after "because"; None: it can. Nothing is changed."""
     single = [
         name for name, child in model.named_modules() if isinstance(child, FSDPModule) and isinstance(child, nn.Linear)
     ]
@@ -265,6 +262,7 @@ def stays_sharded(model: nn.Module, before: DtypePolicy, after: DtypePolicy, *, 
         return f"fully_shard was applied to the single layer {single[0]!r}, which cannot be replaced any more; use wrap_policy"
     if before.fp8_weights != after.fp8_weights:
         return "gather_in_fp8 says how fully_shard gathers weights, which is settled when it is applied"
+    # The tensors of `model` have the dtypes that they had before it was sharded.
     plans = [_groups(model, policy, blocks, gathered_modules(model, policy)) for policy in (before, after)]
     shapes = [[(list(map(id, group.modules)), group.pinned, group.gathered) for group in plan] for plan in plans]
     if shapes[0] != shapes[1]:
@@ -291,7 +289,7 @@ def change_dtypes(
 ) -> list[Any]:
     """Give `module`, which `shard_module` sharded, the dtypes of another policy; call `stays_sharded` first.
 
-    shown: what `shard_module` or this function returned last; returns the same for now. Buffers must be as before sharding.
+    shown: what `shard_module` or this function returned last; returns the same for now.
     """
     model = bare(module)
     reshard(model)  # gathered parameters have the old dtypes
@@ -306,6 +304,7 @@ def change_dtypes(
     )
     for group in groups:
         set_dtypes(group.modules[0], _mixed_precision(policy, group, reduce_dtype))
+    # Buffers must be as before sharding.
     _cast_buffers(model, policy)
     install_keep_fp32(model, policy)
     follow_policy(model, policy)
@@ -353,8 +352,9 @@ def _set_fp8_weights(model: nn.Module, layers: Collection[str], sharded: Iterabl
 def keep_whole(module: nn.Module, policy: DtypePolicy) -> None:
     """Do for `module` what `shard_module` does apart from sharding, where no other rank shares its parameters.
 
-    Its parameters have the dtypes of `policy` already, see `store_parameters`. They may be DTensors of tensor parallelism.
+    They may be DTensors of tensor parallelism.
     """
+    # Its parameters have the dtypes of `policy` already, see `store_parameters`.
     install_keep_fp32(bare(module), policy)
     RefuseReplaced(bare(module))
     bare(module).register_load_state_dict_pre_hook(ShardLoaded(policy))

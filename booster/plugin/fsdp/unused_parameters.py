@@ -225,21 +225,20 @@ class UnusedParameters:
             self._check(flags.tolist())
 
     def _collect(self, groups: Sequence[_Group], here: bytearray, last: bool) -> Iterator[tuple[int, Any, bool]]:
-        """Note what is about to be reduced; yield each parameter that may have to bring zeros: its place, record, `apart`.
-
-        here: of each group two numbers, of which ranks agree on the maxima: a, and 255 - a for another a is refused.
-        last: `groups` are all, and those are left out that were reduced, or had neither a call nor gradients in this pass.
-        """
+        """Note what is about to be reduced; yield each parameter that may have to bring zeros: its place, record, `apart`."""
         for group in groups:
             if last and group.place:
                 continue
             found, apart = unreduced(group.own)
+            # Last: `groups` are all, and those are left out that were reduced, or had neither a call nor gradients in this
+            # pass.
             if last and not group.called and HAS not in found:
                 continue
             if not group.place:
                 group.place = self._num_reduced % 254 + 1
                 self._num_reduced += 1
             # Neither, of a group that only joins others: of its call a pass that raised may be all that is left.
+            # Here: of each group two numbers, of which ranks agree on the maxima: a, and 255 - a for another a is refused.
             here[group.index], here[len(self._groups) + group.index] = (not last or HAS in found), 0
             self._hooked = self._hooked or has_hooks(group.own)
             for place, state in enumerate(found, group.first):
@@ -262,10 +261,9 @@ class UnusedParameters:
                     zero_unreduced(param, apart)
 
     def _fill(self, groups: Sequence[_Group], *, last: bool) -> None:
-        """Let `groups`, which are about to be reduced, bring zeros where this rank has no gradient.
-
-        So do parameters that were frozen since, as other ranks may train them still."""
+        """Let `groups`, which are about to be reduced, bring zeros where this rank has no gradient."""
         with torch.no_grad(), without_function_modes():
+            # So do parameters that were frozen since, as other ranks may train them still.
             for place, param, apart in self._collect(groups, bytearray(2 * len(self._groups)), last):
                 self._zeros.append((place, param, param.sharded_param.grad is None))
                 zero_unreduced(param, apart)
@@ -284,9 +282,10 @@ class UnusedParameters:
     def _exchange(self, here: Sequence[int], left_out: Sequence[int] = (), *, wait: bool, last: bool) -> Sequence[int]:
         """Return of each parameter the most that any rank has found; what this rank has found, where not `wait`.
 
-        last: of this pass. RuntimeError where ranks reduce different groups.
+        RuntimeError where ranks reduce different groups.
         """
         count, found = len(self._groups), self._found
+        # Last: of this pass.
         if last:
             order = bytearray(map(_PLACE, self._alive()))
             varies = self._hooked or order != (self._order or order)

@@ -82,6 +82,7 @@ class StagePipeline(PlacedModule):
         check_count(self._plan.style, self._plan.pp_size, len(micro_batches))
         # Bring the copies of modules into the mode, training or evaluation, of the user's modules
         if not self._copies or any(place.get(name) is not module for place, name, module, _ in self._copies):
+            # A copy was made in the mode of then; dropout must follow the user's `train()` and `eval()`.
             self._copies = list(self._find_copies())
         for _, _, module, copy in self._copies:
             if copy.training is not module.training:
@@ -116,10 +117,7 @@ class StagePipeline(PlacedModule):
         return value
 
     def own_parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters that this rank has, by their first names in the whole model.
-
-        A tied weight is listed by its first name also if that is on another stage, where `named_parameters` has another name.
-        """
+        """Return the parameters that this rank has, by their first names in the whole model."""
         own: dict[str, torch.Tensor] = {}
         for first, held in self._plan.holders.items():
             here = {
@@ -133,6 +131,8 @@ class StagePipeline(PlacedModule):
                     f"the weight {first} is tied across stages of one rank, {[name for name, _ in held]}, and sharding made "
                     "different tensors of it; untie it, or use a schedule with one stage on each rank"
                 )
+            # A tied weight is listed by its first name also if that is on another stage, where `named_parameters` has another
+            # name.
             own.update((first, param) for param in here.values())
         return own
 

@@ -55,6 +55,7 @@ class PipelinePlan:
             raise ValueError(f"rank={rank} has no stage; ranks of this pipeline are 0 to {self.pp_size - 1}")
         # Several stages share one set of blocks; only the modules around them exist once per stage.
         self.stages = [Stage(index, self.split, self.meta_model) for index in mine]
+        # A module around the blocks has other children in each stage.
         copies = [self._copy() for _ in mine] if len(mine) > 1 else [self.model]
         originals = {name: self.model.get_submodule(name) for name in self.split.ancestors()}
         for stage, module in zip(self.stages, copies, strict=True):

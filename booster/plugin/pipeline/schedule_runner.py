@@ -196,10 +196,9 @@ class _ScheduledStage(PipelineStage):
 
     @contextmanager
     def _in_backward(self) -> Iterator[None]:
-        """Return the context of a backward pass without a pipeline: the precision's modes, and no autocast.
-
-        The autocast around the schedule is for forward passes: in it the engine would cast products of float32. What is
-        recomputed enters its own."""
+        """Return the context of a backward pass without a pipeline: the precision's modes, and no autocast."""
+        # What is recomputed enters its own.
+        # The autocast around the schedule is for forward passes: in it the engine would cast products of float32.
         with with_function_modes(), torch.autocast(self.device.type, enabled=False):
             yield
 

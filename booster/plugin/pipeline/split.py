@@ -59,6 +59,7 @@ def find_split(model: nn.Module, num_stages: int, split_points: Sequence[str] | 
     rows = _rows(model)
     outer: list[tuple[str, list[int]]] = []
     for name, blocks in rows:
+        # A row inside a block, as the layers of an MLP, is none to cut.
         if not any(len(row) >= num_stages and name.startswith(f"{other}." if other else "") for other, row in outer):
             outer.append((name, blocks))
     name, blocks = max(outer, key=lambda entry: len(entry[1]), default=("", []))
@@ -77,9 +78,8 @@ def find_split(model: nn.Module, num_stages: int, split_points: Sequence[str] | 
 def owners(model: nn.Module, split: Split) -> dict[str, int]:
     """Return the stage of each topmost module that belongs to one stage alone, by qualified name.
 
-    Children of the container go by the cuts. What a forward names before it, in the modules around it, goes to the first
-    stage, and what it names after it to the last; where its source does not say, the order of registration decides.
-    Modules without parameters and running statistics belong to all stages and are not listed.
+    Children of the container go by the cuts. What a forward names before it, in the modules around it, goes to the first stage,
+    and what it names after it to the last; where its source does not say, the order of registration decides.
     """
     owned: dict[str, int] = {}
     chain = split.ancestors()
@@ -89,6 +89,7 @@ def owners(model: nn.Module, split: Split) -> dict[str, int]:
         for name, child in _named_children(module):
             if name == row:
                 before = False
+            # Modules without parameters and running statistics belong to all stages and are not listed.
             elif holds_state(child):
                 side = side_of(name, row, named)
                 owned[qualified(parent, name)] = 0 if side < 0 or (before and not side) else split.num_stages - 1

@@ -132,10 +132,8 @@ class Stage:
         return output
 
     def register_receiving(self, position: int, block: nn.Module) -> None:
-        """Let `block`, the child of the container at `position`, receive activations.
-
-        Call it when all other hooks on its inputs are registered, so that these see what was received. The hook itself comes
-        in the first run in which the block receives."""
+        """Let `block`, the child of the container at `position`, receive activations."""
+        # Call it when all other hooks on its inputs are registered, so that these see what was received.
         self._blocks[position] = block
 
     def _receive_at(self, position: int, block: nn.Module) -> None:

@@ -67,10 +67,8 @@ def apply_tensor_parallel(
 
 
 def fsdp_placement(param: torch.Tensor) -> Shard | None:
-    """How `fully_shard(shard_placement_fn=...)` may divide `param` again; None as it likes, along dimension 0.
-
-    A fused projection holds a piece of each part of dimension 0, which cannot be divided along that dimension once more.
-    """
+    """How `fully_shard(shard_placement_fn=...)` may divide `param` again; None as it likes, along dimension 0."""
+    # A fused projection holds a piece of each part of dimension 0, which cannot be divided along that dimension once more.
     if isinstance(param, DTensor) and any(isinstance(p, StridedShard) and p.dim == 0 for p in param.placements):
         return Shard(1)
     return None
@@ -107,9 +105,7 @@ def _share_inputs(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str,
 def _apply_foreign(
     module: nn.Module, mesh: DeviceMesh, style: ParallelStyle, policy: DtypePolicy, *, pinned: bool
 ) -> None:
-    """Apply a style of torch or of the user.
-
-    Its hooks become part of the forward of a pinned module: outside of it, they would communicate in half precision."""
+    """Apply a style of torch or of the user."""
     pre, post = set(module._forward_pre_hooks), set(module._forward_hooks)
     parallelize_module(module, mesh, style)
     if not pinned:
@@ -118,6 +114,7 @@ def _apply_foreign(
         return
     before = _taken(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, pre)
     after = _taken(module._forward_hooks, module._forward_hooks_with_kwargs, post)
+    # Its hooks become part of the forward of a pinned module: outside of it, they would communicate in half precision.
     module.forward = _HookedForward(module, before, after)
 
 

@@ -274,9 +274,7 @@ def _with_positions(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[st
 
 
 def _with_inner_parameters(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """Return `plan` with modules between its column-wise and row-wise ones, such as norms of a head and PReLU.
-
-    Their inputs differ by rank, so their gradients are sums over ranks."""
+    """Return `plan` with modules between its column-wise and row-wise ones, such as norms of a head and PReLU."""
     found = dict(plan)
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in plan if name):
         module = model.get_submodule(parent)
@@ -292,6 +290,7 @@ def _with_inner_parameters(model: nn.Module, plan: dict[str, ParallelStyle]) -> 
             if styles[name] is None and inside and all(param.numel() in sizes for param in child.parameters()):
                 for inner, each in child.named_modules(prefix=f"{parent}.{name}".lstrip(".")):
                     if each._parameters:
+                        # Their inputs differ by rank, so their gradients are sums over ranks.
                         found.setdefault(inner, Region(partial_gradients=True))
     return found
 
@@ -301,8 +300,9 @@ def _around_adapters(
 ) -> dict[str, ParallelStyle]:
     """Return `plan` with the low-rank adapters of its layers: B of a column-wise layer is sharded, A of a row-wise one.
 
-    The other of the two matrices stays unsharded. Raises ValueError for what cannot be sharded so.
+    Raises ValueError for what cannot be sharded so.
     """
+    # The other of the two matrices stays unsharded.
     found = {}
     for name, style in plan.items():
         layer: Any = model.get_submodule(name)
