@@ -131,7 +131,7 @@ class FlatParameters:
     def flatten_params(self) -> list[torch.Tensor]:
         """Make every parameter a view of `data`, shape, strides and identity kept; returns those that were not.
 
-        Does nothing for one that is. its values are taken over. Raises RuntimeError if its shape or dtype is another.
+        Raises RuntimeError if its shape or dtype is another.
         """
         if self.data is None:
             self.data = torch.zeros(self.size, dtype=self.dtype, device=self.device)

@@ -44,7 +44,7 @@ def bucket_size(
 ) -> int:
     """Return the size of a bucket: 1/8 of all elements, a multiple of 64, and no smaller than calls are worth.
 
-    packed; a compiled step does without.
+    packed: whether states are; a compiled step does without scratch for them.
     released: they are stepped within backward, when gradients and activations are there too, so that they are half as large.
     """
     packed = packed and not compiled

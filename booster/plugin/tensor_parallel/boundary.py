@@ -25,7 +25,7 @@ def reduce(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def gather(x: torch.Tensor, mesh: DeviceMesh, dim: int, *, sum_gradients: bool) -> torch.Tensor:
     """Return the ranks' equal shards joined along `dim`, on every rank.
 
-    sum_gradients; otherwise the gradient is the same on all ranks, and each takes its shard of it.
+    sum_gradients: in backward, of all ranks.
     """
     shard = Shard(dim % x.dim())
     # Where what follows differs by rank, backward sums; otherwise the gradient is the same on all ranks, and each takes its
