@@ -349,10 +349,7 @@ def _times(scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 def check_scale(scale: Any, others: Mapping[str, Any], function: Callable[..., Any]) -> None:
-    """Raise TypeError unless `scale` is a `LossScaler`, ValueError if it comes with options of another scale.
-
-    others: the arguments of `function` that make one; those that are not its defaults were given.
-    """
+    """Raise TypeError unless `scale` is a `LossScaler`, ValueError if arguments `others` of `function` make another scale."""
     if not isinstance(scale, LossScaler):
         legal = "a LossScaler, such as DynamicScale(init_scale=1024.0) or StaticScale(1024.0)"
         raise TypeError(arguments.refusal("scale", scale, legal, "None for the options of the scale"))

@@ -140,10 +140,7 @@ class LRLookahead:
             self._write(self._known, [now])
 
     def make_ready(self, deferred: Sequence[Any], *, counts: bool) -> None:
-        """Before a replay in which the optimizer steps: have it read the right rates.
-
-        deferred: what is to wait for the outcome. counts: whether the graph counts the step, as for `deferred`.
-        """
+        """Before a replay in which the optimizer steps: have it read the right rates; `deferred` waits for the outcome."""
         history = self._optimizer._history
         if history.waiting:
             self._apply_writes()
@@ -151,6 +148,7 @@ class LRLookahead:
         if history.num_syncs != self._num_syncs:  # who looked may have changed something
             self._num_syncs, self._copies = history.num_syncs, None
             del self._ahead[1:]
+        # Rates that cannot be foreseen depend on whether the last step was skipped.
         if history.waiting and not self._knows_next(deferred, counts):
             # Waits for steps before only where they cannot be foreseen.
             history.sync()

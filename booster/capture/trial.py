@@ -95,10 +95,8 @@ def reads_of(
     optimizers: Sequence[OptimizerWrapper],
     device: torch.device,
 ) -> list[str]:
-    """Run `train_step(*batch)` as on a device, and return what it reads of one, as `path:line: what`; nothing changes.
-
-    roots: what it may change besides `optimizers`, such as boosted models.
-    """
+    """Run `train_step(*batch)` as on a device, and return what it reads of one, as `path:line: what`; nothing in `roots`
+    changes."""
     for optimizer in optimizers:
         optimizer.sync()
         optimizer.wait_for_weights()

@@ -117,10 +117,7 @@ def _write(config: Any, kept: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 def merged(model: nn.Module, names: Iterable[str]) -> tuple[nn.Module, dict[str, ExportSpec]]:
-    """Return the model inside of adapters, and how its weights are made of those tensors of `model` that `names` are.
-
-    model: one that `check_merges` lets pass.
-    """
+    """Return the model inside of adapters, and how its weights are made of the tensors `names`."""
     sources = sources_of(model, names, unpack=True)
     copies, originals = set(), set()
     for name, layer in _of_peft(model):

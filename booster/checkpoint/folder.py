@@ -100,15 +100,13 @@ def checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """Return the folder of the newest valid checkpoint in `root`, or None if there is none.
-
-    What is damaged is named in a WARNING and passed over.
-    """
+    """Return the folder of the newest valid checkpoint in `root`, or None if there is none."""
     for _, path in checkpoints(Path(root)):
         # Every byte is read and compared with its hash.
         bad = damage(path)
         if not bad:
             return path
+        # What is damaged is named in a WARNING and passed over.
         _logger.warning("checkpoint %s is passed over: %s", path, printable("; ".join(bad)))
     return None
 

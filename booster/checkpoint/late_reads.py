@@ -55,7 +55,7 @@ class LateReads:
         if tensor.shape != tuple(param.shape) or not update.optimizer_state.can_be_filled(param):
             return None
         dtype, meta = dtype_of(tensor), torch.device("meta")
-        flat, local = update.shards.empty_shard(param, dtype, meta), local_shard(param)
+        flat, local = update.shards.states.empty_shard(param, dtype, meta), local_shard(param)
         like = torch.empty(local.shape, dtype=dtype, device=meta)
         origin = (0,) * param.dim()
         if is_dtensor(param):

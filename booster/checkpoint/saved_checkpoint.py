@@ -145,7 +145,7 @@ class SavedCheckpoint:
         if name is not None and entry is not None and name not in self._targets and entry.shape == tuple(param.shape):
             (update,) = updates_of([optimizer])
             # Only this rank's stretch is read: the whole state may not fit.
-            part = update.shards.empty_shard(param, dtype_of(entry))
+            part = update.shards.states.empty_shard(param, dtype_of(entry))
             if part is not None:
                 self._targets[name] = part
         if name is not None and (name not in self._targets or name in self.late):
@@ -154,10 +154,7 @@ class SavedCheckpoint:
     def request_late(
         self, name: str | None, param: torch.Tensor, optimizer: OptimizerWrapper, state: str | None
     ) -> bool:
-        """Read the tensor `name` as the update of `optimizer` takes it over; returns False where that cannot be.
-
-        state: what the optimizer calls it; None for the master of `param`.
-        """
+        """Read the tensor `name` as the update takes it over; False where it cannot. state: its name, None for the master."""
         if name is None or self.entry(name) is None or name in self._targets or self._rehearsed:
             return False
         held = self.late.request(name, param, optimizer, state)
@@ -171,23 +168,18 @@ class SavedCheckpoint:
             self.request(name, None)
 
     def read(self, group: dist.ProcessGroup | None) -> None:
-        """Read what was wanted, and compare every file with its hash; a collective.
-
-        Raises CheckpointError on every rank if any of them finds damage, or cannot read.
-        """
+        """Read what was wanted, and compare every file with its hash; a collective."""
         targets = {n: held for n, held in self._targets.items() if n not in self._in_place and n not in self.late}
         self._files = self._stats()
         try:
             # Nothing of the user's is touched.
             self._read(targets, None, group)
         except CheckpointError as error:
+            # Raises CheckpointError on every rank if any of them finds damage, or cannot read.
             raise CheckpointError(f"{error}; nothing was loaded") from error
 
     def read_in_place(self, group: dist.ProcessGroup | None) -> None:
-        """Read what was wanted in place, and compare the files that have it with their hashes once more; a collective.
-
-        Raises CheckpointError on every rank if a file changed since `read`, or cannot be read any more.
-        """
+        """Read what was wanted in place, and compare the files that have it with their hashes once more; a collective."""
         with agreed(group):
             targets = {name: where() for name, where in self._in_place.items()}
         files = {chunk.file for name in targets for chunk in self.manifest.tensors[name].chunks}
@@ -198,6 +190,7 @@ class SavedCheckpoint:
         try:
             self._read(targets, files, group)
         except CheckpointError as error:
+            # Raises CheckpointError on every rank if a file changed since `read`, or cannot be read any more.
             raise CheckpointError(_CHANGED.format(error, ", and all else is as it was")) from error
         mark_written(held.values if isinstance(held, FlatShard) else held for held in targets.values())
 
@@ -252,7 +245,7 @@ def _state_here(optimizer: OptimizerWrapper, param: torch.Tensor, key: str) -> H
     held = update.optimizer_state.state.get(param, {}).get(key)
     if not isinstance(held, torch.Tensor):
         return None
-    part = update.shards.empty_shard(param, held.dtype)
+    part = update.shards.states.empty_shard(param, held.dtype)
     if part is None or not held.is_contiguous() or held.numel() != part.values.numel():
         return held if part is None else None
     return part.with_values(held.view(-1))

@@ -93,7 +93,7 @@ class ExportSpec:
 def sources_of(model: nn.Module, names: Iterable[str], *, unpack: bool) -> dict[str, ExportSpec]:
     """Return what is written of the tensors `names` of `model`, by the names that it gets: each as it is stored.
 
-    unpack: but weights of frozen layers as matrices, in the dtype that they were loaded from, or float32.
+    unpack: frozen layers.
     """
     found = {name: ExportSpec(name) for name in names}
     for name, layer in model.named_modules() if unpack else ():
@@ -101,6 +101,7 @@ def sources_of(model: nn.Module, names: Iterable[str], *, unpack: bool) -> dict[
             stored, weight = (f"{name}.{own}".removeprefix(".") for own in (layer.stored_name, "weight"))
             dtype = origins_of(layer).get(layer.stored_name, torch.float32)
             if found.pop(stored, None) is not None:
+                # Matrices, in the dtype that they were loaded from, or float32.
                 found[weight] = ExportSpec(stored, (layer.form, layer.in_features), dtype)
     return found
 
@@ -193,10 +194,7 @@ def in_serving_format(
 
 
 def ends_that_differ(model: Any, same: Callable[[str, str], bool]) -> tuple[str, str] | None:
-    """Return the names of embedding and head where `model` says that they are one matrix, and they are not; else None.
-
-    same: whether what is written under two names is the same.
-    """
+    """Return the names of embedding and head where `model` ties them and not `same`(one, other); else None."""
     config: Any = getattr(model, "config", None)
     if not any(getattr(each, _TIED, False) for each in _with_text(config)):
         return None
@@ -217,10 +215,8 @@ def write_config(
     *,
     untied: bool,
 ) -> None:
-    """Write the configurations of `model` into `folder`, if it has some, with the dtype and form of what was written.
-
-    untied: whether embedding and head are written apart, which the model has as one.
-    """
+    """Write the configurations of `model` into `folder`, with the dtype and form of what was written. untied: whether its ends
+    are."""
     for name in ("config", "generation_config"):
         own: Any = getattr(model, name, None)
         if not callable(getattr(own, "save_pretrained", None)):

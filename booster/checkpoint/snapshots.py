@@ -42,10 +42,7 @@ def snapshot(part: Any) -> Callable[[], None]:
 
 
 def load_module(module: nn.Module, state: dict[str, Any], undo: ExitStack) -> None:
-    """Load `state`, of names and shapes that fit, into `module`.
-
-    Raises ValueError for entries that differ from those of `module` and that it does not read.
-    """
+    """Load `state`, of names and shapes that fit, into `module`."""
     # A snapshot of a large model costs its size, so it is made only where a load may fail half-way.
     if may_refuse(module) or not _torch_reads(user_module(module), state):
         undo.callback(_module_snapshot(module))
@@ -54,6 +51,7 @@ def load_module(module: nn.Module, state: dict[str, Any], undo: ExitStack) -> No
     # An entry that is equal is one that the module makes anew, as a buffer of a constant.
     lost = [key for key in unread if not _equal(state[key], now.get(key))]
     if lost:
+        # Raises ValueError for entries that differ from those of `module` and that it does not read.
         raise ValueError(
             f"{listed(lost, 8)} differ from the job's, and the modules that write these do not read them; give the model "
             "what it had when it was saved, as weights quantised from the same file, or leave such out of checkpoints with "

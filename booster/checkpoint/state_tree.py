@@ -171,12 +171,10 @@ _FORM = {
 
 
 def read_tree(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """Read and check the tree of the checkpoint in `folder`: what is named in it is of the kind that a load takes it for.
-
-    Raises CheckpointError for damage, and for what `save` did not write.
-    """
+    """Read and check the tree of the checkpoint in `folder`: what is named in it is of the kind that a load takes it for."""
     path = folder / STATE
     if STATE not in manifest.files:
+        # Raises CheckpointError for damage, and for what `save` did not write.
         raise CheckpointError(f"{folder} is damaged: its manifest names no {STATE}")
     try:
         text = read_text(folder, STATE)

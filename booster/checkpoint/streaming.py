@@ -215,10 +215,7 @@ def _can_freeze(places: list[TensorPlace], kept: KeptModules) -> bool:
 
 
 def _fault(tensor: torch.Tensor, entry: Entry, stored: Form | torch.dtype, *, any_float: bool, widens: bool) -> str:
-    """Return what of `entry` does not fit `tensor`, in words; empty where it does.
-
-    any_float: the user said how to store floating numbers. widens: it keeps the model's dtype, where that loses nothing.
-    """
+    """Return what of `entry` does not fit `tensor`, in words; empty where it does."""
     if entry.shape != tuple(tensor.shape):
         return f"has shape {entry.shape} in the file and {tuple(tensor.shape)} in the model"
     if entry.dtype == stored:
@@ -227,6 +224,7 @@ def _fault(tensor: torch.Tensor, entry: Entry, stored: Form | torch.dtype, *, an
     differ = f"is {has} in the file and {wants} in the model"
     if not (entry.dtype in _HIGH_PRECISION and tensor.dtype in _HIGH_PRECISION):
         return differ
+    # By the user's word any floating dtype will do; without it none that loses bits.
     if any_float or (widens and torch.promote_types(entry.dtype, tensor.dtype) == tensor.dtype):
         return ""
     return (

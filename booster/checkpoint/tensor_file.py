@@ -136,10 +136,7 @@ def _fill(opened: IO[bytes], memory: memoryview, entry: Entry) -> None:
 
 
 def read_entry(opened: IO[bytes], entry: Entry, into: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the numbers of `entry`, read into a contiguous tensor of its shape; None makes one of its dtype on the host.
-
-    opened: its file, open for reading in binary.
-    """
+    """Return the numbers of `entry`, read from `opened` into a contiguous tensor of its shape; None makes one on the host."""
     whole = torch.empty(entry.shape, dtype=entry.dtype) if into is None else into
     if can_be_read_into(whole, entry.shape, entry.dtype):
         opened.seek(entry.start)
@@ -153,10 +150,7 @@ def read_entry(opened: IO[bytes], entry: Entry, into: torch.Tensor | None = None
 
 
 def read_box(opened: IO[bytes], entry: Entry, box: Sequence[slice], into: torch.Tensor) -> None:
-    """Read a box of `entry`, a slice for each dimension, into a tensor of its shape.
-
-    opened: its file.
-    """
+    """Read a box of `entry`, a slice for each dimension, into a tensor of its shape; `opened` is its file."""
     if not box:
         into.copy_(read_entry(opened, entry))
         return
@@ -224,10 +218,8 @@ def write_tensors(
     entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     tensor_of: Callable[[str], torch.Tensor],
 ) -> File:
-    """Write a new safetensors file and wait until the disk has it; returns its size and hash.
-
-    tensor_of: called once for each key of `entries`, in order, for a tensor of that dtype and shape on any device.
-    """
+    """Write a new safetensors file, wait until the disk has it, and return its size and hash. tensor_of: called in order of
+    `entries`."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, (dtype, shape) in entries.items():

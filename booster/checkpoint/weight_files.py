@@ -76,10 +76,7 @@ def named_in(path: Path) -> Iterator[tuple[str, Entry | torch.Tensor]]:
 
 
 def read_torch_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of a file of `torch.save`, mapped from it where it is an archive, as those since torch 1.6 are.
-
-    Raises CheckpointError for all that is no dict of dense tensors by name, before the first of them.
-    """
+    """Yield (name, tensor) of a file of `torch.save`, mapped from it where it is an archive, as those since torch 1.6 are."""
     try:
         with open_regular(file) as opened:  # nothing that makes whoever opens it wait
             mapped = zipfile.is_zipfile(opened)
@@ -90,6 +87,7 @@ def read_torch_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
             line for line in str(error).split("\n") if line.strip() and not line.startswith("Check the documentation")
         ]
         reason = (said or [type(error).__name__])[-1].strip().partition(". Please use")[0].rstrip(".")
+        # Raised before the first tensor, for all that is no dict of dense tensors by name.
         raise CheckpointError(
             f"{file} is not a file of weights: {reason}; write its tensors as safetensors, with safetensors.torch.save_file or "
             "save_pretrained"

@@ -80,10 +80,7 @@ def _extra(failure: Any) -> dict[str, Any]:
 
 
 def _moment(failure: Any, deaths: dict[int, int]) -> tuple[bool, int, bool]:
-    """Order failures by when they happened: an exception or exit by its record, other deaths by when they were noted.
-
-    of two that are noted together the peer was first. What the agent stopped comes last.
-    """
+    """Order failures by when they happened: by the record of an exception or exit, else by when a death was noted."""
     extra = _extra(failure)
     is_cut_off = bool(extra and extra["is_cut_off"])
     if extra and not is_cut_off:
@@ -94,4 +91,5 @@ def _moment(failure: Any, deaths: dict[int, int]) -> tuple[bool, int, bool]:
         return False, deaths[failure.pid], is_cut_off
     # A death that was not noted is known to the agent in whole seconds, cut off: it counts as the end of that second, so it
     # never comes before what has a record.
+    # What the agent stopped comes last. Of two deaths noted together the peer's was first.
     return failure.exitcode == -signal.SIGTERM, (failure.timestamp + 1) * 10**9, is_cut_off

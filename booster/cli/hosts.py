@@ -53,10 +53,7 @@ class NodeCommand:
 
 
 def ssh_command(host: str, port: int, directory: str, command: Sequence[str]) -> list[str]:
-    """Return the ssh argument list that runs `command` in `directory` of `host`, once it has its variables.
-
-    They come as the first line of standard input.
-    """
+    """Return the ssh argument list that runs `command` in `directory` of `host`, once it has its variables."""
     # Variables come by standard input: every user of both machines can read the arguments of a process.
     receiver = (sys.executable, "-I", "-S", "-c", _RECEIVER)
     remote = f"{shlex.join(['cd', directory])} && {shlex.join(['exec', *receiver, *command])}"

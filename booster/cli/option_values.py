@@ -94,10 +94,7 @@ def listed(text: str) -> list[str]:
 
 
 def instead_of(text: str, wanted: str = "") -> str:
-    """Return what `text` is instead, for a message that says what it is not; "" where it is not known.
-
-    wanted: the argument of `Booster` that it was given for; another name of what that takes has its own here.
-    """
+    """Return what `text` is instead of a value of the argument `wanted` of `Booster`, for a message; "" if unknown."""
     from booster.facade.foreign_names import meant_by
 
     meant, written = meant_by(text)

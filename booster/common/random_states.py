@@ -31,16 +31,14 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Continue where `random_state` was taken. CUDA devices that this process lacks, and numpy where absent, are left out.
-
-    Raises ValueError, with no generator touched, for what `random_state` did not give.
-    """
+    """Continue where `random_state` was taken. CUDA devices that this process lacks, and numpy where absent, are left out."""
     # Half of a state that is refused may be set already.
     before = random_state()
     try:
         _set(state)
     except Exception as error:
         _set(before)
+        # Raises ValueError, with no generator touched, for what `random_state` did not give.
         raise ValueError(f"this is no state of random number generators: {type(error).__name__}: {error}") from error
 
 

@@ -51,10 +51,7 @@ class StoreBarrier:
         self._store.append(self._key(number), json.dumps([self.rank, value]) + "\n")  # type: ignore[attr-defined]
 
     def posted(self, number: int) -> dict[int, Any]:
-        """Return what was posted in round `number` up to now, by rank. This rank has posted in it before.
-
-        Values are not checked.
-        """
+        """Return what was posted in round `number` up to now, by rank, unchecked. This rank has posted in it before."""
         found = {}
         for line in self._store.get(self._key(number)).splitlines():
             try:

@@ -51,15 +51,13 @@ def raised(exponent: int) -> str:
 
 
 def shortened(name: str, most: int) -> str:
-    """Return `name` in `most` letters: which block it is, and which of its weights, is kept.
-
-    then the middle is left out.
-    """
+    """Return `name` in `most` letters: which block it is, and which of its weights, is kept."""
     *modules, last = name.split(".")
     for place, module in enumerate(modules):
         # As far as is needed modules are named by their first letter, from the outermost on.
         if len(name) > most and not module.isdigit():
             modules[place] = module[:1]
             name = ".".join([*modules, last])
+    # Then the middle is left out.
     before = (most - 1) // 3
     return name if len(name) <= most else name[:before] + "…" + name[len(name) - (most - 1 - before) :]

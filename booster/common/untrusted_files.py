@@ -37,10 +37,7 @@ def names_a_regular_file(path: Path) -> bool:
 
 
 def open_regular(path: Path, *, buffered: bool = True) -> IO[bytes]:
-    """Open a regular file, or a link to one, for reading.
-
-    Raises OSError for whatever else has that name.
-    """
+    """Open a regular file, or a link to one, for reading; OSError for whatever else has that name."""
     # Opening a named pipe would wait for a writer, and a device never ends.
     _refuse(path, os.stat(path).st_mode)
     # Whoever puts something else there meanwhile does not make this wait either.
@@ -68,10 +65,7 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def replace_regular(path: Path, data: bytes) -> None:
-    """Write a file that appears whole, in place of a regular one of that name.
-
-    Raises OSError for whatever else has the name.
-    """
+    """Write a file that appears whole, in place of a regular one of that name; OSError for anything else."""
     # A link that somebody else put there would have its target written to.
     if path.is_symlink() or (path.exists() and not names_a_regular_file(path)):
         raise OSError(f"{path} is no regular file, so nothing is written to it; name another, or remove it")

@@ -94,14 +94,12 @@ class DataLoaderWrapper:
 
     @property
     def share(self) -> YieldedRows | None:
-        """What is known of the rows yielded so far; None unless a torch DistributedSampler deals them.
-
-        Raises RuntimeError before the first batch.
-        """
+        """What is known of the rows yielded so far; None unless a torch DistributedSampler deals them."""
         sampler = distributed_sampler(self._loader)
         if not isinstance(sampler, DistributedSampler):
             return None
         if self._current is None:
+            # Which rows a batch has follows from the position alone.
             raise RuntimeError("this dataloader has not yielded a batch yet, so there are no rows of it")
         batches = getattr(self._loader, "batch_sampler", None)
         batch_size = getattr(batches, "batch_size", None)

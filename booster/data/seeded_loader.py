@@ -74,10 +74,7 @@ class SeededDataLoader(DataLoader[Any]):
         return len(getattr(sampler, "dataset", sampler))
 
     def start_after(self, num_samples: int) -> None:
-        """Make the next iteration leave out the first `num_samples` of the epoch's order over all ranks, unread.
-
-        call it after `set_epoch`.
-        """
+        """Make the next iteration leave out the first `num_samples` of the epoch's order, unread; call it after `set_epoch`."""
         # What is left is dealt to the ranks that there are now, in batches as ever.
         self._rest.consumed = num_samples
 

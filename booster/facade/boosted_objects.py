@@ -55,10 +55,8 @@ class BoostedObjects:
         *,
         alone: bool = True,
     ) -> None:
-        """Keep what `boost` was given and what it made of it.
-
-        built: what the model was before. alone: False for one of several models that share optimizers.
-        """
+        """Keep what `boost` was given and made; built: what the model was. alone: False for one of several that share
+        optimizers."""
         built.forget_unrounded(boosted.module)
         self._boostings.append(BoostRecord(built, boosted, optimizers, criterion, alone=alone))
         self.models.update({model: None, boosted: None})

@@ -150,10 +150,7 @@ def _agree(
     *,
     first_dim: bool,
 ) -> list[list[_Shape]]:
-    """Return the shapes that each rank brings; raise on every rank if one has a `problem`, or if they do not fit.
-
-    first_dim: whether the first dimension must agree too.
-    """
+    """Return the shapes that each rank brings; raise on every rank if one has a `problem`, or if they do not fit."""
     # Without this a rank that raises, or that brings another number of bytes, would leave the others waiting.
     own = [[str(value.dtype), list(value.shape)] for value in tensors]
     found = agreement.gather([problem is not None, call, own], group)
@@ -164,6 +161,7 @@ def _agree(
     if failed:
         raise ValueError(f"ranks {failed} of the group could not take part in this collective; their errors say why")
     counts = [len(each) for _, _, each in found]
+    # Ranks in different collectives would wait for each other.
     if any(other != call for _, other, _ in found) or len(set(counts)) > 1:
         raise ValueError(
             f"ranks called different collectives, or passed different containers; this rank's: {call}, with {len(tensors)} "

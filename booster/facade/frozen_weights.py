@@ -155,7 +155,7 @@ def save_lora(self: BoosterState, model: nn.Module, folder: str | os.PathLike[st
 def freeze_linears(model: nn.Module, form: Form | torch.dtype, trained: tuple[str, ...]) -> None:
     """Store the weights of linear layers of `model` in `form`, in place, but those that others share, and what makes logits.
 
-    trained: ends of names of modules that train, and stay as they are. Raises ValueError where there is nothing to store.
+    Raises ValueError where there is nothing to store.
     """
     shared = {place.holder for found in tensor_places(model).values() if len(found) > 1 for place in found}
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -163,6 +163,7 @@ def freeze_linears(model: nn.Module, form: Form | torch.dtype, trained: tuple[st
         name: module
         for name, module in model.named_modules()
         if type(module) is nn.Linear and name and module not in shared and module is not head
+        # Modules that train stay as they are.
         if not any(each.endswith(trained) for each in (*parents(name), name) if trained)
     }
     if not layers:

@@ -250,10 +250,8 @@ def check_optimizer(
     optimizers: Mapping[int, OptimizerWrapper],
     plugin: Plugin,
 ) -> None:
-    """Raise unless `optimizer` is None or one that trains `model`.
-
-    models: those boosted before. optimizers: the boosted ones of before, by `id` of the user's.
-    """
+    """Raise unless `optimizer` is None or one that trains `model`. models, optimizers: boosted before, these by `id` of the
+    user's."""
     if optimizer is None:
         return
     if isinstance(optimizer, OptimizerWrapper) or id(optimizer) in optimizers:
@@ -320,10 +318,7 @@ def check_shared(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
 def scheduler_owners(
     scheduler: Any, optimizer: Any, optimizers: Mapping[int, OptimizerWrapper]
 ) -> list[tuple[Any, Optimizer]]:
-    """Each of the schedulers with the optimizer that it drives, which is in `optimizer` or was boosted before.
-
-    scheduler, optimizer: as given to `boost`, one, a list, or None.
-    """
+    """Each of the schedulers with the optimizer that it drives, which is in `optimizer` or was boosted before."""
     given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     several = list(scheduler) if isinstance(scheduler, (list, tuple)) else [] if scheduler is None else [scheduler]
     # Schedulers without an `optimizer` of their own belong to that in the same place of the list.

@@ -277,6 +277,6 @@ class _PlacedAgain:
     def make_shards(self, optimizer: Optimizer) -> Shards:
         made, old = self._plugin.make_shards(optimizer), self._shards[id(optimizer)]
         now = dict(bare(self._placed).named_parameters())
-        made.move_states_from(old, {param: now[name] for param, name in self._names.items()})
+        made.states.move_states_from(old, {param: now[name] for param, name in self._names.items()})
         made.selection = old.selection
         return made

@@ -41,17 +41,18 @@ class Form:
     def pack(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the floating matrix `rows`, (m, n), as uint8 of shape (m, row_bytes(n)).
 
-        Raises ValueError for inf or NaN, which have no code. Cost: a few float32 copies of 2**18 numbers at a time.
+        Cost.
         """
         packed = rows.new_empty(rows.shape[0], self.row_bytes(rows.shape[1]), dtype=torch.uint8)
         for start, stop in self._pieces(*rows.shape):
+            # Raises ValueError for inf or NaN, which have no code.
             packed[start:stop] = self._pack(rows[start:stop].float())
         return packed
 
     def unpack(self, packed: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the matrix of `columns` columns that `pack` made `packed` of, in `dtype`; codes times scales in float32.
 
-        Cost: a few float32 copies of 2**18 numbers at a time.
+        Cost.
         """
         # Pieces bound the float32 copy: a large layer at once would take four times its size.
         if packed.shape[0] * columns <= _AT_ONCE:
@@ -127,10 +128,7 @@ class FrozenLinear(nn.Linear):
         compute_dtype: torch.dtype | None = None,
         weight: torch.Tensor | None = None,
     ) -> FrozenLinear:
-        """Return the layer that takes the place of `linear`, with its bias and hooks.
-
-        weight: as it is stored, see `memory`; None means memory without values, where the old one is.
-        """
+        """Return the layer that replaces `linear`, with its bias and hooks. weight: as stored; None: no values."""
         layer = cls.__new__(cls)
         layer.__dict__.update(linear.__dict__)
         layer.form = form if isinstance(form, Form) else None

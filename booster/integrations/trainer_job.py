@@ -76,10 +76,7 @@ class TrainerJob:
         return boosted, self.optimizer
 
     def prepare_evaluated(self, model: nn.Module) -> nn.Module:
-        """Return `model`, which is not trained, to compute in the precision; its weights become those of the precision.
-
-        Every rank keeps all of it.
-        """
+        """Return `model`, which is not trained, to compute in the precision; its weights become those of the precision."""
         if isinstance(model, ModelWrapper):
             return model
         # The model of the Trainer stays as it is until it is trained.
@@ -239,10 +236,7 @@ def id_of_memory(tensor: Any) -> int:
 
 
 def accelerator_around(plain: Any, trained: TrainerJob, owner: Any) -> Any:
-    """Return an Accelerator with everything that `plain` knows, and the models, backward passes and clips of `trained`.
-
-    owner: the Trainer; its `model` is to be trained.
-    """
+    """Return an Accelerator that knows what `plain` does, and the passes of `trained`, for the model of the Trainer `owner`."""
     kind = _accelerator_class()
     own = kind.__new__(kind)
     vars(own).update(vars(plain), trained=trained, owner=owner, scaler=None, native_amp=False)

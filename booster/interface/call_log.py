@@ -64,15 +64,14 @@ class LoggedCall:
     reached: bool = False
 
     def again(self, made: dict[LoggedCall, list[torch.Tensor]], *, linked: bool) -> list[torch.Tensor]:
-        """LoggedCall once more, from the random state of then, and return the tensors that come out.
-
-        made: outputs of calls that were made again. linked: take arguments from there; otherwise they are the old ones.
-        """
+        """Run the call once more, from the random state of then, and return the tensors that come out, `made` ones as
+        arguments."""
         _set_random(self.random)
         links = iter(self.links)
 
         def argument(tensor: torch.Tensor) -> torch.Tensor:
             link = next(links)
+            # Else the loss of before is followed, with the arguments of then.
             if link is not None and linked:
                 return link.of(made[link.call])
             # Cut off from the graph of then, which this call makes anew.
@@ -124,10 +123,8 @@ class CallLog:
     def call(
         self, run: Callable[..., Any], again: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Return `run(*args, **kwargs)`, and keep the call, unless nothing would lead gradients back or it is inside another.
-
-        again: what does the same later, where the log is paused.
-        """
+        """Return `run(*args, **kwargs)`, and keep the call with `again`, which does the same where the log is paused."""
+        # Nothing would lead gradients back, or the call is inside of another.
         if self._inside or self._stopped or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return run(*args, **kwargs)
         links: list[OutputRef | None] = []

@@ -32,10 +32,7 @@ def refuse_grad_scaler(optimizer: Optimizer) -> NoReturn:
 
 
 def check_nothing_is_lost(own: Mapping[str, Any], update: Update) -> None:
-    """Raise RuntimeError if torch's checkpoints, which keep torch's keys alone, would drop what a resume needs.
-
-    own: the states of masters.
-    """
+    """Raise RuntimeError if torch's checkpoints, which keep torch's keys alone, would drop what a resume needs of `own`."""
     masters = own.get("masters", {})
     lost = ["float32 masters"] if masters.get("weights") else []
     lost += ["the random state of stochastic rounding"] if masters.get("rounding") else []
@@ -51,10 +48,7 @@ def check_nothing_is_lost(own: Mapping[str, Any], update: Update) -> None:
 def hint(
     error: Exception, name: str, model: nn.Module, *, precision: object, input_dtype: torch.dtype | None
 ) -> str | None:
-    """Return what to do where the method `name` of the user's `model` raised `error`; None for errors that are the user's own.
-
-    precision: under which it ran. input_dtype: what its inputs were cast to.
-    """
+    """Return what to do where the method `name` of `model` raised `error` under `precision`; None for the user's own errors."""
     return _hint_of_shards(error, name, model) or _hint_of_dtypes(error, precision, input_dtype)
 
 

@@ -322,7 +322,7 @@ class OptimizerWrapper(Optimizer):
         if is_called_by_torch_checkpoint():  # before it sets learning rates and gradients to zero
             with self._update.shards.local():
                 check_nothing_is_lost(self._update.optimizer_state.state_dict()[1], self._update)
-            return self._update.shards.state_of_ranks(self._update.optimizer_state.state)
+            return self._update.shards.states.state_of_ranks(self._update.optimizer_state.state)
         return self._update.optimizer_state.state
 
     @state.setter

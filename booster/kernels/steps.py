@@ -283,11 +283,9 @@ class KernelSteps:
         checks: bool,
         is_part: bool = False,
     ) -> torch.Tensor:
-        """Decide and update what `supported`, a `SupportedParams`, has; returns what was decided.
-
-        is_part: of a step that draws random numbers part by part.
-        """
+        """Decide and update what `supported`, a `SupportedParams`, has; returns what was decided."""
         if supported.rng is not None and not is_part:
+            # Parts of one step, as in a release, go on in the stream of the first.
             supported.rng.next()
         # Drawn for all devices first: a generator must not depend on which of them launches first.
         noise = supported.draw()  # memory that lives until the launches

@@ -90,13 +90,11 @@ class Bucket:
         return self._views
 
     def find_working(self) -> None:
-        """Find the working weights in memory again; those in another memory order than the bucket's are copied.
-
-        Raises RuntimeError if one became something else.
-        """
+        """Find the working weights in memory again; those in another memory order than the bucket's are copied."""
         held = self._parts() if self._divided else self._params
         for param, layout in zip(held, self.layouts, strict=True):
             if (param.shape, param.dtype, param.device) != (layout.shape, self.dtype, self.device):
+                # A master of other numbers would be stepped.
                 raise RuntimeError(
                     f"a parameter of shape {tuple(layout.shape)}, {self.dtype} on {self.device}, became one of "
                     f"{tuple(param.shape)}, {param.dtype} on {param.device} after boost(); its master and optimizer state "
@@ -221,10 +219,8 @@ class Bucket:
     # ------------------------------------------------------------------ division
 
     def divide(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None], state: Any) -> list[Bucket]:
-        """Return two buckets, of the pieces with a gradient and of the others, or this one if all are alike.
-
-        state: the optimizer's; its entries move along.
-        """
+        """Return two buckets, of pieces with a gradient and without, or this one if all are alike; entries of `state` move
+        along."""
         inside = [piece for piece in self.pieces if gradient_of(piece.param) is not None]
         if len(inside) in (0, len(self.pieces)):
             return [self]

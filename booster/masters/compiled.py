@@ -30,7 +30,7 @@ from booster.masters.quantized_state import DIVISOR, Encoding, QuantizedState, S
 from booster.masters.step import MasterStep, inverse
 from booster.model.optimizer_kinds import kind_of, unknown
 from booster.model.optimizer_states import restored_afterwards
-from booster.shards.base import State
+from booster.shards.shard_states import State
 from booster.update.application import StepScalars
 from booster.update.compiled_step import COMPILER_OPTIONS, compile_alone
 
@@ -188,10 +188,7 @@ class Kernel:
 
 
 def scalars_first(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-    """Compile `graph` with inductor, except operations among 0-dim tensors, which run eagerly before; for torch.compile.
-
-    Bias corrections are powers of the step count.
-    """
+    """Compile `graph` with inductor, for torch.compile, except operations among 0-dim tensors, which run eagerly before."""
     from torch.fx.passes.split_module import split_module
 
     inductor = functools.partial(compile_graph(), options=COMPILER_OPTIONS)
@@ -199,8 +196,8 @@ def scalars_first(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable
     if not scalars:
         return inductor(graph, inputs)
     whole: Any = split_module(graph, graph, lambda node: 0 if node in scalars else 1, keep_original_order=False)
-    # Torch's compiler for CPUs puts them into the loop over the elements, once for each vector of them, where they take longer
-    # than the update itself.
+    # Bias corrections are powers of the step count. Torch's compiler for CPUs puts them into the loop over the elements, once
+    # for each vector, where they take longer than the update itself.
     residual = whole.submod_1
     values = {node.name: node.meta.get("example_value") for node in graph.graph.nodes}
     examples: Any = [values[node.name] for node in residual.graph.nodes if node.op == "placeholder"]
@@ -317,13 +314,11 @@ class CompiledMasterStep(MasterStep):
             bucket.quantizer.quantize(bucket, state)
 
     def _joined(self, bucket: Bucket, pieces: list[torch.Tensor], name: str) -> torch.Tensor:
-        """Return the pieces as one tensor of the bucket's size: themselves where there is one of this size, else a copy.
-
-        name: of a memory for copies, which the next bucket uses again.
-        """
+        """Return the pieces as one tensor of the bucket's size: themselves where there is one of this size, else a copy."""
         if len(pieces) == 1 and pieces[0].numel() == bucket.size and pieces[0].dtype == bucket.dtype:
             return pieces[0]
         key = (bucket.size, bucket.dtype, bucket.device, name)
+        # The next bucket of the size uses the memory again.
         if key not in self._copies:
             self._copies[key] = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
         # The compiled kernel takes one flat tensor: one of pieces would be compiled for every division.

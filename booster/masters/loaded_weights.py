@@ -104,5 +104,5 @@ def take_loaded(
     if not loaded.values:
         return {}
     params = {names[param]: param for param in masters.layouts if param in names}
-    values = shards.local_weights(loaded.pop(watched), names)
+    values = shards.states.of_weights(shards.states.local, loaded.pop(watched), names)
     return {params[name]: value for name, value in values.items() if name in params}

@@ -17,7 +17,7 @@ from booster.masters.masters import Masters, Weights, has_half_elements
 from booster.masters.states import Places, StateView, give_back, places_of, state_of_bucket, state_of_params
 from booster.model.dtensors import local_shard
 from booster.model.optimizer_states import load_states
-from booster.shards.base import State
+from booster.shards.shard_states import State
 from booster.tensors.flat import flat
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.context import UpdateContext
@@ -54,7 +54,7 @@ class MasterState(OptimizerState):
         view = StateView(
             self._places, self.optimizer.state, masters.layouts, put=self._put_state, steps=lambda: masters.rng.count
         )
-        return self.shards.view_state(view)
+        return self.shards.states.view_state(view)
 
     def _put_state(self, param: torch.Tensor, own: State | None) -> None:
         """Make `own` the state of `param`, which is in a bucket; None: it has none. Buckets are made anew where `param` can
@@ -176,10 +176,7 @@ class MasterState(OptimizerState):
         self.masters.sync()
 
     def restore_params(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Give the optimizer its states by parameter, as if it had been stepped on float32 ones; return the masters likewise.
-
-        This object is at its end.
-        """
+        """Give the optimizer its states by parameter, as if it had stepped float32 ones; return the masters likewise."""
         self.masters.register_params()
         self.masters.sync()
         state: dict[Any, State] = self.optimizer.state
@@ -263,7 +260,7 @@ class MasterState(OptimizerState):
     def _read_states(self, state_dict: dict[str, Any], fill: Fill | None) -> dict[torch.Tensor, State]:
         """Load torch's state dict into the optimizer, but for the state of half parameters, which is returned.
 
-        Masters and handles stay; only containers of the optimizer change.
+        only containers of the optimizer change.
         """
         optimizer = self.optimizer
         # Torch casts state to the dtype of the parameter that it belongs to.
@@ -285,6 +282,7 @@ class MasterState(OptimizerState):
             late = {key: {name: value for name, value in own.items() if _is_late(value)} for key, own in given.items()}
             early = {key: {name: own[name] for name in own.keys() - late[key].keys()} for key, own in given.items()}
             state_dict = {**state_dict, "state": early}
+        # Masters and handles stay.
         with self._replaced(proxies):
             load_states(optimizer, state_dict)
         held = (param for group in optimizer.param_groups for param in group["params"])

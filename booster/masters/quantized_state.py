@@ -62,7 +62,7 @@ from booster.common.torch_internals.optimizer_internals import unhooked
 from booster.masters.rounding import RoundingBits, RoundingRNG, canonical_nan_
 from booster.model.optimizer_kinds import KNOWN, Sign, declared_states, known
 from booster.model.optimizer_states import probe_of, restored_afterwards
-from booster.shards.base import State
+from booster.shards.shard_states import State
 
 States = Literal["fp32", "bf16", "8bit"]
 Encoding = Literal["bf16", "signed", "unsigned", "root_ratio", "ratio"]
@@ -188,10 +188,7 @@ class QuantizedState:
 
 
 def narrow_scales(found: torch.Tensor, random_bits: torch.Tensor) -> torch.Tensor:
-    """Return the bits 15 to 30 of the scales `found`, float32 and not negative, rounded stochastically, as int32.
-
-    random_bits: those of `scale_random_bits`, in a shape like that of `found`.
-    """
+    """Return bits 15 to 30 of the scales `found`, float32, not negative, rounded by `random_bits`, as int32."""
     if not found.is_cpu:  # see `rounding.canonical_nan_`
         found = torch.where(found != found, math.nan, found)
     # Bits added below the place that is kept, as in stochastic rounding of bfloat16.

@@ -103,11 +103,9 @@ def to_ulp(weights: torch.Tensor, share: float = 1.0) -> torch.Tensor:
 
 
 def in_chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Return chunks of flat tensors of one length, those of one place together.
-
-    Half of a tensor always holds one more of them.
-    """
+    """Return chunks of flat tensors of one length, those of one place together."""
     # On the CPU they fit into a core's cache.
+    # Half of a tensor always holds one more of them.
     size = max(1, len(tensors[0]) // 2)
     yield from zip(*(tensor.split(min(size, CHUNK) if tensor.is_cpu else size) for tensor in tensors), strict=True)
 
@@ -123,10 +121,7 @@ def pieces_like(values: torch.Tensor, working: Views) -> list[torch.Tensor]:
 
 
 def accept_foreign_zeros(working: Views, values: torch.Tensor, scratch: torch.Tensor) -> None:
-    """Of joined bfloat16 masters: take over zeros that somebody else wrote. Overwrites `scratch`.
-
-    elsewhere reading it would wait for the device.
-    """
+    """Of joined bfloat16 masters: take over zeros that somebody else wrote. Overwrites `scratch`."""
     # On the CPU the sum shows whether there may be any.
     if not values.is_cpu or math.isnan(values.sum()):
         torch._foreach_copy_(pieces_like(scratch, working), list(working))

@@ -363,15 +363,13 @@ class MasterStep:
 
 
 def step_batches(params: Iterable[torch.Tensor], size: int) -> list[tuple[list[torch.Tensor], bool]]:
-    """Divide those of `params` that have a gradient into batches of at most `size` elements, to be stepped one by one.
-
-    Also returns of each batch whether a fused kernel may step it.
-    """
+    """Divide those of `params` that have a gradient into batches of at most `size` elements, to be stepped one by one."""
     own = [p for p in params if p.grad is not None and p.dtype not in HALF_DTYPES]
     # A fused kernel walks raw memory, and overwrites the gaps of a parameter that has any.
     loose = [] if all(map(_contiguous, own)) else [p for p in own if not is_dense(p)]
     dense = own if not loose else [p for p in own if is_dense(p)]
     return [
+        # With each batch, whether a fused kernel may step it.
         ([piece.param for piece in lot], kind is dense)
         for kind in (dense, loose)
         for alike in split_by_device(kind)

@@ -24,10 +24,7 @@ _REMEDIES = {
 
 
 def resized(batch: Any, size: int) -> Any:
-    """Return `batch` with tensors of `size` samples, without memory; what has another first dimension stays.
-
-    Raises ValueError where no tensor has one.
-    """
+    """Return `batch` with tensors of `size` samples, without memory; what has another first dimension stays."""
     # The size of a batch is the first dimension of its first tensor.
     old = samples(batch)
     if old is None:

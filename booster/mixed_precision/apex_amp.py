@@ -292,6 +292,7 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
         yield from gradients.master_params()
         return
     arguments.instance("optimizer", optimizer, Optimizer, "an optimizer")
+    # An optimizer that is not boosted steps what it has.
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -134,7 +134,7 @@ def _wrap_optimizer(
     switched = may_switch and switch_to_fused(optimizer, as_one_module(placed))
     with shards.local():
         named = {**names, **rebound.names()}
-        shards.set_names(named)
+        shards.names = named
         own = rebound.slice_out(weights)
         if options.release_gradients:
             make_update = master_update(precision, optimizer, named, own, released=True)

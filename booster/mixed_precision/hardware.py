@@ -56,10 +56,7 @@ def _turned(found: tuple[Any, ...], precisions: list[str]) -> Iterator[None]:
 
 
 def missing(name: str, device: torch.device, *, capability: tuple[int, int], generations: str) -> str:
-    """What `device` lacks to multiply in `name`, as a sentence; empty where it lacks nothing.
-
-    capability: the least compute capability of a CUDA device that does. generations: of which that is the first.
-    """
+    """What `device` lacks to multiply in `name`, as a sentence; empty where it lacks nothing. capability: the least on CUDA."""
     if device.type == "cpu":
         found = "this is a CPU"
     elif torch.version.hip:

@@ -44,10 +44,7 @@ def is_sendable(tensor: torch.Tensor) -> bool:
 
 
 def broadcast(values: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Give `values` of the rank `source` of `group` to all its ranks, in place; a collective unless it is empty.
-
-    values: of any dtype and strides, on a device that the backend can use, on every rank of the same shape.
-    """
+    """Give `values` of the rank `source` of `group` to all its ranks, in place; of one shape on all. A collective unless empty."""
     if values.numel():
         there = values.contiguous()  # a backend sends raw memory
         dist.broadcast(there.view(-1).view(torch.uint8), group=group, group_src=source)
@@ -128,10 +125,7 @@ def _align(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Return what each rank of `group` brings, in the order of ranks; a small collective, and another one unless all is empty.
-
-    group: None means this rank alone. `agreement.gather` does this for values.
-    """
+    """Return what each rank of `group` brings, in the order of ranks; one or two small collectives. None: this rank alone."""
     if group is None:
         return [data]
     lengths = [length for (length,) in gather_integers([len(data)], group)]

@@ -13,7 +13,7 @@ this rank's shards, in the same order. So there is one update, and fused kernels
     unsharded param     under `fully_shard` the whole parameter, which exists between its all-gather and its reshard;
                         `sharded_params` gives the DTensors that the model holds otherwise
     unsharded accumulated gradients   gradients of passes inside `no_sync`, which `fully_shard` keeps out of `.grad`
-    state               what the optimizer keeps, by shard; `full_state` makes it whole, `sharded_state` a `FlatShard` of it
+    state               what the optimizer keeps, by shard; `states.full` makes it whole, `states.sharded` a `FlatShard`
     flat bucket         parameters end to end in one tensor, of which each rank owns a slice (`FlatParameters`)
     bucket slot         a parameter's place in a flat bucket (`BucketSlot`)
     replica             a rank that holds the same shard; `num_replicas` divides norms, so that each element counts once
@@ -35,7 +35,8 @@ An example: a weight of 6 elements, 2 ranks, Adam; what each rank has (slices ar
 
 Files, in reading order:
 
-    base.py                 `Shards`: every operation, for parameters that are whole; a view of states by parameter
+    base.py                 `Shards`: every operation, for parameters that are whole
+    shard_states.py         `Shards.states`: states and masters between shards and parameters; a view of them by parameter
     replicated.py           DDP: whole parameters; which gradients `DistributedDataParallel` has averaged, and which it has not
     zero_buckets.py         ZeRO: `FlatParameters`, and the buckets of a module: who owns what
     zero.py                 ZeRO: slices of flat buckets as shards

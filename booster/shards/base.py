@@ -5,7 +5,7 @@ Every operation of the room is declared here; `__init__` of the room has the rol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,13 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.model.dtensors import is_dtensor, local_shard
+from booster.model.dtensors import is_dtensor
+from booster.shards.shard_states import ShardStates
 
 if TYPE_CHECKING:
     from booster.model.params import Selection
-    from booster.shards.flat_shard import FlatShard
-
-State = dict[str, Any]
 
 
 class Shards:
@@ -53,10 +51,6 @@ class Shards:
         # The shard of each parameter that has one, and back.
         self._shards: dict[torch.Tensor, Any] = {}
         self._params: dict[torch.Tensor, torch.Tensor] = {}
-
-    def set_names(self, names: Mapping[Any, str]) -> None:
-        """Call parameters and shards by `names` in messages."""
-        self.names = names
 
     def select(self, selection: Selection | None) -> None:
         """Set which parameters of the whole optimizer are here, where layers are divided among ranks."""
@@ -135,7 +129,7 @@ class Shards:
 
     def grad_holders(self) -> list[torch.Tensor]:
         """Return every tensor with a `.grad` that a backward pass may add to, also those that have none. Inside `local()`."""
-        return self._held_params()
+        return self.held_params()
 
     def grad_targets(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors to write to the `.grad` of, so that the gradients of `shards` change. Inside `local()`.
@@ -154,7 +148,7 @@ class Shards:
         return value
 
     def needs_collective(self, value: torch.Tensor, param: torch.Tensor) -> bool:
-        """Whether `distribute` and `local_state` of `value` are collectives; ValueError if `value` cannot be laid out here."""
+        """Whether `distribute` and `states.local` of `value` are collectives; ValueError if `value` cannot be laid out here."""
         if is_dtensor(value):
             raise ValueError(
                 "the optimizer state holds DTensors, each a rank's shard of a tensor, and this plugin keeps whole tensors; "
@@ -204,92 +198,17 @@ class Shards:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
-        """Return the optimizer's state by parameter, for reading, from that by shard. Not a collective."""
-        return state
-
-    def state_of_ranks(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
-        """Return `state`, which `view_state` gave, where every rank has the same entries; else the names of entries that any
-        rank has, without values."""
-        # A collective there.
-        return state
+    @property
+    def states(self) -> ShardStates:
+        """What converts states and masters between shards and whole parameters."""
+        return ShardStates(self, self._shards, self._params)
 
     def accept_zero_grads(self) -> None:
         """Make gradients zeros, wherever they are kept, for parameters with a `.grad` of zeros. Not inside `local()`."""
 
-    def full_state(self, states: dict[int, State]) -> dict[int, State]:
-        """Return state by index, as in a torch state dict, of whole parameters from that of shards. May be a collective."""
-        return self._of_params(self._full, states)
-
-    def sharded_state(self, states: dict[int, State]) -> dict[int, State]:
-        """Return state by index, as in a torch state dict, of this rank's shards, each of which knows its place in the whole.
-
-        As `full_state`, with a `FlatShard` where that would gather; not a collective.
-        """
-        return self._of_params(self._sharded, states)
-
-    def local_state(self, states: dict[int, State]) -> dict[int, State]:
-        """Return the inverse of `full_state`, also of states of whole tensors where that makes DTensors."""
-        return self._of_params(self._local, states)
-
-    def full_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
-        """Return tensors by parameter name, in the shape of parameters, from those of shards. May be a collective."""
-        return self._of_weights(self._full, weights, names)
-
-    def sharded_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, Any]:
-        """Return tensors by parameter name from those of shards: `full_weights`, with a `FlatShard` where that would gather."""
-        return self._of_weights(self._sharded, weights, names)
-
-    def local_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
-        """Return the inverse of `full_weights`."""
-        return self._of_weights(self._local, weights, names)
-
-    def full_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Return float32 tensors by parameter, each laid out as its parameter is, from those of shards. May be a collective."""
-        return masters
-
-    def move_states_from(self, before: Shards, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Make the states that the optimizer has by the shards of `before` states of these; both shard the same parameters.
-
-        replaced: by parameter of `before` the one in its place now, where that is another. May be a collective.
-        """
-
-    def empty_shard(self, param: torch.Tensor, dtype: torch.dtype, device: Any = None) -> FlatShard | None:
-        """Return memory for this rank's shard of a tensor of the shape of `param`; None where a whole tensor is wanted."""
-        return None
-
-    def _full(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
-        """Return `entries` of shards as those of whole parameters, which are `params` by the same keys. May be a collective."""
-        return entries
-
-    def _sharded(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
-        """As `_full`, with a `FlatShard` where that would gather; not a collective."""
-        return self._full(entries, params)
-
-    def _local(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
-        """Return the inverse of `_full` and of `_sharded`."""
-        return entries
-
-    def _of_params(self, change: Callable[..., dict[Any, State]], states: dict[int, State]) -> dict[int, State]:
-        """`change` states of parameters; what an optimizer keeps under other names stays as it is."""
-        params = self._by_index()
-        own = {key: value for key, value in states.items() if key not in params}
-        return change({key: state for key, state in states.items() if key in params}, params) | own
-
-    def _by_index(self) -> dict[int, torch.Tensor]:
-        return dict(enumerate(self._params.get(param, param) for param in self._held_params()))
-
-    def _held_params(self) -> list[torch.Tensor]:
+    def held_params(self) -> list[torch.Tensor]:
         """Return what the groups hold now: parameters, or shards inside `local()`."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
-
-    def _of_weights(
-        self, made: Callable[..., dict[Any, State]], weights: Any, names: Mapping[Any, str]
-    ) -> dict[str, Any]:
-        """Return what `made` makes of weights by name: each is one entry, called ""."""
-        params = {name: param for param, name in names.items() if param not in self._params}
-        alone = made({name: {"": weight} for name, weight in weights.items()}, params)
-        return {name: own[""] for name, own in alone.items()}
 
 
 UNSYNCHRONISED = (
@@ -315,72 +234,3 @@ RELAID = (
     "{name} changed its memory order after boost(), so that ranks average gradients of other elements with it than its own; "
     "call model.to(memory_format=...) before boost()"
 )
-
-
-class ShardedStateView(Mapping[Any, State]):
-    """State by parameter, each entry made at a read, from `state` by shard. Writes and deletions are those of shards.
-
-    shards, params: the shard of each parameter that has one, and back. shown: makes an entry, of (parameter, shard, its
-    state), which is not kept.
-    """
-
-    def __init__(
-        self,
-        state: Any,
-        shards: Mapping[torch.Tensor, torch.Tensor],
-        params: Mapping[torch.Tensor, torch.Tensor],
-        shown: Callable[[torch.Tensor, torch.Tensor, State], State],
-    ) -> None:
-        self._state, self._shards, self._params, self._shown = state, shards, params, shown
-
-    def __contains__(self, param: object) -> bool:
-        return self._key(param) is not None
-
-    def __getitem__(self, param: Any) -> State:
-        key = self._key(param)
-        if key is None:
-            raise KeyError(param)
-        return self._shown(param, key, self._state[key])
-
-    def __setitem__(self, param: Any, own: State) -> None:
-        """Make `own`, laid out as what is read, the state of `param` on this rank; nothing where the rank has none of it."""
-        shard = self._shards.get(param, param)
-        mine = {}
-        for key, given in own.items():
-            value = local_shard(given) if isinstance(given, torch.Tensor) else given
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape != shard.shape:
-                if value.numel() == shard.numel():
-                    value = value.reshape(shard.shape)
-                elif value.shape == param.shape:
-                    raise ValueError(
-                        f"optimizer.state[param] was given {key!r} of the whole parameter, {tuple(value.shape)}, and this rank "
-                        f"holds {shard.numel()} of its numbers; give what optimizer.state[param] gives, changed, or load whole "
-                        "states by optimizer.load_state_dict"
-                    )
-            mine[key] = value
-        if shard.numel() or not param.numel():
-            self._state[shard] = mine
-
-    def __delitem__(self, param: Any) -> None:
-        """Drop the state of `param`, on this rank."""
-        key, shard = self._key(param), self._shards.get(param, param)
-        if key is not None:
-            del self._state[key]
-        elif shard is param or shard.numel():
-            raise KeyError(param)
-
-    def clear(self) -> None:
-        """Drop the state of every parameter, on this rank."""
-        self._state.clear()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(dict.fromkeys(self._params.get(key, key) for key in self._state))
-
-    def __len__(self) -> int:
-        return len({self._params.get(key, key) for key in self._state})
-
-    def _key(self, param: Any) -> Any:
-        """Return by what the state of `param` is known; None if it has none."""
-        shard = self._shards.get(param, param)
-        key = shard if shard in self._state else param
-        return key if key in self._state and param not in self._params else None

@@ -21,8 +21,9 @@ from booster.model.optimizer_kinds import check_attributes, kind_of, known, unkn
 from booster.ranks.agreement import all_names
 from booster.ranks.coordinator import size_of
 from booster.ranks.messages import reduced
-from booster.shards.base import ShardedStateView, Shards, State
+from booster.shards.base import Shards
 from booster.shards.replica_check import ReplicaCheck, trained
+from booster.shards.shard_states import Entries, ShardedStateView, ShardStates, State
 from booster.tensors.trees import HALF_DTYPES
 
 _GRAD = attrgetter("grad")
@@ -141,7 +142,7 @@ class DTensorShards(Shards):
 
     @torch.no_grad()
     def _differing(self) -> tuple[str, ...]:
-        held = self._held_params()
+        held = self.held_params()
         whole = [param for param in held if "tp" not in _dims(param)]
         ranks = self._layer_ranks
         if not whole or ranks is None:
@@ -253,44 +254,52 @@ class DTensorShards(Shards):
 
     # ------------------------------------------------------------------ checkpoints
 
+    @property
+    def states(self) -> DTensorStates:
+        return DTensorStates(self, self._shards, self._params)
+
+    def _shard_states(self) -> None:
+        """Divide what the optimizer knows of whole parameters, from steps that it made before they were placed."""
+        state, states = self.optimizer.state, self.states
+        for param in self.held_params():
+            if isinstance(param, DTensor) and param in state:
+                own = {key: _at_least_as_wide(value, param) for key, value in state.pop(param).items()}
+                state[self.shard_of(param)] = {key: states.shard_entry(value, param) for key, value in own.items()}
+
+
+class DTensorStates(ShardStates):
+    """Of local tensors of DTensors: whole entries are DTensors as the parameter is."""
+
     def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
         def shown(param: torch.Tensor, shard: torch.Tensor, own: State) -> State:
             return {key: self._full_entry(value, param) for key, value in own.items()}
 
-        return ShardedStateView(state, self._shards, self._params, shown)
+        return ShardedStateView(state, self.by_param, self.by_shard, shown)
 
-    def _full(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
+    def full(self, entries: Entries, params: Mapping[Any, torch.Tensor]) -> Entries:
         return {
             key: {name: self._full_entry(value, params[key]) for name, value in own.items()}
             for key, own in entries.items()
         }
 
-    def _local(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
+    def local(self, entries: Entries, params: Mapping[Any, torch.Tensor]) -> Entries:
         return {
-            key: {name: self._shard_entry(value, params.get(key)) for name, value in own.items()}
+            key: {name: self.shard_entry(value, params.get(key)) for name, value in own.items()}
             for key, own in entries.items()
         }
 
     def full_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        params = {shard: self._params.get(shard, shard) for shard in masters}
+        params = {shard: self.by_shard.get(shard, shard) for shard in masters}
         return {params[shard]: self._full_entry(value, params[shard]) for shard, value in masters.items()}
 
-    def move_states_from(self, before: Shards, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        state = self.optimizer.state
-        for param, shard in before._shards.items() if isinstance(before, DTensorShards) else ():
+    def move_states_from(self, before: Any, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        state = self.shards.optimizer.state
+        for param, shard in before.states.by_param.items() if isinstance(before.states, DTensorStates) else ():
             if shard in state:
-                state[self.shard_of(replaced.get(param, param))] = state.pop(shard)
-
-    def _shard_states(self) -> None:
-        """Divide what the optimizer knows of whole parameters, from steps that it made before they were placed."""
-        state = self.optimizer.state
-        for param in self._held_params():
-            if isinstance(param, DTensor) and param in state:
-                own = {key: _at_least_as_wide(value, param) for key, value in state.pop(param).items()}
-                state[self.shard_of(param)] = {key: self._shard_entry(value, param) for key, value in own.items()}
+                state[self.shards.shard_of(replaced.get(param, param))] = state.pop(shard)
 
     def _full_entry(self, value: Any, param: torch.Tensor) -> Any:
-        shard = self._shards.get(param)
+        shard = self.by_param.get(param)
         if shard is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.dim() == 0:
             return value
         if value.shape != shard.shape:
@@ -298,10 +307,10 @@ class DTensorShards(Shards):
         # A view into a bucket of states would drag the bucket along, and torch.save refuses a DTensor of one.
         return dtensor_around(value.clone() if value.storage_offset() else value, param)
 
-    def _shard_entry(self, value: Any, param: torch.Tensor | None) -> Any:
+    def shard_entry(self, value: Any, param: torch.Tensor | None) -> Any:
         if param is None or not isinstance(value, torch.Tensor) or value.shape != param.shape or value.dim() == 0:
             return value
-        return self.local_slice(value, param)
+        return self.shards.local_slice(value, param)
 
 
 def check_steps_shards(optimizer: Optimizer) -> bool:

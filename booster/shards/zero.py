@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from booster.common.torch_internals.tensor_internals import version
 from booster.model.optimizer_kinds import Kind, check_attributes, kind_of, unknown
-from booster.shards.base import FROZEN, SPARSE, UNSYNCHRONISED, ShardedStateView, Shards, State
-from booster.shards.flat_shard import FlatShard
+from booster.shards.base import FROZEN, SPARSE, UNSYNCHRONISED, Shards
 from booster.shards.replica_check import ReplicaCheck
 from booster.shards.replicated import (
     GradSyncTracker,
@@ -26,7 +25,7 @@ from booster.shards.replicated import (
     replicated_params,
 )
 from booster.shards.zero_buckets import FlatParameters, ModuleBuckets, flat_slice
-from booster.shards.zero_states import BucketSlot, GroupShards, gather_states, state_names
+from booster.shards.zero_states import BucketSlot, GroupShards, ZeroStates
 from booster.tensors.flat import flat_like, shaped_like
 
 
@@ -68,7 +67,7 @@ class ZeroShards(Shards):
         self._stepped_in_backward: set[torch.Tensor] = set()  # of the step that is made within backward
         self._layouts = list(layouts)
         for layout in self._layouts:
-            layout.shard_params(set(self._held_params()), whole=kind == "per tensor")
+            layout.shard_params(set(self.held_params()), whole=kind == "per tensor")
         self._reduced, self._overlaps = reduced, overlaps
         self._slots: dict[torch.Tensor, BucketSlot] = {}
         self._groups: list[GroupShards] = []  # when `local` was last entered
@@ -260,7 +259,7 @@ class ZeroShards(Shards):
         divisor, self._divisor = self._divisor, 1.0
         if not isinstance(divisor, torch.Tensor) and divisor == 1.0:
             return
-        for param in self._held_params():
+        for param in self.held_params():
             shard = self.shard_of(param)
             if param.grad is None or shard is param:
                 continue
@@ -276,7 +275,7 @@ class ZeroShards(Shards):
             tracker.on_zero_grad()
         if not self._reduced:
             return
-        owned = self._held_params()
+        owned = self.held_params()
         if set_to_none:
             ids = set(map(id, owned))
             for bucket in self._buckets():
@@ -304,102 +303,23 @@ class ZeroShards(Shards):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
-        """Return state by parameter, but of this rank's shard: 1-dim where that is not all of the parameter."""
-
-        def shown(param: torch.Tensor, shard: torch.Tensor, own: State) -> State:
-            if shard.numel() != param.numel() or not shard.dim():
-                return dict(own)
-            return {key: shaped_like(value, param) if _alike(value, shard) else value for key, value in own.items()}
-
-        return ShardedStateView(state, self._shards, self._params, shown)
-
-    def state_of_ranks(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
-        params = self._held_params()
-        names = state_names(state, params, self._layouts[0].group if self._layouts else None)
-        if not names and self._reduced and any(map(self.has_gradient, params)):
-            raise RuntimeError(
-                "torch.distributed.checkpoint.state_dict makes states by a step of zeros, and would drop the gradients that "
-                "this rank has slices of; call optimizer.step() or optimizer.zero_grad() first"
-            )
-        return names
+    @property
+    def states(self) -> ZeroStates:
+        layout = self._layouts[0] if self._layouts else None
+        return ZeroStates(self, self._shards, self._params, layout=layout, reduced=self._reduced)
 
     def accept_zero_grads(self) -> None:
-        for param in self._held_params():
+        for param in self.held_params():
             slot = self.slot_of(param)
             if self._reduced and slot is not None and param.grad is not None:
                 slot.bucket.start_gradient(slot.position, self._rank)
                 param.grad = None
-
-    def _full(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
-        slots = {key: slot for key, param in params.items() if (slot := self.slot_of(param)) is not None}
-        found = {key: own for key, own in entries.items() if key not in slots}
-        found |= self._gather({key: own for key, own in entries.items() if key in slots}, slots)
-        return {key: found[key] for key in dict.fromkeys((*params, *found)) if key in found}
-
-    def _sharded(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
-        slots = {key: None if (param := params.get(key)) is None else self.slot_of(param) for key in entries}
-        return {
-            key: {name: slot.flat_shard(value, self._rank) for name, value in own.items()} if slot else dict(own)
-            for (key, own), slot in zip(entries.items(), slots.values(), strict=True)
-        }
-
-    def _local(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
-        found = {}
-        for key, own in entries.items():
-            param = params.get(key)
-            # A weight that does not fit stays, for whoever reads it to refuse on all ranks alike.
-            misfit = param is not None and "" in own and own[""].shape != param.shape
-            if param is None or misfit or self.slot_of(param) is None:
-                found[key] = own
-            elif self.shard_of(param).numel():
-                found[key] = {name: self._shard_entry(value, param) for name, value in own.items()}
-        return found
-
-    def empty_shard(self, param: torch.Tensor, dtype: torch.dtype, device: Any = None) -> FlatShard | None:
-        slot = self.slot_of(param)
-        if slot is None or not param.dim():
-            return None
-        return slot.empty_shard(dtype, self._rank, device or param.device)
-
-    def full_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        wide = {param: value for shard, value in masters.items() if (param := self._params.get(shard, shard)) is shard}
-        for param in self._held_params():
-            slot = self.slot_of(param)
-            if slot is None:
-                continue
-            own = masters.pop(self.shard_of(param), None)  # one after another, so that no more than one is there twice
-            whole = self._gather({0: {"": own}} if own is not None and own.numel() else {}, {0: slot})
-            if whole:
-                wide[param] = whole[0][""].to(param.device)
-        return wide
-
-    def move_states_from(self, before: Shards, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        state = self.optimizer.state
-        for param in self._held_params():
-            old, new = before.slot_of(param) if isinstance(before, ZeroShards) else None, self.slot_of(param)
-            if old is None or new is None:
-                continue
-            own, shard = state.pop(before.shard_of(param), None), self.shard_of(param)
-            if not old.has_same_layout(new, self._layouts[0].world_size):
-                # One after another, so that no more than one is there twice.
-                found = self._gather({0: own} if own else {}, {0: old}).get(0, {})
-                cut = {key: self._shard_entry(entry, param) for key, entry in found.items()}
-                own = {
-                    key: value.to(param.device) if isinstance(value, torch.Tensor) and value.dim() else value
-                    for key, value in cut.items()
-                }
-            if own and shard.numel():
-                state[shard] = own
 
     # ------------------------------------------------------------------ inside
 
     @property
     def _rank(self) -> int:
         return self._layouts[0].rank
-
-    def _gather(self, states: dict[Any, State], slots: dict[Any, BucketSlot]) -> dict[Any, State]:
-        return gather_states(states, slots, self._layouts[0].group) if self._layouts else states
 
     def _buckets(self) -> list[FlatParameters]:
         return [bucket for layout in self._layouts for bucket in layout.buckets]
@@ -434,19 +354,13 @@ class ZeroShards(Shards):
         # Nearly always: states begin with the first step, which is of shards.
         if brought.isdisjoint(map(id, group.params)):
             return
+        states = self.states
         for param, shard in group.divided:
             if param in state:
                 own = state.pop(param)
                 # A rank without elements of the parameter steps nothing of it.
                 if shard.numel():
-                    state[shard] = {key: self._shard_entry(value, param) for key, value in own.items()}
-
-    def _shard_entry(self, value: Any, param: torch.Tensor) -> Any:
-        if isinstance(value, FlatShard):
-            return value.values if self.shard_of(param).dim() == 1 else shaped_like(value.values, param)
-        if not _alike(value, param) or value.dim() == 0:
-            return value
-        return self.local_slice(value, param).clone()  # not a view, which would keep the whole in memory
+                    state[shard] = {key: states.shard_entry(value, param) for key, value in own.items()}
 
     def _gradient(
         self, param: torch.Tensor, shard: torch.Tensor, slot: BucketSlot | None = None
@@ -496,7 +410,3 @@ def check_shards(optimizer: Optimizer) -> Kind:
     params = (param for group in optimizer.param_groups for param in group["params"])
     check_attributes(optimizer, params, "would be stepped on tensors of this rank's parts")
     return kind
-
-
-def _alike(value: Any, tensor: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == tensor.shape

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from booster.ranks.agreement import gather
 from booster.ranks.messages import communication_device
-from booster.shards.base import State
 from booster.shards.flat_shard import FlatShard
-from booster.shards.zero_buckets import FlatParameters
+from booster.shards.shard_states import Entries, ShardedStateView, ShardStates, State
+from booster.shards.zero_buckets import FlatParameters, ModuleBuckets
 from booster.tensors.flat import flat, shaped_like
 
 Key = str | int
@@ -234,3 +234,109 @@ class _Bytes:
                 sizes.append(size)
             offset = end
         return parts, list(message[: sum(sizes)].split_with_sizes(sizes)) if parts else []
+
+
+class ZeroStates(ShardStates):
+    """Of slices in the buckets of a `layout`; None: nothing is sharded. reduced: whether gradients are slices too."""
+
+    def __init__(self, shards: Any, *maps: Any, layout: ModuleBuckets | None, reduced: bool) -> None:
+        super().__init__(shards, *maps)
+        self._layout, self._reduced = layout, reduced
+        self._rank = 0 if layout is None else layout.rank
+
+    def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
+        """Return state by parameter, but of this rank's shard: 1-dim where that is not all of the parameter."""
+
+        def shown(param: torch.Tensor, shard: torch.Tensor, own: State) -> State:
+            if shard.numel() != param.numel() or not shard.dim():
+                return dict(own)
+            return {key: shaped_like(value, param) if _alike(value, shard) else value for key, value in own.items()}
+
+        return ShardedStateView(state, self.by_param, self.by_shard, shown)
+
+    def state_of_ranks(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
+        params = self.shards.held_params()
+        names = state_names(state, params, None if self._layout is None else self._layout.group)
+        if not names and self._reduced and any(map(self.shards.has_gradient, params)):
+            raise RuntimeError(
+                "torch.distributed.checkpoint.state_dict makes states by a step of zeros, and would drop the gradients that "
+                "this rank has slices of; call optimizer.step() or optimizer.zero_grad() first"
+            )
+        return names
+
+    def full(self, entries: Entries, params: Mapping[Any, torch.Tensor]) -> Entries:
+        slots = {key: slot for key, param in params.items() if (slot := self.shards.slot_of(param)) is not None}
+        found = {key: own for key, own in entries.items() if key not in slots}
+        found |= self._gather({key: own for key, own in entries.items() if key in slots}, slots)
+        return {key: found[key] for key in dict.fromkeys((*params, *found)) if key in found}
+
+    def sharded(self, entries: Entries, params: Mapping[Any, torch.Tensor]) -> Entries:
+        slots = {key: None if (param := params.get(key)) is None else self.shards.slot_of(param) for key in entries}
+        return {
+            key: {name: slot.flat_shard(value, self._rank) for name, value in own.items()} if slot else dict(own)
+            for (key, own), slot in zip(entries.items(), slots.values(), strict=True)
+        }
+
+    def local(self, entries: Entries, params: Mapping[Any, torch.Tensor]) -> Entries:
+        found = {}
+        for key, own in entries.items():
+            param = params.get(key)
+            # A weight that does not fit stays, for whoever reads it to refuse on all ranks alike.
+            misfit = param is not None and "" in own and own[""].shape != param.shape
+            if param is None or misfit or self.shards.slot_of(param) is None:
+                found[key] = own
+            elif self.shards.shard_of(param).numel():
+                found[key] = {name: self.shard_entry(value, param) for name, value in own.items()}
+        return found
+
+    def empty_shard(self, param: torch.Tensor, dtype: torch.dtype, device: Any = None) -> FlatShard | None:
+        slot = self.shards.slot_of(param)
+        if slot is None or not param.dim():
+            return None
+        return slot.empty_shard(dtype, self._rank, device or param.device)
+
+    def full_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        wide = {param: value for shard, value in masters.items() if (param := self.by_shard.get(shard, shard)) is shard}
+        for param in self.shards.held_params():
+            slot = self.shards.slot_of(param)
+            if slot is None:
+                continue
+            # One after another, so that no more than one is there twice.
+            own = masters.pop(self.shards.shard_of(param), None)
+            whole = self._gather({0: {"": own}} if own is not None and own.numel() else {}, {0: slot})
+            if whole:
+                wide[param] = whole[0][""].to(param.device)
+        return wide
+
+    def move_states_from(self, before: Any, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        state = self.shards.optimizer.state
+        for param in self.shards.held_params():
+            new = self.shards.slot_of(param)
+            old = before.slot_of(param) if isinstance(before.states, ZeroStates) else None
+            if old is None or new is None or self._layout is None:
+                continue
+            own, shard = state.pop(before.shard_of(param), None), self.shards.shard_of(param)
+            if not old.has_same_layout(new, self._layout.world_size):
+                # One after another, so that no more than one is there twice.
+                found = self._gather({0: own} if own else {}, {0: old}).get(0, {})
+                cut = {key: self.shard_entry(entry, param) for key, entry in found.items()}
+                own = {
+                    key: value.to(param.device) if isinstance(value, torch.Tensor) and value.dim() else value
+                    for key, value in cut.items()
+                }
+            if own and shard.numel():
+                state[shard] = own
+
+    def shard_entry(self, value: Any, param: torch.Tensor) -> Any:
+        if isinstance(value, FlatShard):
+            return value.values if self.shards.shard_of(param).dim() == 1 else shaped_like(value.values, param)
+        if not _alike(value, param) or value.dim() == 0:
+            return value
+        return self.shards.local_slice(value, param).clone()  # not a view, which would keep the whole in memory
+
+    def _gather(self, states: Entries, slots: dict[Any, BucketSlot]) -> Entries:
+        return states if self._layout is None else gather_states(states, slots, self._layout.group)
+
+
+def _alike(value: Any, tensor: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == tensor.shape

@@ -42,7 +42,7 @@ class OptimizerState:
     @property
     def state(self) -> Any:
         """The optimizer's state, by the parameters that the user knows."""
-        return self.shards.view_state(self.optimizer.state)
+        return self.shards.states.view_state(self.optimizer.state)
 
     def has_master(self, param: torch.Tensor) -> bool:
         """Return whether float32 numbers stand behind `param`, a whole parameter, as checkpoints keep them."""

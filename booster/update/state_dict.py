@@ -33,13 +33,12 @@ def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], 
     shards = update.shards
     # The groups hold shards here, by which states and masters are kept.
     with shards.local():
+        convert = shards.states.sharded if divided else shards.states.full
         state, own = update.optimizer_state.state_dict()
         if isinstance(state.get("state"), dict):
-            widen = shards.sharded_state if divided else shards.full_state
-            state["state"] = widen(state["state"])
+            state["state"] = shards.states.of_params(convert, state["state"])
         if "masters" in own:
-            full_weights = shards.sharded_weights if divided else shards.full_weights
-            weights = full_weights(own["masters"]["weights"], update.names)
+            weights = shards.states.of_weights(convert, own["masters"]["weights"], update.names)
             own = {**own, "masters": {**own["masters"], "weights": weights}}
     if "masters" in own:
         own["masters"][IN_MODEL] = update.optimizer_state.weights_in_model()
@@ -53,12 +52,12 @@ def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], 
 
 def cut(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """Of what `state_of` gave, numbered, the part of this rank. Inside `local()`; a collective where parts are others'."""
-    shards = update.shards
+    states = update.shards.states
     if isinstance(state_dict.get("state"), dict):
-        state_dict = {**state_dict, "state": shards.local_state(state_dict["state"])}
+        state_dict = {**state_dict, "state": states.of_params(states.local, state_dict["state"])}
     masters = own.get("masters")
     if isinstance(masters, Mapping) and isinstance(masters.get("weights"), Mapping):
-        weights = shards.local_weights(dict(masters["weights"]), update.names)
+        weights = states.of_weights(states.local, masters["weights"], update.names)
         own = {**own, "masters": {**masters, "weights": weights}}
     return state_dict, own
 

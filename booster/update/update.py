@@ -126,7 +126,7 @@ class Update:
             values = self.optimizer_state.restore_params()
         # The user's optimizer gets back the implementation that it had.
         self.decision.application.kernel.give_up()
-        return self.shards.full_masters(values)
+        return self.shards.states.full_masters(values)
 
     def call(self, name: str, method: Callable[[], Any]) -> tuple[Any, bool]:
         """Call `method`, called `name`, of the optimizer and no step, on the float32 numbers that a step would change, and on

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from booster import Booster
 from booster.checkpoint.manifest import read_manifest
 from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
-from booster.shards import zero, zero_buckets, zero_states
+from booster.shards import zero_buckets, zero_states
 
 OPTIMIZERS = {
     "AdamW": torch.optim.AdamW,
@@ -55,14 +55,14 @@ def save_and_load(rank, world_size, root):
     for index, (precision, optimizer) in enumerate(CASES):
         booster, model, made = boosted(precision, optimizer, LowLevelZeroPlugin(stage=2))
         train(booster, model, made, 2, rank)
-        gather, zero.gather_states = zero.gather_states, None
+        gather, zero_states.gather_states = zero_states.gather_states, None
         try:
             booster.save(f"{root}/{index}", model, made, step=1)
             other, model_, made_ = boosted(precision, optimizer, LowLevelZeroPlugin(stage=1), seed=1)
             train(other, model_, made_, 1, rank)
             other.load(f"{root}/{index}", model_, made_)
         finally:
-            zero.gather_states = gather
+            zero_states.gather_states = gather
         results.append((flat_state(model, made), flat_state(model_, made_)))
     return results
 

@@ -32,7 +32,7 @@ BUDGETS = {
     "numerics": 6500,
     "plugin": 9700,
     "ranks": 500,
-    "shards": 3100,
+    "shards": 3200,
     "tensors": 1500,
     "update": 4700,
 }

@@ -19,8 +19,9 @@ from booster.common.torch_internals.tensor_internals import preserving_versions,
 def bucket_assignment(tensors: list[torch.Tensor], limit: int, indices: Sequence[int] = ()) -> list[list[int]]:
     """Return the buckets, of at most `limit` bytes and one dtype and device, that `DistributedDataParallel` makes of `tensors`.
 
-    indices: their numbers, where buckets are to come as they fill; else by the first tensor in each.
+    else by the first tensor in each.
     """
+    # Without `indices` buckets come by the first tensor in each, with them as they fill.
     buckets, _ = dist._compute_bucket_assignment_by_size(tensors, [limit], [False] * len(tensors), list(indices))
     return [list(bucket) for bucket in buckets]
 
@@ -100,10 +101,7 @@ def has_run(state: Any) -> bool:
 
 
 def end_iteration(module: Any) -> None:
-    """Bring a module that `fully_shard` was applied to, and all in it, to what they are between passes, after one that raised.
-
-    The module is the outermost such.
-    """
+    """Bring the outermost module that `fully_shard` was applied to back to between passes, after one that raised."""
     if hasattr(module, "reset_iter_state"):
         # Gradients that were on their way are lost.
         module.reset_iter_state()
@@ -203,26 +201,22 @@ class _OtherOutputs:
 
 
 def init_dtypes(groups: Iterable[Any]) -> str | None:
-    """Make groups of parameters decide their dtypes now, which torch does in the first forward pass.
-
-    Returns the name of a part of theirs with a hook of `register_hook`, which autograd never calls, if there is one.
-    """
+    """Make groups of parameters decide their dtypes now, which torch does in the first forward pass."""
     hooked = None
     for group in groups:
         if getattr(group, "_orig_dtype", True) is None:
             group._init_mp_dtypes()
         with torch._C.DisableTorchFunction():  # to look at hooks is none of the functions of a model
             for param in group.fsdp_params:
+                # Autograd never calls a hook of a sharded parameter, so that the name of one is returned.
                 if param.sharded_param._backward_hooks:
                     hooked = param._param_fqn
     return hooked
 
 
 def set_dtypes(module: Any, policy: Any) -> None:
-    """Make a module that `fully_shard` was applied to gather and reduce by another `MixedPrecisionPolicy` from now on.
-
-    Its parameters are sharded at present.
-    """
+    """Make a module that `fully_shard` was applied to gather and reduce by another `MixedPrecisionPolicy` from now on."""
+    # Its parameters are sharded at present.
     module._get_fsdp_state()._mp_policy = policy
     for group in fsdp_groups([module]):
         group.mp_policy = policy

@@ -42,10 +42,7 @@ def _pipeline_stage() -> type[Any]:
 
 
 def _declared(base: Any) -> type[Any]:
-    """Return a class of torch 2.11's pipeline stages, `base`, that goes by the tensors declared to it, as later ones do.
-
-    Of itself it takes all that it receives to require gradients, which integers cannot, and to have them, and
-    """
+    """Return a class of torch 2.11's pipeline stages, `base`, that goes by the tensors declared to it, as later ones do."""
 
     class DeclaredStage(base):
         has_backward: bool
@@ -55,6 +52,7 @@ def _declared(base: Any) -> type[Any]:
             return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
         def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+            # Torch 2.11 takes all that it receives to require gradients, which integers cannot.
             backward, self.has_backward = (
                 self.has_backward,
                 False,

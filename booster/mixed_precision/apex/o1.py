@@ -54,10 +54,7 @@ _OPERATORS = {
 
 
 def dispatched(module: Any, name: str) -> tuple[Callable[..., Any], ...]:
-    """What a mode is given where `module.name` of torch is called.
-
-    Raises ValueError for what no mode sees: Python functions of torch that only call others, and classes of torch.
-    """
+    """What a mode is given where `module.name` of torch is called."""
     function = getattr(module, name)
     if module is torch.Tensor and name in _OPERATORS:
         return (getattr(torch.Tensor, _OPERATORS[name]),)
@@ -69,6 +66,7 @@ def dispatched(module: Any, name: str) -> tuple[Callable[..., Any], ...]:
         "handle_torch_function" in function.__code__.co_names or function in get_testing_overrides()
     )
     if not holds_functions or inspect.isclass(function) or not callable(function) or not dispatches:
+        # No mode sees Python functions of torch that only call others, nor classes of torch.
         raise ValueError(
             f"{getattr(module, '__name__', module)}.{name} cannot be registered: torch does not dispatch it, so its "
             "arguments are never seen. Register the function of torch that it calls, or a function of your own that "

@@ -115,10 +115,7 @@ class ApexScales(LossScaler):
         return OrderedDict((f"loss_scaler{index}", scale.state_dict()) for index, scale in enumerate(self._scales))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` or apex gave; if the number of scales differs a WARNING says so, and those that fit load.
-
-        Raises ValueError, with nothing changed, for what `state_dict` did not give.
-        """
+        """Load what `state_dict` or apex gave; if the number of scales differs a WARNING says so, and those that fit load."""
         good, unexpected = _entries(state)
         if unexpected or not state:
             raise ValueError(

@@ -424,10 +424,7 @@ def _of_role(recipe: Recipe, role: str) -> GemmConfig | HighPrecision:
 
 
 def _ahead(noise: float, before: float | None, ordinary: float) -> float:
-    """Return what `noise` will be by the next look at a product, given that of the last one, if there was one.
-
-    ordinary: that of any numbers.
-    """
+    """Return what `noise` will be by the next look at a product, given that of the last one and of any numbers, `ordinary`."""
     if before is None or not ordinary < noise:
         return noise
     # The rest is independent of it and has another cause, so it alone grows on.

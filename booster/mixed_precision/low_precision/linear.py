@@ -48,7 +48,7 @@ def product(
 ) -> torch.Tensor:
     """Return `a @ b.t()` in `dtype`, of m x k and n x k matrices, in the formats of `how`, or in a wide dtype.
 
-    kernels: run the kernel of `recipe`; otherwise the same in a wide dtype, which differs by the rounding of the output.
+    otherwise the same in a wide dtype, which differs by the rounding of the output.
     """
     if isinstance(how, HighPrecision):
         wide = how.dtype or dtype
@@ -57,6 +57,7 @@ def product(
     if not (a.numel() and b.numel()):
         return torch.zeros(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
     left, right = quantized(a, how.left, how, recipe), quantized(b, how.right, how, recipe)
+    # Without `kernels` the same in a wide dtype, which differs by the rounding of the output.
     return multiply_scaled(left, right, how, recipe, dtype=dtype, kernels=kernels)
 
 

@@ -230,7 +230,7 @@ class UnusedParameters:
             if last and group.place:
                 continue
             found, apart = unreduced(group.own)
-            # Last: `groups` are all, and those are left out that were reduced, or had neither a call nor gradients in this
+            # The `last` call leaves out groups that were reduced, or had neither a call nor gradients in this
             # pass.
             if last and not group.called and HAS not in found:
                 continue
@@ -238,7 +238,7 @@ class UnusedParameters:
                 group.place = self._num_reduced % 254 + 1
                 self._num_reduced += 1
             # Neither, of a group that only joins others: of its call a pass that raised may be all that is left.
-            # Here: of each group two numbers, of which ranks agree on the maxima: a, and 255 - a for another a is refused.
+            # Of each group `here` has two numbers, of which ranks agree on the maxima: a, and 255 - a for another a is refused.
             here[group.index], here[len(self._groups) + group.index] = (not last or HAS in found), 0
             self._hooked = self._hooked or has_hooks(group.own)
             for place, state in enumerate(found, group.first):
@@ -285,7 +285,7 @@ class UnusedParameters:
         RuntimeError where ranks reduce different groups.
         """
         count, found = len(self._groups), self._found
-        # Last: of this pass.
+        # The last exchange of this pass.
         if last:
             order = bytearray(map(_PLACE, self._alive()))
             varies = self._hooked or order != (self._order or order)
