@@ -44,7 +44,7 @@ def is_sendable(tensor: torch.Tensor) -> bool:
 
 
 def broadcast(values: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Give `values` of the rank `source` of `group` to all its ranks, in place; of one shape on all. A collective unless empty."""
+    """Give `values` of the rank `source` of `group` to all its ranks, in place, of one shape; a collective unless empty."""
     if values.numel():
         there = values.contiguous()  # a backend sends raw memory
         dist.broadcast(there.view(-1).view(torch.uint8), group=group, group_src=source)
