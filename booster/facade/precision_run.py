@@ -134,7 +134,7 @@ class PrecisionRun:
                 boosted.unwrap(), self._plugin.group, lambda found: self._on_measurement(number, found)
             )
             for optimizer in optimizers[:1]:
-                update_of(optimizer).gradients.listen(controller)
+                update_of(optimizer).gradients.listeners.append(controller)
             self._control(record, controller)
 
     def switch_if_due(self) -> bool:

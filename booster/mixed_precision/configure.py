@@ -112,7 +112,7 @@ def _connect_conversion(
         return
     if (histories := precision.conversion.make_listener(layers, precision.device, placement.group)) is not None:
         extras_of(boosted).histories = histories
-        update_of(optimizers[0]).gradients.listen(histories)
+        update_of(optimizers[0]).gradients.listeners.append(histories)
     if not placement.stores_float32:  # shards are gathered, and freed
         precision.conversion.cache_weights(layers)
 

@@ -145,10 +145,6 @@ class Gradients:
             return self._prescribed
         return self.scaler.factor if self.norms.on_device else self.scaler.scale
 
-    def listen(self, listener: StepListener) -> None:
-        """Have `listener` hear of every backward pass and step from now on; those of a copy it does not hear."""
-        self.listeners.append(listener)
-
     def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None:
         """Bring gradients that exist already to `scale`, pending clips applied, so that new ones add to them. this: the pass
         that begins; None means one for this optimizer alone, of loss 0, complete."""
@@ -205,21 +201,7 @@ class Gradients:
         # Nor are those of optimizers that step together noted any longer: under `fully_shard` all are views of one tensor, and
         # a write to one counts for each.
         for member in self.joint.members:
-            member._check_own_mutations()
-
-    def _check_own_mutations(self) -> None:
-        mutation_check, self.mutation_check = self.mutation_check, None
-        params = [] if mutation_check is None or self._warned_of_mutation else mutation_check.mutated()
-        if params:
-            self._warned_of_mutation = True
-            _logger.warning(
-                "the gradient of %s%s was changed between b.backward and step() while it was multiplied by the loss "
-                "scale, as by torch's clip_grad_norm_, by a plain loss.backward(), or by hand: what is added or compared "
-                "with a bound there is thousands of times too small. Clip with optimizer.clip_grad_by_norm(max_norm), pass "
-                "every loss to b.backward, and call optimizer.unscale_grads() before writing to .grad",
-                self.parameters.name_of(params[0]),
-                f" (and of {len(params) - 1} others)" if len(params) > 1 else "",
-            )
+            _warn_of_mutation(member)
 
     # ------------------------------------------------------------------ what they are
 
@@ -294,7 +276,7 @@ class Gradients:
         taken since the last backward pass."""
         if not self.read:
             # Another optimizer's step may ask, outside of this one's `local()`.
-            with self.shards.local() if self.shards.sharded else WHOLE:  # another optimizer's step may ask
+            with self.shards.local() if self.shards.sharded else WHOLE:
                 self.true_norm(2.0)
         return self.norms.found(self.read)
 
@@ -323,10 +305,6 @@ class Gradients:
         """`.grad` is multiplied by `scale` now, no clip waits, and no norm was read."""
         self.scale, self.factor, self.read = scale, None, []
 
-    def forget_read(self) -> None:
-        """Gradients may have been written to: norms that were read do not hold."""
-        self.read, self.joint.found = [], None
-
     def apply_scale(self) -> None:
         """Apply scale and clips that wait to `.grad`."""
         scale, factor, _ = self.carried
@@ -352,7 +330,7 @@ class Gradients:
                 unsure = not self.num_backwards if self.shards.sharded else not self._present
                 if unsure and self.none_anywhere():
                     if asked:
-                        self._refuse_early_clip("clip_grad_by_norm")
+                        _refuse_early_clip(self, "clip_grad_by_norm")
                     return torch.tensor(0.0, dtype=torch.float32)
                 if self.piles_up or not self.num_backwards:
                     self.require_backward()
@@ -377,7 +355,7 @@ class Gradients:
         """Clamp the unscaled gradients to [-clip_value, clip_value]. A step with non-finite gradients is skipped."""
         with self.shards.local():
             if self.none_anywhere():
-                self._refuse_early_clip("clip_grad_by_value")
+                _refuse_early_clip(self, "clip_grad_by_value")
                 return
             self.require_backward()
             self.check = True
@@ -440,15 +418,6 @@ class Gradients:
                 "make them parameters of the model before boost()"
             )
 
-    def _refuse_early_clip(self, method: str) -> None:
-        """Raise RuntimeError where the user clips and no backward pass has brought gradients since the last step."""
-        if not self.num_backwards:
-            raise RuntimeError(
-                f"{method}() came before b.backward(loss, optimizer), or after step() and zero_grad(): there are no "
-                "gradients, so nothing would be clipped. Call it between backward and step(); Booster(clip_grad_norm=...) "
-                "clips in every step by itself"
-            )
-
     def require_backward(self) -> None:
         """Raise RuntimeError for gradients that no pass of ours has brought."""
         if self.scaler.enabled and self._in_pass:
@@ -471,3 +440,28 @@ def _same(scale: Any, other: Any) -> bool:
     if isinstance(scale, torch.Tensor) or isinstance(other, torch.Tensor):
         return scale is other
     return scale == other
+
+
+def _warn_of_mutation(gradients: Gradients) -> None:
+    mutation_check, gradients.mutation_check = gradients.mutation_check, None
+    params = [] if mutation_check is None or gradients._warned_of_mutation else mutation_check.mutated()
+    if params:
+        gradients._warned_of_mutation = True
+        _logger.warning(
+            "the gradient of %s%s was changed between b.backward and step() while it was multiplied by the loss "
+            "scale, as by torch's clip_grad_norm_, by a plain loss.backward(), or by hand: what is added or compared "
+            "with a bound there is thousands of times too small. Clip with optimizer.clip_grad_by_norm(max_norm), pass "
+            "every loss to b.backward, and call optimizer.unscale_grads() before writing to .grad",
+            gradients.parameters.name_of(params[0]),
+            f" (and of {len(params) - 1} others)" if len(params) > 1 else "",
+        )
+
+
+def _refuse_early_clip(gradients: Gradients, method: str) -> None:
+    """Raise RuntimeError where the user clips and no backward pass has brought gradients since the last step."""
+    if not gradients.num_backwards:
+        raise RuntimeError(
+            f"{method}() came before b.backward(loss, optimizer), or after step() and zero_grad(): there are no "
+            "gradients, so nothing would be clipped. Call it between backward and step(); Booster(clip_grad_norm=...) "
+            "clips in every step by itself"
+        )

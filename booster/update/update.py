@@ -145,7 +145,7 @@ class Update:
             result, changed = application.call(gradients if pending else None, method, keep=culprits is None)
             if pending:
                 # The method may have written gradients too, so that their norm is no longer known.
-                gradients.forget_read()
+                gradients.read, gradients.joint.found = [], None
         # Where a step would be skipped, and it changes weights, they are put back, and RuntimeError is raised.
         if culprits is not None and changed:
             raise RuntimeError(

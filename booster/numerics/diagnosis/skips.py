@@ -64,7 +64,7 @@ class SkipWatcher:
             if isinstance(each, (ModelWrapper, CriterionWrapper)):
                 each.keep_calls(self.log)
         for optimizer in optimizers:
-            update_of(optimizer).gradients.listen(_StepsOf(optimizer, self))
+            update_of(optimizer).gradients.listeners.append(_StepsOf(optimizer, self))
             if not optimizer.always_looks:
                 _logger.warning(
                     "diagnose replays steps that are skipped, and without a loss scaler a step is skipped only where "

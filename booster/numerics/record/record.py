@@ -87,7 +87,7 @@ class Record:
 
     def attach(self, optimizer: OptimizerWrapper) -> None:
         """Write down what `optimizer` does from now on, under its number, from 0."""
-        update_of(optimizer).gradients.listen(_RecordListener(self, str(self._number)))
+        update_of(optimizer).gradients.listeners.append(_RecordListener(self, str(self._number)))
         self._optimizers.append(weakref.ref(optimizer))
         self.expect(str(self._number), self.every is not None)
         self._number += 1
