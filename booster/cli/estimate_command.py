@@ -44,7 +44,7 @@ def estimate(argv: Sequence[str]) -> int:
         "device",
         default="cpu",
         choices=["cpu", "cuda"],
-        help="default: cpu; cuda needs a build of torch for CUDA, and no GPU",
+        help="default: cpu; cuda needs a GPU, or a build of torch for CUDA that goes backward without one",
     )
     add(
         "emulate",

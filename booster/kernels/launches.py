@@ -18,6 +18,8 @@ SCALARS = 8  # that `prepare` of a rule makes for each count_
 BLOCK = 128  # step_counts that the deciding program counts at once
 AT_ONCE = tl.constexpr(4096)  # numbers that one program adds at once: each round waits for memory
 WARPS = 16  # of a program of `update`: by 4 elements a thread, which need no more registers than there are
+MAYBE = ["partials", "zeros", "found_in", "carried", "pending", "scale", "growth", "hysteresis", "seed"]
+"""Of `decide`: None where a step has none, and at any address."""
 OUT = 8  # 64-bit words of what was decided: see `decide`
 
 
@@ -122,46 +124,10 @@ def _next_scale(scale, growth, hysteresis, found, options, out, words):
     tl.store(words + 5, tl.where(grows, 0, passed))
 
 
-@triton.jit(
-    do_not_specialize=["count", "num_zeros", "num_step_counts"],
-    do_not_specialize_on_alignment=[
-        "partials",
-        "zeros",
-        "found_in",
-        "carried",
-        "pending",
-        "scale",
-        "growth",
-        "hysteresis",
-        "seed",
-    ],
-)
-def decide(
-    partials,
-    count,
-    zeros,
-    num_zeros,
-    found_in,
-    carried,
-    pending,
-    options,
-    scale,
-    growth,
-    hysteresis,
-    seed,
-    numbers,
-    out,
-    words,
-    step_counts,
-    num_step_counts,
-    rows,
-    scalars,
-    CLIP: tl.constexpr,
-    PREPARE: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    SCALARS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["count", "num_zeros", "num_step_counts"], do_not_specialize_on_alignment=MAYBE)
+def decide(partials, count, zeros, num_zeros, found_in, carried, pending, options, scale, growth, hysteresis, seed, numbers,
+           out, words, step_counts, num_step_counts, rows, scalars, CLIP: tl.constexpr, PREPARE: tl.constexpr,
+           NUMBERS: tl.constexpr, SCALARS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """One program: whether the step is made, by what gradients are divided, the next loss scale, step counts and what rules
     make of them.
 
@@ -226,32 +192,11 @@ def decide(
 
 
 @triton.jit(do_not_specialize=["first_tile"])
-def update(
-    table,
-    tiles,
-    first_tile,
-    scalars,
-    out,
-    random_bits,
-    RULE: tl.constexpr,
-    FLAGS: tl.constexpr,
-    LOAD: tl.constexpr,
-    STORE: tl.constexpr,
-    OPEN0: tl.constexpr,
-    CLOSE0: tl.constexpr,
-    OPEN1: tl.constexpr,
-    CLOSE1: tl.constexpr,
-    OPEN2: tl.constexpr,
-    CLOSE2: tl.constexpr,
-    RATIO: tl.constexpr,
-    HALF: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    CHECKED: tl.constexpr,
-    DIVIDE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SCALARS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def update(table, tiles, first_tile, scalars, out, random_bits, RULE: tl.constexpr, FLAGS: tl.constexpr, LOAD: tl.constexpr,
+           STORE: tl.constexpr, OPEN0: tl.constexpr, CLOSE0: tl.constexpr, OPEN1: tl.constexpr, CLOSE1: tl.constexpr,
+           OPEN2: tl.constexpr, CLOSE2: tl.constexpr, RATIO: tl.constexpr, HALF: tl.constexpr, GRADIENT: tl.constexpr,
+           CHECKED: tl.constexpr, DIVIDE: tl.constexpr, COLUMNS: tl.constexpr, SCALARS: tl.constexpr,
+           TILE: tl.constexpr):  # fmt: skip
     """Step one tile as `decide` says: read weights, gradients and states, apply the rule, write all but the gradients.
 
     random_bits: 64 random numbers below 2**16 for weights and for each state. RATIO: the first state is kept

@@ -24,8 +24,8 @@ _FORMATS = (E4M3, E5M2, INT8)
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MOST_PARTS = 1024  # of which every program of the second launch reads the largest magnitudes
 _BLOCK = 256
-FOURS_TILE = (32, 64)
-"""Rows and columns of a tile of numbers in four bits."""
+FOURS_TILE, FOURS_WARPS = (32, 64), 8
+"""Rows and columns of a tile of numbers in four bits, and by how many warps it is written: 4 put 96 bytes of a thread aside."""
 
 
 def by_kernels(
@@ -144,14 +144,14 @@ def quantized_to_e2m1(
     with current(x.device):
         largest_of_rotated[(parts,)](x, partials, sums, rows, columns, *layout, splits, **sizes)
         args = x, values, scale, outer, partials, sums, rows, columns, filled, *layout, parts
-        write_fours[(above * -(-filled // width),)](*args, DOWN=down, BLOCK=_BLOCK, **sizes)
+        write_fours[(above * -(-filled // width),)](*args, DOWN=down, BLOCK=_BLOCK, num_warps=FOURS_WARPS, **sizes)
     return ScaledTensor(values, scale, outer, scaling)
 
 
 def warps_of(kind: int, down: int) -> int:
     """Return by how many warps `write` is run: by 4 a tile of 64 rows puts 600 bytes of a thread aside."""
     rows, columns = tile_of(kind, down)
-    return min(8, rows * columns // 1024)
+    return rows * columns // 1024
 
 
 def tile_of(kind: int, down: int) -> tuple[int, int]:

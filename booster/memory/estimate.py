@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.common import arguments
+from booster.common.torch_internals import tensor_internals
 from booster.masters.offload import can_offload
 from booster.masters.options import MasterOptions
 from booster.memory.fake_passes import run_passes
@@ -112,7 +113,7 @@ def estimate(
     precision: as of `Booster`; None is float32.
     plugin: how ranks share the work.
     world_size: number of ranks.
-    device: what is estimated for; "cuda" needs a build of torch for CUDA, and no GPU.
+    device: what is estimated for; "cuda" needs a GPU, or a build of torch for CUDA that goes backward without one.
     fused_optimizer: as of `Booster`.
     release_gradients: optimizer step in backward, as of `Booster`.
     clips: whether gradients are clipped, or looked at otherwise, which may take two passes.
@@ -287,11 +288,20 @@ def checked_device(device: str | torch.device) -> torch.device:
         found = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is not a device; choose 'cpu' or 'cuda'") from error
-    if found.type == "cuda" and not torch.backends.cuda.is_built():
+    if found.type == "cuda" and not (torch.backends.cuda.is_built() and _goes_backward(found)):
         raise ValueError(
-            f"device={str(device)!r} cannot be estimated by this build of torch, which is for CPUs: its autograd does not know "
-            "CUDA tensors, not even such without memory. Install a build of torch for CUDA, which needs no GPU here, or "
-            "estimate for device='cpu': weights, masters, gradients and states are the same, and of activations and "
-            "temporaries it says what kernels for CPUs take"
+            f"device={str(device)!r} cannot be estimated here: autograd of torch {torch.__version__} does not go backward over "
+            "CUDA tensors without memory. It needs a GPU, or a build of torch for CUDA that does so without one; or estimate "
+            "for device='cpu': all but activations and temporaries is the same, of which it says what kernels for CPUs take"
         )
     return found
+
+
+def _goes_backward(device: torch.device) -> bool:
+    """Whether autograd, which may ask the driver for streams, goes backward over tensors without memory on `device`."""
+    try:
+        with tensor_internals.FakeTensorMode():
+            torch.ones((), dtype=torch.float32, device=device, requires_grad=True).mul(2.0).backward()
+    except RuntimeError:
+        return False
+    return True

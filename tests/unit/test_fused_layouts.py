@@ -215,6 +215,9 @@ def test_parameters_with_gaps_are_stepped_as_by_torch_and_what_lies_between_is_l
 
 @every_optimizer
 def test_a_parameter_with_gaps_that_comes_later_gives_the_kernel_up_with_one_line(name, caplog):
+    if name == "Adagrad" and torch.__version__ < "2.12":
+        pytest.skip("Adagrad of torch 2.11 steps no parameters that come later")
+
     def train(fused):
         torch.manual_seed(0)
         booster = Booster("cpu", "fp32", fused_optimizer=fused)

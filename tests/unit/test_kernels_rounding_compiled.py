@@ -39,8 +39,7 @@ def compiled(name, kernel, types, constants, warps=4):
         file.flush()
         command = [PTXAS, "-v", "--fmad=false", "--gpu-name=sm_" + sys.argv[1] + "a" * (sys.argv[1] != "80"), "-o", "/dev/null"]
         said = subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stderr
-    # Some registers are put aside by fours, and by blocks that are as high as wide.
-    spills = int(re.search(r"(\d+) bytes spill stores", said)[1]) > 96
+    spills = int(re.search(r"(\d+) bytes spill stores", said)[1]) > 32  # eight numbers of a thread
     found[name] = {"fused": "fma." in ptx, "spills": spills or "st.local" in ptx, "rough": bool(ROUGH.search(ptx)),
                    "shared": made.metadata.shared}
 
@@ -101,7 +100,8 @@ for signs in (-1, 0b1101000010110100):
         for down in (1, 16):
             types = {"x": "*bf16", "values": "*bf16", **dict.fromkeys(("scales", "outer"), "*fp32"), "partials": "*i32"}
             types |= {**own, **PLACES, "filled": "i32", "parts": "i32"}
-            compiled(f"write_fours {signs} {there} {down}", rounding.write_fours, types, {**sizes, "DOWN": down, "BLOCK": 256})
+            compiled(f"write_fours {signs} {there} {down}", rounding.write_fours, types, {**sizes, "DOWN": down, "BLOCK": 256},
+                     warps=matrices.FOURS_WARPS)
 # Whole numbers that are 1 are constants of a kernel, unless it says otherwise; those of its own making are none.
 ONES = {**dict.fromkeys(PLACES, 1), "DTYPE": 1, "BM": 64, "BN": 128}
 compiled("largest_of, ones", rounding.largest_of, {"x": "*bf16", "partials": "*i32", "splits": "i32"},
@@ -116,7 +116,7 @@ compiled("look, ones", rounding.largest_of_rotated, {"x": "*bf16", "partials": "
 compiled("write_fours, ones", rounding.write_fours,
          {"x": "*bf16", "values": "*bf16", **dict.fromkeys(("scales", "outer"), "*fp32"),
           **dict.fromkeys(("partials", "sums"), "*i32"), **dict.fromkeys(("filled", "parts"), "i32")},
-         {**ONES, "DOWN": 1, "BLOCK": 256})
+         {**ONES, "DOWN": 1, "BLOCK": 256}, warps=matrices.FOURS_WARPS)
 kernels = rounding.largest_of, rounding.write, rounding.track_largest, rounding.largest_of_rotated, rounding.write_fours
 always = {each.__name__: [p.name for p in each.params if p.do_not_specialize] for each in kernels}
 anywhere = {each.__name__: [p.name for p in each.params if p.do_not_specialize_on_alignment] for each in kernels}
