@@ -46,12 +46,12 @@ class LRBuffers:
         """Inside, the rates of the groups are tensors; no step waits to be counted. Raises RuntimeError if somebody wrote one
         meanwhile.
 
-        recorded: torch's optimizers let themselves be recorded, which they refuse without capturable=True. What is recorded
-        begins with `read_next`.
+        recorded: torch's optimizers let themselves be recorded, which they refuse without capturable=True.
         """
         held = []
         for lookahead in self.lookaheads:
             lookahead.set_next()
+            # What is recorded begins with `read_next`.
             lookahead.read_next()
             for index, group in enumerate(lookahead.groups):
                 if "lr" in group and not isinstance(group["lr"], torch.Tensor):

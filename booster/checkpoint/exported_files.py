@@ -97,8 +97,7 @@ def export(
 ) -> None:
     """Write tensors of the checkpoint in `folder` as plain files, one tensor at a time (all of a file for `torch.save`).
 
-    entries: what is written, by its names in the new files. target: the file, or the folder of several. A file appears whole or
-    not at all.
+    entries: what is written, by its names in the new files. target: the file, or the folder of several.
     """
     stored = CheckpointTensors(folder, manifest.tensors)
 
@@ -108,6 +107,7 @@ def export(
             forms = {name: (entry.dtype, entry.shape) for name, entry in own.items()}
             write_tensors(path, forms, lambda name: own[name].make(stored.whole))
             return
+        # A file appears whole or not at all.
         with path.open("xb") as file:
             torch.save({name: entry.make(stored.whole) for name, entry in own.items()}, file)
             file.flush()

@@ -98,9 +98,9 @@ def choose_writers(
 ) -> tuple[Tensors, list[dict[str, str]]]:
     """Return what this rank writes of `shared`, and by rank the names of what it keeps under another name; a collective.
 
-    Where they are not, the first rank that holds it writes it. Other ranks write theirs under another name, if it is one of
-    `buffers`, below "extra", or a random state of stochastic rounding, which goes with the size of a rank's shard; without
-    `all_kept` they do not. All else.
+    Where ranks' tensors differ, the first rank that holds it writes it. Other ranks write theirs under another name, if it is
+    one of `buffers`, below "extra", or a random state of stochastic rounding, which goes with the size of a rank's shard;
+    without `all_kept` they do not.
     """
     if group is None:
         return shared, [{}]
@@ -207,8 +207,7 @@ def write(
 ) -> Path:
     """Write `taken` as the checkpoint `final`; a collective over `group`. keep_last: of the numbered ones there.
 
-    Before it gets its name it is opened as a load does. objects: what was saved, where it does not train on: a load of it is
-    rehearsed, without tensors.
+    objects: what was saved, where it does not train on: a load of it is rehearsed, without tensors.
 
     If it raises, on any rank, it raises CheckpointError on all, and what bore the name still does.
     """
@@ -266,6 +265,7 @@ def write(
         raise CheckpointError(f"saving {final} failed{said}; what was there before still is") from error
     finally:
         # It has its name by now, or the save failed.
+        # Before it gets its name it is opened as a load does.
         if staging is not None and is_first(group) and staging.exists():
             shutil.rmtree(staging, ignore_errors=True)
         if lock is not None:

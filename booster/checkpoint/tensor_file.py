@@ -172,7 +172,7 @@ def read_verified(path: Path, expected: File, targets: Mapping[str, torch.Tensor
     """Read whole tensors of a file into `targets`, comparing every byte of the file with its hash meanwhile.
 
     targets: by their keys in the file, contiguous and in host memory; they hold anything where the file is damaged. Returns
-    what is wrong with the file, or None. one without targets may be of any kind.
+    what is wrong with the file, or None. A file without targets may be of any kind.
     """
     with open_regular(path, buffered=False) as file:
         size = os.fstat(file.fileno()).st_size

@@ -63,10 +63,11 @@ def ssh_command(host: str, port: int, directory: str, command: Sequence[str]) ->
 def run_nodes(commands: Sequence[NodeCommand], grace_seconds: float) -> int:
     """Run all nodes and return 0, or the exit status of the first that failed; the others are then ended.
 
-    so the end of this process, for whatever reason, ends the job. Raises Stopped after SIGINT or SIGTERM, when all nodes have
-    ended, and with their status after SIGUSR1, which is passed on to them.
+    Raises Stopped after SIGINT or SIGTERM, when all nodes have ended, and with their status after SIGUSR1, which is passed on
+    to them.
     """
     # Each node watches its standard input and ends its processes when that closes.
+    # So the end of this process, for whatever reason, ends the job.
     nodes: list[_Node] = []
     asked = False
 

@@ -22,7 +22,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """Return `batch` with every tensor on `device`, in containers of the same types, all of them new.
 
     batch: see `booster.tensors.trees`; an object with a method `to(device)` (such as a tokenizer's output, which moves itself
-    in place) moves itself. A tensor that is there already is not copied. others wait for the copy.
+    in place) moves itself. A tensor that is there already is not copied. Copies that are not from pinned memory block.
     """
 
     def move(tensor: torch.Tensor) -> torch.Tensor:

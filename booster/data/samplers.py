@@ -49,15 +49,16 @@ def check_dealt(loader: Any, *, place: int, num_places: int, group: dist.Process
     """Raise ValueError, on all ranks of `group`, if their samplers do not deal one dataset among them. A small collective, two
     where any has a sampler that knows of ranks.
 
-    loader: None where this rank has none. place: of this rank among `num_places` that read different samples; ranks that
-    divide layers are in one place. Ranks without such a sampler are left out. Where samplers draw by themselves, and not by
-    torch's own way, orders that differ are a logged warning: they may be meant to.
+    loader: None where this rank has none. place: of this rank among `num_places` that read different samples; ranks that divide
+    layers are in one place. Ranks without such a sampler are left out.
     """
     sampler = None if loader is None else distributed_sampler(loader)
     said = gather(None if sampler is None else _deal(sampler, place), group)
     deals = {rank: deal for rank, deal in enumerate(said) if deal is not None}
     reason = _misdealt(list(deals.values()), num_places)
     draws = {json.dumps(deal["order"]) for deal in deals.values()}
+    # Where samplers draw by themselves, and not by torch's own way, orders that differ are a logged warning: they may be meant
+    # to.
     if reason is None and len(draws) < 2:
         return
     had = [f"rank {rank} has {deal['shown']}" for rank, deal in deals.items()]

@@ -111,8 +111,7 @@ class PendingSchedulerStep:
 def known_state(scheduler: Any, state: Any) -> tuple[Any, str]:
     """Return what of `state` a scheduler is to be given, and what is left out of it, in words.
 
-    theirs are all there from the beginning, so what one of them does not have is that of another version. Raises ValueError for
-    a state with which such a scheduler would fail, or stay where it is.
+    Raises ValueError for a state with which such a scheduler would fail, or stay where it is.
     """
     if not _takes_any(scheduler):
         return state, ""
@@ -121,6 +120,7 @@ def known_state(scheduler: Any, state: Any) -> tuple[Any, str]:
         raise ValueError(f"{name} is of type {type(state).__name__}, and must be a mapping")
     now = scheduler.state_dict()
     # Torch's schedulers take any entry for an attribute.
+    # Theirs are all there from the beginning, so what one does not have is that of another version.
     taken = sorted(str(key) for key in state.keys() - now.keys() if hasattr(scheduler, str(key)))
     wrong = [f"{name} would replace {taken} of the scheduler"] if taken else []
     wrong += entry_differences(name, now, state)

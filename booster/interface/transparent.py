@@ -52,6 +52,7 @@ class TransparentModule(nn.Module):
         """
         state = self._whole().state_dict(*args, **kwargs)
         if not self._told_parts and not called_from(_KNOW_PARTS, through=_WALKS) and any(map(is_part, state.values())):
+            # Once: a loop that logs or averages weights asks in every step.
             self.__dict__["_told_parts"] = True
             _logger.warning(
                 "state_dict() of a model that is divided among ranks has this rank's shard of each weight: a torch.save of it "

@@ -115,7 +115,6 @@ def quantized_to_e2m1(
     """Return the matrix `x` in e2m1 under e4m3 scales of blocks, with columns of zeros until they are a `multiple` of 16.
 
     rotates: after `scaling.rotated`. stochastic: with the noise of what is rounded, see `noise_of`. Numbers are in bfloat16.
-    Cost: two launches, both of which read the matrix.
     """
     from booster.kernels.launch_cache import current
     from booster.kernels.matrix_kernels import largest_of_rotated, write_fours
@@ -142,6 +141,7 @@ def quantized_to_e2m1(
     sizes["SIGNS"] = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0) if rotates else -1
     x = x.detach()
     with current(x.device):
+        # Two launches, both of which read the matrix.
         largest_of_rotated[(parts,)](x, partials, sums, rows, columns, *layout, splits, **sizes)
         args = x, values, scale, outer, partials, sums, rows, columns, filled, *layout, parts
         write_fours[(above * -(-filled // width),)](*args, DOWN=down, BLOCK=_BLOCK, num_warps=FOURS_WARPS, **sizes)

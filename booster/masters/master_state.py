@@ -260,7 +260,7 @@ class MasterState(OptimizerState):
     def _read_states(self, state_dict: dict[str, Any], fill: Fill | None) -> dict[torch.Tensor, State]:
         """Load torch's state dict into the optimizer, but for the state of half parameters, which is returned.
 
-        only containers of the optimizer change.
+        Only containers of the optimizer change.
         """
         optimizer = self.optimizer
         # Torch casts state to the dtype of the parameter that it belongs to.

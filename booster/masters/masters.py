@@ -144,7 +144,7 @@ class Masters:
 
         sources: see the class; what is used of it is taken out.
 
-        `, masters and state are laid anew. Raises RuntimeError for one of another shape, dtype or device.
+        Raises RuntimeError for one of another shape, dtype or device.
         """
         for param, known in self.layouts.items():  # which loops without a call do for every parameter in every step
             if param.stride() != known.stride() or param.shape != known.shape:

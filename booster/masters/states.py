@@ -26,12 +26,12 @@ def state_of_params(
 ) -> dict[torch.Tensor, State]:
     """Return the state of every parameter in `buckets`, in the shape of its layout; `state` is the optimizer's, by handle.
 
-    Tensors are views of the optimizer's where a parameter is in one bucket, else copies; quantized states are float32 copies;
-    counters are copies.
+    quantized states are float32 copies; counters are copies.
     """
     places = places_of(buckets)
     # Once for a bucket, not once for a parameter of it.
     unpacked_of = {id(bucket): _dequantized(bucket, state) for found in places.values() for bucket, _ in found}
+    # Tensors are views of the optimizer's where a parameter is in one bucket, else copies.
     view = StateView(places, state, layouts, unpacked_of)
     return {param: view[param] for param in places if param in view}
 

@@ -78,9 +78,9 @@ class MasterStep:
     def step(self, scalars: StepScalars = NO_SCALARS) -> None:
         """Update masters and working weights by the working gradients, divided as `scalars`. Hooks fire once.
 
-        Tensors in it are for an optimizer with states and a kernel that heeds them (`honours_grad_scale`); nothing waits for
-        them.
+        nothing waits for them.
         """
+        # Tensors in it are for an optimizer with states and a kernel that heeds them (`honours_grad_scale`)
         optimizer = self.masters.optimizer
         plain, buckets = self.prepare()
         hooked = any(step_hooks(optimizer))

@@ -130,12 +130,10 @@ def restored_afterwards(optimizer: Optimizer, group: Mapping[str, object]) -> It
 
 
 def snapshot_value(value: Any) -> Callable[[], None] | None:
-    """Return a function that restores `value`, and all that it holds, in place; None where nothing in it can be written.
-
-    parameters, modules, optimizers and functions are not, because they do not belong to the value.
-    """
+    """Return a function that restores `value`, and all that it holds, in place; None where nothing in it can be written."""
     backs: list[Callable[[], Any]] = []
     # Tensors, lists, dicts, sets, deques, random generators, and attributes of other objects are restored.
+    # Not so parameters, modules, optimizers and functions, because they do not belong to the value.
     _collect(value, backs, set())
 
     def restore() -> None:

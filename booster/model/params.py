@@ -22,7 +22,7 @@ def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 def as_one_module(models: Sequence[nn.Module]) -> nn.Module:
     """Return a module that holds `models` without what plugins wrapped around them.
 
-    of several the names of parameters begin with the model's place in the list.
+    Of several the names of parameters begin with the model's place in the list.
     """
     # Of one model it is the model itself.
     return bare(models[0]) if len(models) == 1 else nn.ModuleList(map(bare, models))
@@ -94,11 +94,11 @@ def rebind(
 ) -> Selection | None:
     """Make `optimizer` hold `new[name]` wherever it held `old[name]`, and move its state along.
 
-    Groups are edited in place, because LR schedulers hold them. State of the parameter's shape goes to the new
-    parameter's device. Parameters in neither mapping stay. partial: those without a counterpart are on other ranks, and
-    leave the optimizer, and what stays is returned. Otherwise raises RuntimeError, with nothing changed, if a parameter
-    has no counterpart.
+    State of the parameter's shape goes to the new parameter's device. Parameters in neither mapping stay. partial: those
+    without a counterpart are on other ranks, and leave the optimizer, and what stays is returned. Otherwise raises
+    RuntimeError, with nothing changed, if a parameter has no counterpart.
     """
+    # Groups are edited in place, because LR schedulers hold them.
     names = {id(param): name for name, param in old.items()}
     held = (names.get(id(param)) for group in optimizer.param_groups for param in group["params"])
     missing = [name for name in held if name is not None and name not in new]
@@ -139,8 +139,7 @@ Done = dict[torch.Tensor, torch.Tensor]
 def set_tensors(module: nn.Module, value_of: Callable[[str, torch.Tensor], torch.Tensor], done: Done) -> None:
     """Give each floating tensor of `module` itself the value and dtype that `value_of`, asked by its name there, returns.
 
-    Parameters stay the same objects, except DTensors, which are replaced. done: replacements by tensor; one dict for all
-    modules of a model, so that tied tensors stay tied.
+    done: replacements by tensor; one dict for all modules of a model, so that tied tensors stay tied.
     """
     for name, param in module._parameters.items():
         if param is None or not param.is_floating_point():
@@ -148,6 +147,7 @@ def set_tensors(module: nn.Module, value_of: Callable[[str, torch.Tensor], torch
         if param not in done:  # a tied parameter is cast once
             value = value_of(name, param)
             if is_dtensor(param) and value.dtype != param.dtype:
+                # Parameters stay the same objects, except DTensors, which are replaced.
                 done[param] = nn.Parameter(value, requires_grad=param.requires_grad)
             else:
                 if value is not param:

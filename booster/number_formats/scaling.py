@@ -254,11 +254,11 @@ def encode_tensorwise(x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
 def decode_tensorwise(values: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return in `dtype` the numbers that `encode_tensorwise` made `values` of; of these it makes the same again.
 
-    That is: `scale_to` of the result has the scale and the bytes of `scale_to` of the original, bit for bit. For a number a
-    and its scale s, a / 448 rounded, 448 s rounded and divided gives s again: it would not where 7 s is half-way between two
-    numbers, but such an s is no quotient by 448.
+    That is: `scale_to` of the result has the scale and the bytes of `scale_to` of the original, bit for bit.
     dtype: float32, or bfloat16 where it holds `largest`; `largest` above 2**-110, below which products with a scale underflow.
     """
+    # For a number a and its scale s, a / 448 rounded, 448 s rounded and divided gives s again: it would not where 7 s is
+    # half-way between two numbers, but such an s is no quotient by 448.
     return values.float().mul_(scale_of(share_of(largest, E4M3))).to(dtype)
 
 

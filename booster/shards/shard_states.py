@@ -66,7 +66,7 @@ class ShardStates:
         return None
 
     def of_params(self, convert: Callable[..., Entries], states: dict[int, State]) -> dict[int, State]:
-        """`convert`, one of the three above, states by index, as in a torch state dict."""
+        """Return what `convert`, one of the three above, makes of states by index, as a torch state dict has them."""
         params = dict(enumerate(self.by_shard.get(param, param) for param in self.shards.held_params()))
         # What an optimizer keeps under other names stays as it is.
         own = {key: value for key, value in states.items() if key not in params}
@@ -75,7 +75,7 @@ class ShardStates:
     def of_weights(
         self, convert: Callable[..., Entries], weights: Mapping[str, Any], names: Mapping[Any, str]
     ) -> dict[str, Any]:
-        """`convert` tensors by parameter name; `names`: of parameters and shards."""
+        """Return what `convert` makes of tensors by parameter name; `names` are those of parameters and shards."""
         params = {name: param for param, name in names.items() if param not in self.by_shard}
         # Each is one entry, called "".
         alone = convert({name: {"": weight} for name, weight in weights.items()}, params)

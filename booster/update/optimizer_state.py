@@ -66,7 +66,7 @@ class OptimizerState:
     ) -> Callable[[], None]:
         """`load_state_dict` into what the optimizer's groups hold; own: what `state_dict` gave besides. Inside `local()`.
 
-        what is returned does the rest, and does not fail.
+        What is returned does the rest, and does not fail.
         """
         # Containers of the optimizer may change, but no tensor.
         load_states(self.optimizer, state_dict)

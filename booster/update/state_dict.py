@@ -65,7 +65,7 @@ def cut(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any]) -> t
 def numbered(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a torch state dict that is of this rank's parameters, which it calls by their numbers.
 
-    otherwise by their order. Raises ValueError for the state of other layers than this rank's.
+    Raises ValueError for the state of other layers than this rank's.
     """
     selection = update.shards.selection
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -98,6 +98,7 @@ def numbered(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any])
             f"{lacking} of this rank. Save on every rank, in a file each, and load on the same rank; or put the states of "
             "all ranks together by name, see docs/parallelism.md, Checkpoints"
         )
+    # Without names, by their order.
     return _numbered(selection.of(state_dict) if selection is not None else state_dict)
 
 

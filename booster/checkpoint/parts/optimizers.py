@@ -222,8 +222,7 @@ def state_by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
     """Return the state dict of `optimizer` with whole parameter names for numbers, and each group's place for its names.
 
     "own": what torch's state dicts do not have, or all of one of another form, as optimizers around others write it. "inner":
-    the states of such others, by attribute, where it has them not. Raises CheckpointError where no load could put them
-    together.
+    the states of such others, by attribute, where it has them not.
     """
     state = optimizer.divided_state_dict()
     names = optimizer.parameter_names()
@@ -233,6 +232,7 @@ def state_by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
     if not plain:
         update = update_of(optimizer)
         if update.optimizer_state.has_masters or update.shards.sharded or update.shards.selection is not None:
+            # Raises CheckpointError where no load could put them together.
             raise CheckpointError(
                 f"the state_dict() of {type(optimizer.unwrap()).__name__} has no states of parameters by their numbers, which "
                 "masters, parts and stages of ranks need; use mixed_precision='fp32', 'bf16' or 'fp16' on one device or with "

@@ -17,10 +17,7 @@ from booster.common.torch_internals.tensor_internals import preserving_versions,
 
 
 def bucket_assignment(tensors: list[torch.Tensor], limit: int, indices: Sequence[int] = ()) -> list[list[int]]:
-    """Return the buckets, of at most `limit` bytes and one dtype and device, that `DistributedDataParallel` makes of `tensors`.
-
-    else by the first tensor in each.
-    """
+    """Return the buckets, of at most `limit` bytes and one dtype and device, that DDP makes of `tensors`."""
     # Without `indices` buckets come by the first tensor in each, with them as they fill.
     buckets, _ = dist._compute_bucket_assignment_by_size(tensors, [limit], [False] * len(tensors), list(indices))
     return [list(bucket) for bucket in buckets]

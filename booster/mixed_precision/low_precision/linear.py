@@ -46,10 +46,7 @@ def product(
     dtype: torch.dtype,
     kernels: bool,
 ) -> torch.Tensor:
-    """Return `a @ b.t()` in `dtype`, of m x k and n x k matrices, in the formats of `how`, or in a wide dtype.
-
-    otherwise the same in a wide dtype, which differs by the rounding of the output.
-    """
+    """Return `a @ b.t()` in `dtype`, of m x k and n x k matrices, in the formats of `how`, or in a wide dtype."""
     if isinstance(how, HighPrecision):
         wide = how.dtype or dtype
         return (a.to(wide) @ b.to(wide).t()).to(dtype)

@@ -119,10 +119,7 @@ class Subject:
         return LossAndGradients(loss, grads, scale, finite and math.isfinite(loss))
 
     def memory(self) -> tuple[int, Measured]:
-        """Make one training step; returns the highest bytes of tensors in it, and what is held at its end.
-
-        see `StorageTracker`.
-        """
+        """Make one training step; returns the highest bytes of tensors in it, and what is held at its end."""
         known = [*self.model.parameters(), *self.model.buffers()]
         for kept in kept_tensors(self.optimizer):
             known += kept

@@ -51,10 +51,11 @@ def unchanged(modules: Iterable[nn.Module], updates: Iterable[Update], scale: fl
     """Inside there are no gradients; afterwards, gradients and all else are what and where they were.
 
     modules: those that compute. Their buffers come back, and plain attributes such as counters, with what is in lists, dicts
-        and sets among them. Other memory comes back if the `MemorySnapshot` that this yields keeps it before it is written.
+    and sets among them.
     scale: that `updates` multiply losses by inside.
     """
     modules, updates = list(modules), list(updates)
+    # Other memory comes back if the `MemorySnapshot` that this yields keeps it before it is written.
     memory, random = MemorySnapshot(), random_state()
     for module in modules:
         for buffer in module.buffers():

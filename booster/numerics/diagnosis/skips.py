@@ -252,7 +252,7 @@ class PinningWatcher(SkipWatcher):
 def blamed_module(found: Diagnosis) -> str:
     """Return the module that `found` blames and float32 would help; "" where there is none.
 
-    where no single module was enough, because several overflow, that of the first overflow.
+    Where no single module was enough, because several overflow, that of the first overflow.
     """
     if found.kind not in ("overflow", "operation"):
         return ""

@@ -129,12 +129,12 @@ def read_run(folder: Any) -> Run:
     """Read the record in `folder`, all ranks merged; a step that was made again after a resume counts as made last, and later
     ones that it went back behind, and did not make again, are left out.
 
-    Raises FileNotFoundError where there is no record, and ValueError for a damaged one; a last line that a kill cut short is
-    left out and noted.
+    a last line that a kill cut short is left out and noted.
     """
     root = arguments.path("folder", folder)
     files = sorted(root.glob("rank-*.jsonl"))
     if not files:
+        # Raises FileNotFoundError where there is no record, and ValueError for a damaged one.
         raise FileNotFoundError(f"there is no record in {root}; Booster.record(folder) writes files named rank-*.jsonl")
     # Files of ranks on several machines are copied into one folder first.
     ranks = [_RankFile(path) for path in files]

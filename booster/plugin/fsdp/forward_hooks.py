@@ -19,9 +19,9 @@ from booster.tensors.trees import map_tensors, tensors
 def show_computed_dtypes(model: nn.Module, groups: Iterable[Group], dtype: torch.dtype | None) -> list[Any]:
     """Make the floating parameters in `groups` of `model` show `dtype` inside its forward; call it after `fully_shard`.
 
-    Models ask weights for the dtype to compute in: `pixels.to(self.projection.weight.dtype)`, `torch.finfo(self.dtype).min`.
     Returns handles with `remove`.
     """
+    # Models ask weights for the dtype to compute in: `pixels.to(self.projection.weight.dtype)`, `torch.finfo(self.dtype).min`.
     handles: list[Any] = []
     shown: list[_Slots] = []
     for group in groups:

@@ -134,10 +134,7 @@ def _torn(model: nn.Module, homes: dict[int, int], in_fp32: dict[int, nn.Module]
 
 
 def _by_gather(group: Group, products: set[nn.Module]) -> Iterator[Group]:
-    """Yield the part of `group` that is in `products` and the rest. The part without the group's modules comes first.
-
-    That part is a list of leaves.
-    """
+    """Yield the part of `group` that is in `products` and the rest. The part without the group's modules comes first."""
     inside = [module for module in group.members if module in products]
     owners = [module for module in group.members if module not in products and module._parameters]
     # A projection is read by the module that holds it, and not called, so it cannot be gathered by itself.

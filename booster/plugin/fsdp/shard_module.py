@@ -352,7 +352,7 @@ def _set_fp8_weights(model: nn.Module, layers: Collection[str], sharded: Iterabl
 def keep_whole(module: nn.Module, policy: DtypePolicy) -> None:
     """Do for `module` what `shard_module` does apart from sharding, where no other rank shares its parameters.
 
-    They may be DTensors of tensor parallelism.
+    Parameters may be DTensors of tensor parallelism.
     """
     # Its parameters have the dtypes of `policy` already, see `store_parameters`.
     install_keep_fp32(bare(module), policy)

@@ -33,11 +33,11 @@ def infer_shapes(meta_model: MetaModel, split: Split, args: tuple[Any, ...], kwa
     """Return what stages send for micro-batches shaped like (args, kwargs), under the active precision and grad mode.
 
     Every stage of the pipeline runs here, on fake tensors: a forward that uses what its stage does not have raises RuntimeError
-    on all ranks, before any of them waits for another. No real parameter or buffer is read or written, and random generators
-    are restored.
+    on all ranks, before any of them waits for another.
     """
     found = StageIO()
     devices = {leaf.device for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+    # No real parameter or buffer is read or written, and random generators are restored.
     with _random_states_restored(devices), fast_path_off():
         for stage in range(split.num_stages):
             # About one forward pass without arithmetic; every stage, so that all ranks raise alike.

@@ -50,9 +50,8 @@ class Split:
 def find_split(model: nn.Module, num_stages: int, split_points: Sequence[str] | None = None) -> Split:
     """Cut `model` into `num_stages` stages, evenly by blocks, the earlier stages taking what does not divide.
 
-    The blocks are the longest row of modules of one class in a ModuleList or Sequential, rows inside blocks of a row that
-    is long enough left out. split_points: names of the modules that begin the second and later stages, in order,
-    all children of one module. Raises ValueError if there are fewer blocks than stages, or split points are not legal.
+    split_points: names of the modules that begin the second and later stages, in order, all children of one module. Raises
+    ValueError if there are fewer blocks than stages, or split points are not legal.
     """
     if split_points is not None:
         return _split_at(model, num_stages, list(split_points))
@@ -62,6 +61,8 @@ def find_split(model: nn.Module, num_stages: int, split_points: Sequence[str] | 
         # A row inside a block, as the layers of an MLP, is none to cut.
         if not any(len(row) >= num_stages and name.startswith(f"{other}." if other else "") for other, row in outer):
             outer.append((name, blocks))
+    # The blocks are the longest row of modules of one class in a ModuleList or Sequential, rows inside blocks of a row that is
+    # long enough left out.
     name, blocks = max(outer, key=lambda entry: len(entry[1]), default=("", []))
     if len(blocks) < num_stages:
         found = f"the longest row is {name or 'the model itself'} with {len(blocks)}" if blocks else "there is no row"
