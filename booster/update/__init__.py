@@ -41,6 +41,9 @@ In reading order:
     optimizer_state.py   what a checkpoint holds of an optimizer; state_dict.py has its form, state_loading.py a load of it,
                          which changes all or nothing
 
+An option to clipping goes from `Booster` through `UpdateOptions` (context.py), from a call through `clip_grad_by_norm` of
+`interface/optimizer.py`, to `Gradients.clip_norm`. The factor is `Norms.clipped`: host.py, device.py, `kernels/readings.py`.
+
 What is true everywhere: what steps gradients runs inside `Shards.local()`, where parameters are this rank's shards; a step
 within backward takes `Shards.local_shards`. A number is a float on a host and a 0-dim tensor on a device; `float(...)` of one
 waits for the device. Below are `shards/`, `ranks/` and `tensors/`; `masters/`, `kernels/`, apex and `interface/optimizer.py`

@@ -12,6 +12,14 @@ An example, `bf16_naive` on two ranks, one block with a 4 x 4 weight:
     backward    gathered again; the gradient is reduce-scattered in float32 to 2 x 4
     step        on the shards; nothing is sent
 
+What runs in a pass, in this order; lines without a file are torch's:
+
+    model, before forward    what users wrote to gathered weights goes to shards (`write_back_all` of shards/fully_sharded.py)
+    block, before forward    gather; note what forward may write (forward_writes.py); mark the group (unused_parameters.py)
+    block, after forward     hooks on outputs, for backward (unused_parameters.py); free; forward_hooks.py shows dtypes
+    backward of a block      gather; zeros where this rank lacks a gradient (unused_parameters.py); reduce-scatter
+    end of backward          one collective: which parameters had a gradient on any rank (unused_parameters.py)
+
 The files, in reading order:
 
     plugin.py             `TorchFSDPPlugin`, and `ShardingPlugin`, its base and that of `HybridParallelPlugin`
