@@ -327,6 +327,7 @@ def seed_everything(seed: int, *, by_rank: bool = False, deterministic: bool = F
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     if by_rank and dist.is_available() and dist.is_initialized():
+        # Ranks draw other numbers, as for dropout; weights are made alike by rank 0's.
         seed = (seed + dist.get_rank()) % 2**63
     random.seed(seed)
     torch.manual_seed(seed)

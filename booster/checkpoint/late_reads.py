@@ -102,6 +102,7 @@ class LateReads:
         """Yield the names of parameters' masters that hold NaN; reads them, some numbers at a time."""
         for name, late in self._wanted.items():
             size = late.held.values.numel() if late.key is None else 0
+            # One piece of memory for all reads: masters may take as much as is free.
             some = torch.empty(min(size, 2**19), dtype=late.held.dtype)
             if any(holds_nan(self._read(name, at, some[: size - at])) for at in range(0, size, 2**19)):
                 yield name

@@ -77,6 +77,7 @@ def of_torch(state: torch.Tensor) -> torch.Tensor:
 
 def _words(words: torch.Tensor) -> list[int]:
     """The numbers of a generator, which would be cut to its width without a word."""
+    # The words have 32 bits, and are kept in int64.
     if words.dtype != torch.int64 or bool(((words < 0) | (words >= 2**32)).any()):
         raise ValueError(f"its words are {words.dtype}, or not all of 32 bits")
     found: list[int] = words.tolist()
@@ -97,6 +98,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[Callable[[int], None]]:
             torch.cuda.manual_seed_all(seed)
         numpy = sys.modules.get("numpy")
         if numpy is not None:
+            # numpy takes 32 bits.
             numpy.random.seed(seed % 2**32)
 
     try:

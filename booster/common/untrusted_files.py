@@ -170,6 +170,7 @@ def shown(value: Any) -> str:
     """Return what takes the place of a value in a message: itself where it is short."""
     if isinstance(value, (list, dict)):
         return f"a {type(value).__name__} of {len(value)}"
+    # Python refuses to write out a number of some thousand digits.
     text = repr(value) if not isinstance(value, int) or abs(value) < 2**64 else "a number of more than 64 bits"
     return text if len(text) <= 40 else f"{text[:40]}..."
 

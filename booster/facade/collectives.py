@@ -200,6 +200,7 @@ def _is_label(leaf: Any, tree: Any) -> bool:
 
 def _as_tensor(leaf: Any) -> torch.Tensor:
     if isinstance(leaf, (bool, int, float)):
+        # Whole numbers travel as int64.
         if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
             raise ValueError(f"tensor holds {leaf}, and gather and reduce take whole numbers of 64 bits; pass a float")
         return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)

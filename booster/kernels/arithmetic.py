@@ -24,6 +24,7 @@ def number_of(bits):
 @triton.jit
 def plain_bits(x):
     """Bits of float32 numbers, every NaN the plain one: others could round to infinity, or to zero."""
+    # Only a NaN differs from itself.
     return tl.where(x != x, 0x7FC00000, bits_of(x))
 
 
@@ -31,8 +32,10 @@ def plain_bits(x):
 def half_bits(x, HALF: tl.constexpr):
     """Bits of the half numbers that `x` rounds to, 0 to 65535; bfloat16 ties go away from zero."""
     if HALF == BF16:
+        # Half of the last place that stays, added below it, rounds; the upper 16 bits are the bfloat16 number.
         return ((plain_bits(x) + 0x8000) >> 16) & 0xFFFF
     else:
+        # The cast rounds ties to even.
         return x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
@@ -41,6 +44,7 @@ def even_bits(x, HALF: tl.constexpr):
     """As `half_bits`, with ties to even, as torch casts."""
     if HALF == BF16:
         bits = plain_bits(x)
+        # One less than half, and the bit above: a tie goes up just from an odd number.
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
     else:
         return half_bits(x, HALF)
@@ -78,7 +82,9 @@ def load_wide(pointer, offsets, mask, DTYPE: tl.constexpr):
 @triton.jit
 def ulp16(x, SHARE: tl.constexpr):
     """The distance between float16 numbers of the magnitude of `x`, times a share of it."""
+    # The exponent alone is the power of two below; float16 has 10 bits behind it, so times 2 ** -10.
     wide = number_of(bits_of(x) & 0x7F800000) * (0.0009765625 * SHARE)
+    # 2 ** -24 is the ulp of subnormal numbers, 32 that of the largest.
     return tl.minimum(tl.maximum(wide, 5.9604644775390625e-08 * SHARE), 32.0 * SHARE)
 
 

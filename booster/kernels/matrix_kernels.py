@@ -30,9 +30,12 @@ def _scale(largest, LARGEST: tl.constexpr, POWER: tl.constexpr):
     share = tl.div_rn(number_of(largest), tl.full(largest.shape, LARGEST, tl.float32))
     if POWER:
         bits = bits_of(share)
+        # Rounded up, so that no number is too large for the format; an exact power of two stays.
         exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+        # Neither zero nor inf: numbers are divided by it.
         made = number_of(tl.minimum(tl.maximum(exponent, 1), 254) << 23)
     else:
+        # The smallest normal float32, for a block of zeros.
         made = tl.maximum(share, 1.1754943508222875e-38)
     return tl.where(share < float("inf"), made, float("nan"))
 
@@ -53,12 +56,15 @@ def _codes(x, MANTISSA: tl.constexpr, OFFSET: tl.constexpr, SUBNORMAL: tl.conste
     """Bytes of the numbers of a float8 format nearest to `x`, ties to even; those too large are cut off."""
     bits = bits_of(x)
     size = bits & 0x7FFFFFFF
+    # A NaN would win no comparison; it gets its code at the end.
     near = tl.minimum(number_of(tl.minimum(size, 0x7F800000)), LARGEST)
     # Added to a number with the smallest subnormal as its last bit, they are rounded to it.
     low = bits_of(near + SUBNORMAL) - bits_of(tl.full(near.shape, SUBNORMAL, tl.float32))
     wide = bits_of(near)
+    # OFFSET moves the bias of the exponent and adds half of the last place less one; the bit above decides ties.
     high = (wide + OFFSET + ((wide >> (23 - MANTISSA)) & 1)) >> (23 - MANTISSA)
     codes = tl.where(near < NORMAL, low, high)
+    # Above the bits of inf are NaN alone; the sign is bit 31 here and bit 7 there.
     return tl.where(size > 0x7F800000, 0x7F, codes) | ((bits >> 24) & 0x80)
 
 
@@ -104,6 +110,7 @@ def write(x, values, transposed, scales, partials, given, seen, rows, columns, f
     row = (program // across) * BM + tl.arange(0, BM)
     column = (program % across) * BN + tl.arange(0, BN)
     tile = _tile(x, row, column, rows, columns, row_stride, column_stride, DTYPE)
+    # Bits without the sign are in the order of magnitudes.
     size = bits_of(tile) & 0x7FFFFFFF
     if KIND == WHOLE:
         scale = _scale(_largest(partials, splits, BLOCK), LARGEST, POWER)
@@ -186,6 +193,7 @@ def _rotated_tile(x, row, first, rows, columns, row_stride, column_stride, SIGNS
 @triton.jit
 def _mix(x):
     """MurmurHash3's finaliser of int32 numbers; products wrap."""
+    # The mask makes a logical shift of the arithmetic one; the factors are 0x85EBCA6B and 0xC2B2AE35 as int32.
     x = (x ^ ((x >> 16) & 0xFFFF)) * -2048144789
     x = (x ^ ((x >> 13) & 0x7FFFF)) * -1028477387
     return x ^ ((x >> 16) & 0xFFFF)
@@ -194,6 +202,7 @@ def _mix(x):
 @triton.jit
 def _power(x, LEAST: tl.constexpr):
     """The power of two below the magnitudes `x`, at least LEAST; NaN and inf give inf."""
+    # Without the bits of the mantissa a number is the power of two below it.
     return tl.maximum(number_of(bits_of(x) & 0x7F800000), LEAST)
 
 

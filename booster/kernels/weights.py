@@ -73,6 +73,7 @@ def _own(master, bits, HALF: tl.constexpr):
 @triton.jit
 def _not_a_zero(master, bits):
     """A zero that somebody wrote, with the residual bits of another weight, reads as NaN: take the zero."""
+    # Bits 0x7FFF without sign: of a zero none is set.
     return tl.where((master != master) & ((bits & 0x7FFF) == 0), half_number(bits, BF16), master)
 
 
@@ -106,6 +107,7 @@ def _load_split(weights, residual, offsets, mask, HALF: tl.constexpr):
         return _not_a_zero(((bits << 16) + left.to(tl.int32)).to(tl.float32, bitcast=True), bits)
     else:
         weight = half_number(bits, HALF)
+        # 2 ** -14 of an ulp is what the remainder counts in.
         return _own(weight + ulp16(weight, 6.103515625e-05) * left.to(tl.float32), bits, HALF)
 
 
@@ -116,8 +118,10 @@ def _store_split(weights, residual, offsets, mask, values, random_bits, HALF: tl
         left = plain_bits(values)
     else:
         weight = half_number(bits, HALF)
+        # Of an infinite weight there is no distance; its master is as infinite.
         distance = finite_or_zero(tl.div_rn(values - weight, ulp16(weight, 6.103515625e-05)))
         # What is not half an ulp must not become it.
+        # 8192 steps are half an ulp, at which the sum would round to the next weight.
         halves = tl.where(tl.abs(distance) > 8191.99951171875, distance, 0.0)
         steps = tl.minimum(tl.maximum(whole(distance), -8191.0), 8191.0) + halves * 0.0001220703125
         left = steps.to(tl.int32)
@@ -258,6 +262,7 @@ def _scale(scales, offsets, mask):
 @triton.jit
 def _open_signed(codes, scales, offsets, mask):
     code = tl.load(codes.to(tl.pointer_type(tl.int8)) + offsets, mask, 0).to(tl.int32)
+    # 1 / 127 ** 2: a code of 127 is the largest number of its group.
     return (code * tl.abs(code)).to(tl.float32) * (_scale(scales, offsets, mask) * 6.200012400024800e-05)
 
 
@@ -308,6 +313,7 @@ def _fraction(random_bits, offsets):
 @triton.jit
 def _close_signed(codes, scales, first, offsets, mask, values, random_bits, TILE: tl.constexpr):
     sizes = tl.where(mask, tl.abs(values), 0.0)
+    # Codes are signed roots, so that small numbers get more of them; the fraction rounds stochastically.
     code = tl.sqrt_rn(sizes * _factors(scales, first, sizes, mask, random_bits, 16129.0, 2.0**-96, TILE)) + _fraction(
         random_bits, offsets
     )
@@ -329,7 +335,9 @@ def _close_ratio(codes, scales, first, offsets, mask, values, random_bits, TILE:
 def _close_unsigned(codes, scales, first, offsets, mask, values, random_bits, TILE: tl.constexpr):
     sizes = tl.where(mask, tl.abs(values), 0.0)
     share = sizes * _factors(scales, first, sizes, mask, random_bits, 1.0, 2.0**-78, TILE)
+    # Bits of a number are nearly its logarithm; a root of them makes steps finer near the largest.
     bent = tl.sqrt_rn((bits_of(share) - 1065726080).to(tl.float32) * -0.00017164435290078956)
+    # Completing the square of `code (code + 16)` takes 8 away.
     code = tl.minimum((bent + (_fraction(random_bits, offsets) - 8.0)).to(tl.int32), 255)
     tl.store(codes.to(tl.pointer_type(tl.int8)) + offsets, code.to(tl.int8), mask)
     return code

@@ -251,6 +251,7 @@ def _nearest(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _towards_zero(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the next number of `dtype` that is smaller in magnitude than `values`, powers of two."""
+    # Binary digits of a number, and the smallest one.
     digits, smallest = (8, 2.0**-133) if dtype == torch.bfloat16 else (11, 2.0**-24)
     return values - torch.copysign((values.abs() * 2.0**-digits).clamp(min=smallest), values)
 

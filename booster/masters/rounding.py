@@ -53,6 +53,7 @@ def round_into(halves: torch.Tensor, values: torch.Tensor, scratch: torch.Tensor
     if halves.dtype != torch.bfloat16:
         return halves.copy_(values)
     bits = scratch.view(torch.int32)
+    # Half of the last place that stays, added in whole numbers; ties go away from zero.
     torch.add(values.view(torch.int32), 0x8000, out=bits).bitwise_right_shift_(16)
     halves.view(torch.int16).copy_(bits)
     return halves
@@ -98,6 +99,7 @@ def to_step(weights: torch.Tensor) -> torch.Tensor:
 
 def to_ulp(weights: torch.Tensor, share: float = 1.0) -> torch.Tensor:
     """Replace float32 `weights` by the distance between float16 numbers of their magnitude, times `share`."""
+    # The exponent alone: the power of two below the number.
     weights.view(torch.int32).bitwise_and_(0x7F800000)
     return weights.mul_(2.0**-10 * share).clamp_(2.0**-24 * share, 2.0**5 * share)
 
@@ -184,6 +186,7 @@ def _same_bits(halves: torch.Tensor, others: torch.Tensor) -> bool:
 
 def fractions(lanes: torch.Tensor) -> torch.Tensor:
     """Return random numbers from 2**-13 to 1 - 2**-13, so that what is a whole number, but for errors of float32, stays."""
+    # 12 of 16 bits, at the middle of their step: never 0, never 1.
     return (lanes.bitwise_right_shift(4).float() + 0.5) * 2.0**-12
 
 

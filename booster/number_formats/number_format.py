@@ -192,6 +192,7 @@ def _to_upper_bits(x: torch.Tensor, mantissa_bits: int, noise: torch.Tensor | No
 
 
 def _to_power_of_two(x: torch.Tensor) -> torch.Tensor:
+    # Half of the mantissa's range, added to the bits, carries into the exponent from 1.5 on.
     bits = x.contiguous().view(torch.int32) + (1 << (_MANTISSA - 1))
     normal = (bits >> _MANTISSA << _MANTISSA).view(torch.float32)
     # Below 2**-126 float32 is subnormal, and its bits no longer begin with a hidden one.
@@ -203,6 +204,7 @@ def _to_power_of_two(x: torch.Tensor) -> torch.Tensor:
 
 def _mix_(x: torch.Tensor) -> torch.Tensor:
     """Hash int32 numbers in place, by MurmurHash3's finaliser, and return them; products wrap."""
+    # The mask makes a logical shift of torch's arithmetic one.
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= -2048144789
     x ^= (x >> 13).bitwise_and_(0x7FFFF)

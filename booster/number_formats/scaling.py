@@ -90,6 +90,7 @@ class ScaledTensor:
         # A cast that takes e4m3 numbers one by one on CPUs: there bits are moved to where bfloat16 has them, 4 times as fast.
         bits = self.values.view(torch.int8).to(torch.int16)  # the sign in all upper ones
         numbers = bits.bitwise_left_shift_(4).bitwise_and_(_E4M3_IN_BFLOAT16).view(torch.bfloat16)
+        # The exponent of e4m3 was read with the bias of bfloat16.
         return numbers.mul_(2.0 ** (127 - E4M3.bias)).to(dtype)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -173,6 +174,7 @@ def power_of_two_above(x: torch.Tensor) -> torch.Tensor:
     """
     bits = x.view(torch.int32)
     exponent = (bits >> 23) + (bits & 0x7FFFFF != 0).int()  # rounded up; exact powers of two stay
+    # The exponents 0 and 255 are of subnormal numbers and of inf.
     return torch.where(torch.isfinite(x), (exponent.clamp(1, 254) << 23).view(torch.float32), torch.nan)
 
 

@@ -158,6 +158,7 @@ class DTensorShards(Shards):
         norms = most[:, 0].clamp(min=0.0)
         wide = torch.tensor([_TOLERANCE[param.dtype in HALF_DTYPES] for param in whole], dtype=torch.float64)
         counts = torch.tensor([float(max(param.numel(), 1)) for param in whole], dtype=torch.float64).sqrt()
+        # Sums in another order differ by rounding; small tensors get a share of the largest norm.
         allowed = wide[:, None] * torch.stack([norms, norms * counts], dim=1) + 1e-6 * norms.max()
         apart = ((most - least) > allowed).any(dim=1).tolist()
         return tuple(self.name_of(param) for param, differs in zip(whole, apart, strict=True) if differs)

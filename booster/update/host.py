@@ -101,6 +101,7 @@ class HostNorms(Norms):
         return _Known(next((norm.nonfinite for norm in gradients.read if norm.nonfinite), ()))
 
     def clipped(self, norm: float, max_norm: float, factor: float | None) -> float | None:
+        # As `torch.nn.utils.clip_grad_norm_` computes it.
         ratio = max_norm / (norm + 1e-6)
         if ratio < 1.0 and math.isfinite(norm):
             return ratio if factor is None else factor * ratio

@@ -235,6 +235,7 @@ class UnusedParameters:
             if last and not group.called and HAS not in found:
                 continue
             if not group.place:
+                # One byte of a message, of which 0 means not reduced and 255 - place must differ from it.
                 group.place = self._num_reduced % 254 + 1
                 self._num_reduced += 1
             # Neither, of a group that only joins others: of its call a pass that raised may be all that is left.
