@@ -46,17 +46,15 @@ def staging_folder(final: Path, lock: Lock) -> Path:
 
 
 def publish(staging: Path, final: Path, lock: Lock) -> None:
-    """Give a finished `staging` folder its name, in place of an older checkpoint of that name.
-
-    Raises CheckpointError if something else than a checkpoint bears the name, and if `staging` is not whole or not the
-    writer's.
-    """
+    """Give a finished `staging` folder its name, in place of an older checkpoint of that name."""
     # Every file in it must have been synced.
     replaced = _replaced(final)
     # When this returns, the checkpoint survives a loss of power.
     sync_folder(staging)
     lock.check()
     if missing := missing_of(staging):
+        # Raises CheckpointError if something else than a checkpoint bears the name, and if `staging` is not whole or not the
+        # writer's.
         raise CheckpointError(f"{staging} lacks what was written of {missing}: something else has changed it")
     if final.exists():
         if not (final / MANIFEST).exists() and final.exists():

@@ -133,8 +133,7 @@ def weights_for(
 ) -> FittedWeights:
     """Return what the files of weights in `path` have for this rank of `module`, of which nothing is written to yet.
 
-    own: tensors of `module`, by name, that may be read into. read: reads entries into new tensors. Raises CheckpointError that
-    lists all names and shapes that differ.
+    own: tensors of `module`, by name, that may be read into. read: reads entries into new tensors.
     """
     current = module.state_dict()
     partial = getattr(getattr(module, "module", None), "is_partial", False)
@@ -143,6 +142,7 @@ def weights_for(
     for name, value in named_in(path):
         here = current.get(name)
         if name in seen:
+            # All that differs is listed in one error.
             different.append(f"{name} is in two files")
         seen.add(name)
         if here is None:

@@ -183,6 +183,7 @@ class MasterState(OptimizerState):
         values: dict[torch.Tensor, torch.Tensor] = {}
         states: dict[torch.Tensor, State] = {}
         # A bucket at a time, so that no more than one is there twice.
+        # This object is at its end: buckets are taken out as they are given back.
         while self.masters.buckets:
             bucket = self.masters.buckets.pop(0)
             if bucket.dtype in HALF_DTYPES:

@@ -188,7 +188,7 @@ def declared_rule(cls: type[Optimizer]) -> RuleOf | None:
 def unknown(optimizer: Optimizer, would: str, otherwise: str) -> str:
     """Return the refusal of an optimizer of the kind "whole" where only single elements, or tensors, can be stepped.
 
-    would: what would happen to it, a predicate. otherwise: what to do if it does look at more than one element.
+    otherwise: what to do if it does look at more than one element.
     """
     name = type(optimizer).__name__
     return (

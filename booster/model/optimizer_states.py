@@ -21,10 +21,10 @@ from booster.model.optimizer_kinds import KNOWN, UNKNOWN, has_torch_form
 def state_differences(where: str, now: Any, given: Any, legal: Any = ...) -> Iterator[str]:
     """Yield where `given` is of another kind than `now`. Numbers are one kind, and 0-dim tensors are numbers.
 
-    legal: another legal value, such as the default of an option; None makes None legal. What is None now, or of no plain kind,
-    may become anything.
+    legal: another legal value, such as the default of an option; None makes None legal.
     """
     # So a state that would load, and fail in the first step, is refused before.
+    # What is None now, or of no plain kind, may become anything.
     if now is None or (given is None and legal is None):
         return
     if isinstance(now, (list, tuple)):

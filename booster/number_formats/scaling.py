@@ -114,10 +114,9 @@ def scale_to(
 ) -> ScaledTensor:
     """Round the matrix `x` to `target` under the scales of `scaling`.
 
-    scale: one for all of a float8 matrix, float32 of shape (), to take in place of the computed one; numbers too large are
-    cut off.
-    noise: as for `round_to`. A scale of zeros is the smallest one. Where there is an inf or NaN under a scale, it and all
-    numbers under it become NaN.
+    scale: one for all of a float8 matrix, float32 of shape (), to take in place of the computed one; numbers too large are cut
+    off.
+    noise: as for `round_to`. A scale of zeros is the smallest one.
     """
     if x.dim() != 2:
         raise ValueError(
@@ -126,6 +125,7 @@ def scale_to(
     if x.dtype not in CARRIERS:
         raise ValueError(f"numbers are rounded to {target} from float32, bfloat16 or float16, got {x.dtype}")
     over = scaling.over
+    # Where there is an inf or NaN under a scale, it and all numbers under it become NaN.
     if scale is not None and target.dtype is not None:
         values = (x.float() / scale).clamp_(target.lowest, target.largest).to(target.dtype)
         return ScaledTensor(values, scale, None, scaling)

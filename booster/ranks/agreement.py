@@ -34,13 +34,13 @@ _AWAITED = (
 def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Return the value of each rank of `group`, in the order of ranks.
 
-    value: what JSON can write, which keeps every float exactly; None where a rank has nothing to say. A small collective, and
-    a second one unless all give None.
+    value: what JSON can write, which keeps every float exactly; None where a rank has nothing to say.
     """
     if group is None:
         return [value]
     # JSON, not pickle: what another rank sends is read as data.
     sent = b"" if value is None else json.dumps(value).encode()
+    # A small collective, and a second one unless all give None.
     return [json.loads(data) if data else None for data in gather_bytes(sent, group)]
 
 

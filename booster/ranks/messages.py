@@ -63,13 +63,13 @@ def _write(values: torch.Tensor, new: torch.Tensor) -> None:
 def broadcast_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Give every rank of `group` the values that its first rank has, in place.
 
-    group: None means this rank alone. Tensors on the meta device are left out. Collectives: a small one, one for each tensor
-    of more than `SMALL` bytes, and one for so many others as make `TOGETHER` bytes; a host read. Raises RuntimeError on every
-    rank where shapes and dtypes are not the same on all, in the same order.
+    group: None means this rank alone. Tensors on the meta device are left out. Collectives: a small one, one for each tensor of
+    more than `SMALL` bytes, and one for so many others as make `TOGETHER` bytes; a host read.
     """
     if group is None or dist.get_world_size(group) == 1:
         return
     tensors = list(tensors)
+    # Raises RuntimeError on every rank where shapes and dtypes are not the same on all, in the same order.
     _check_alike(tensors, group)
     waiting: dict[torch.device, list[torch.Tensor]] = {}
     sizes: Counter[torch.device] = Counter()

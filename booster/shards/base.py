@@ -83,7 +83,7 @@ class Shards:
         """Call `filled` with each of `params` within backward passes as soon as its gradient is complete on all ranks.
 
         held: gradients of earlier passes, not in `.grad`, which are added to those of the pass. again: the graph is gone
-        through once more. Returns what has a `remove`. Raises RuntimeError if ranks do not share the gradients that would come.
+        through once more. Returns what has a `remove`.
         """
 
         # A release keeps sums of earlier passes out of `.grad`, which it frees as soon as it is complete.
@@ -93,6 +93,7 @@ class Shards:
                 param.grad = before + param.grad.detach()  # as autograd adds up
             filled(param)
 
+        # Overrides raise RuntimeError if ranks do not share the gradients that would come.
         return [param.register_post_accumulate_grad_hook(complete) for param in params]
 
     def has_gradient(self, param: torch.Tensor) -> bool:

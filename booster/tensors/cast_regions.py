@@ -332,8 +332,8 @@ def cast_floats(
 ) -> Any:
     """Cast every float16, bfloat16 and float32 tensor in `tree` to `dtype`; all else stays.
 
-    tree: see `booster.tensors.trees`; a container in which no tensor changes is returned as the same object. dtype: None
-    returns `tree` itself. float64: cast those tensors too. instead: see `map_tensors`.
+    tree: see `booster.tensors.trees`. dtype: None returns `tree` itself. float64: cast those tensors too. instead: see
+    `map_tensors`.
     """
     if dtype is None:
         return tree
@@ -346,6 +346,7 @@ def cast_floats(
             own = entry.dtype
             new.append(entry.to(dtype) if own in castable and own != dtype else entry)
         else:
+            # A container in which no tensor changes is returned as the same object.
             return tree if all(map(operator.is_, new, tree)) else tuple(new)
     if isinstance(tree, torch.Tensor):
         own = tree.dtype

@@ -45,12 +45,12 @@ def bucket_size(
     """Return the size of a bucket: 1/8 of all elements, a multiple of 64, and no smaller than calls are worth.
 
     packed: whether states are; a compiled step does without scratch for them.
-    released: they are stepped within backward, when gradients and activations are there too, so that they are half as large.
     """
     packed = packed and not compiled
     # States are widened into scratch too; a release steps while gradients and activations are there.
     share = (32 if packed else 8) * (2 if released else 1)
     smallest = SMALLEST_BUCKET if share == 8 and not compiled else SMALLEST_SPARING_BUCKET
+    # Those of a release are half as large, as gradients and activations are there too.
     size = max(num_elements // share // ALIGNMENT * ALIGNMENT, smallest)
     largest = LARGEST_COMPILED_CPU_BUCKET if compiled else LARGEST_CPU_BUCKET
     return min(size, largest) if device.type == "cpu" else size

@@ -133,12 +133,10 @@ def clamp_values(values: Sequence[torch.Tensor], bound: float) -> None:
 
 
 def unscale_values(values: Sequence[torch.Tensor], inverse_scale: float, *, check: bool) -> bool:
-    """Multiply each of `values` in place; returns whether any held an inf or NaN before, False without `check`.
-
-    One read and one write of the values either way, but for values that are part of a graph, through which the product is
-    differentiable.
-    """
+    """Multiply each of `values` in place; returns whether any held an inf or NaN before, False without `check`."""
     if any(value.requires_grad for value in values):
+        # One read and one write of the values either way, but for values that are part of a graph, through which the product is
+        # differentiable.
         graph = [value for value in values if value.requires_grad]
         found_in_graph = check and not all(bool(value.isfinite().all()) for value in graph)
         scale_in_graph(graph, inverse_scale)

@@ -27,9 +27,9 @@ def map_tensors(
 ) -> Any:
     """Return `tree` with every tensor replaced by `function` of it, in containers of the same types.
 
-    A container in which nothing was replaced is returned itself; copy_containers: where it can be changed, a copy. No
-    container of `tree` is changed. instead: asked first about everything that is not a tensor; what it returns takes the
-    place, unless that is NotImplemented. A mapping that can neither be set nor made of its items becomes a dict.
+    A container in which nothing was replaced is returned itself; copy_containers: where it can be changed, a copy. No container
+    of `tree` is changed. instead: asked first about everything that is not a tensor; what it returns takes the place, unless
+    that is NotImplemented.
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
@@ -38,6 +38,7 @@ def map_tensors(
     items = _items(tree)
     if items is None:
         return tree
+    # A mapping that can neither be set nor made of its items becomes a dict.
     new = [map_tensors(function, item, instead=instead, copy_containers=copy_containers) for item in items]
     unchanged = all(after is before for after, before in zip(new, items, strict=True))
     # The same object where nothing changed: no copy is made, and identity is kept.

@@ -205,8 +205,7 @@ class Application:
     def call(self, gradients: Gradients | None, method: Callable[[], Any], *, keep: bool = True) -> tuple[Any, bool]:
         """Call `method`, of the optimizer and no step, on what the groups hold, with unscaled gradients.
 
-        gradients: None where there are none to be used. keep: whether what it makes of weights that have a gradient is kept.
-        Returns its result, and whether it changed any of these.
+        gradients: None where there are none to be used. Returns its result, and whether it changed any of these.
         """
         params = [] if gradients is None else gradients.params()
         if gradients is not None:
@@ -217,6 +216,7 @@ class Application:
         with torch.no_grad():
             changed = not all(map(torch.equal, params, before))
             for param, old in zip(params, before, strict=True) if changed and not keep else ():
+                # Unless `keep`, what it made of weights with a gradient is taken back.
                 param.copy_(old)
         return result, changed
 
@@ -305,9 +305,8 @@ class FusedKernel:
         """Before each step on the gradients of `params`: give gradients and states the memory order of their parameters.
         Returns `honours_grad_scale` of the optimizer.
 
-        What a kernel cannot step makes the optimizer go back to torch's default implementation, for good; if fused=True
-        was the user's, RuntimeError is raised, as where gradients or states are of another shape than their parameter. Costs
-        no Python call for a parameter that is contiguous, and what it was. looks_alone: of shapes, and no more.
+        Raises RuntimeError if fused=True was the user's, and where gradients or states are of another shape than their
+        parameter. looks_alone: of shapes, and no more.
         """
         groups = self.optimizer.param_groups
         fused = list(map(_FUSED, groups))
@@ -321,6 +320,7 @@ class FusedKernel:
         held = list(chain.from_iterable(map(dict.values, own)))
         found = [*params, *map(_GRAD, params), *held]
         first = bool(params) and id(params[0])
+        # Costs no Python call for a parameter that is contiguous, and what it was.
         num, alike = self._known.pop(first, (-1, None))
         # On a CPU the kernels themselves raise where memory was freed.
         freed = bool(params) and params[0].is_cuda and not all(map(_ADDRESS, chain(params, held)))
@@ -329,6 +329,7 @@ class FusedKernel:
             self.check_shapes(params)
             reason = None if looks_alone else self._unfit(params)
             if reason is not None:
+                # What a kernel cannot step makes the optimizer go back to torch's default implementation, for good.
                 self._give_up(reason)
                 return False
             held = list(chain.from_iterable(map(dict.values, map(state.get, params, repeat(_NO_STATE)))))

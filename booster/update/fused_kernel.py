@@ -22,14 +22,12 @@ _CHOICES = ("foreach", "fused")
 
 
 def has_sound_kernel(optimizer: Optimizer) -> bool:
-    """Return whether torch's fused kernel can be trusted with the parameters of `optimizer` as they are.
-
-    That of SGD on CPU leaves most elements of float16 and bfloat16 parameters as they were (torch 2.13), and says nothing.
-    None steps parameters with elements that do not fill one stretch of memory, such as `nn.Parameter(weight[:, :3])`.
-    """
+    """Return whether torch's fused kernel can be trusted with the parameters of `optimizer` as they are."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    # None steps parameters with elements that do not fill one stretch of memory, such as `nn.Parameter(weight[:, :3])`.
     if not all(map(is_dense, params)):
         return False
+    # That of SGD on CPU leaves most elements of float16 and bfloat16 parameters as they were (torch 2.13), and says nothing.
     return type(optimizer) is not SGD or not any(p.device.type == "cpu" and p.dtype in HALF_DTYPES for p in params)
 
 
@@ -38,7 +36,7 @@ def switch_to_fused(optimizer: Optimizer, model: nn.Module | None = None) -> boo
 
     Left alone: other classes and subclasses, an explicit foreach, fused, capturable or differentiable, SGD with dampened
     momentum (see `start_late_momentum`), devices without the kernel, parameters that are not floating point or get sparse
-    gradients (`model` tells). One INFO line says so.
+    gradients (`model` tells).
     """
     if not _can_switch(optimizer, model):
         return False
@@ -47,6 +45,7 @@ def switch_to_fused(optimizer: Optimizer, model: nn.Module | None = None) -> boo
         group["fused"] = True
     _move_step_counts(optimizer)
     set_fused_flags(optimizer, True)
+    # One INFO line says so.
     _logger.info("%s uses its fused implementation; Booster(fused_optimizer=False) keeps the default", _name(optimizer))
     return True
 

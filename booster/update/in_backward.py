@@ -170,8 +170,7 @@ def run_in_backward(
     """Run a backward pass with gradients that are used within it, in one go through the graph or two.
 
     members: the gradients that take part in the pass, which has begun. engine: runs autograd from `loss`; its argument: whether
-    the graph is used again. end: to be called when the gradients are known. A collective wherever backward and deciding on a
-    step are.
+    the graph is used again. end: to be called when the gradients are known.
     """
     passes: list[InBackwardPass] = [member.in_backward.decision.backward_pass(member) for member in members]
     own = {param for each in passes for param in each.params}
@@ -184,6 +183,7 @@ def run_in_backward(
         with stash_grads(leaf for leaf in reached if leaf not in own) as others:
             _measure(passes, loss, engine, others)
             end()
+            # A collective wherever backward and deciding on a step are.
             others.keep = skip = _decide(passes)
         if skip:
             for each in passes:

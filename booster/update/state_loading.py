@@ -57,11 +57,7 @@ class Reading(NamedTuple):
 
 def read_state(update: Update, history: StepHistory, state_dict: Any, fill: Fill | None = None) -> Reading:
     """Read what `OptimizerWrapper.state_dict` gave, or a plain torch state dict. A collective of every rank of the update's
-    group.
-
-    Raises TypeError for what is no mapping, ValueError for a state that does not fit, and whatever the optimizer's own
-    `load_state_dict` or a hook of it raises.
-    """
+    group."""
     optimizer, scaler = update.optimizer, update.gradients.scaler
     # First all that can be seen without touching the optimizer, on all ranks; then its own load, which may still refuse.
     # If it raises on one rank, on none has anything changed, and all raise: else the others would wait in the next collective.

@@ -117,10 +117,7 @@ class Update:
 
     def give_back(self) -> dict[torch.Tensor, torch.Tensor]:
         """Leave the optimizer as `boost` found it, but for its states, which are by this rank's shards of parameters where
-        ranks divide them; return the float32 numbers behind half parameters, each laid out as its parameter is.
-
-        This update is at its end.
-        """
+        ranks divide them; return the float32 numbers behind half parameters, each laid out as its parameter is."""
         with self.shards.local():
             # A collective where ranks divide parameters flat.
             values = self.optimizer_state.restore_params()
@@ -130,16 +127,14 @@ class Update:
 
     def call(self, name: str, method: Callable[[], Any]) -> tuple[Any, bool]:
         """Call `method`, called `name`, of the optimizer and no step, on the float32 numbers that a step would change, and on
-        unscaled gradients. Returns its result, and whether it changed weights while there were gradients.
-
-        Collectives on ranks that hold shards.
-        """
+        unscaled gradients. Returns its result, and whether it changed weights while there were gradients."""
         gradients, shards = self.gradients, self.shards
         pending = gradients.num_backwards > 0 and gradients.in_backward is None
         with shards.local() if shards.sharded else WHOLE:
             culprits = None
             if pending:
                 gradients.check_mutations()
+                # Collectives on ranks that hold shards.
                 culprits = self._nonfinite()
             application = self.decision.application
             result, changed = application.call(gradients if pending else None, method, keep=culprits is None)

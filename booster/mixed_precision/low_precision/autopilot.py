@@ -163,7 +163,7 @@ class PrecisionController(StepListener):
         """Control the layers that the model has now by `plan`, after so many steps; None: no optimizer steps it. Products of
         these layers that were wide before are wide again.
 
-        recipe: of the low precision. Raises RuntimeError for layers that were compiled. A collective.
+        recipe: of the low precision. A collective.
         """
         self._forget_layers()
         self._plan = plan
@@ -171,6 +171,7 @@ class PrecisionController(StepListener):
             name: each for name, each in self._model.named_modules() if isinstance(each, LowPrecisionLinear)
         }
         self._all = all_names(tuple(self._layers), self._group)  # stages of a pipeline have others
+        # Raises RuntimeError for layers that were compiled.
         self._check_compiled()
         self._recipes = {name: layer.recipe for name, layer in self._layers.items()}
         # Bounds of recipes are twice what is expected.

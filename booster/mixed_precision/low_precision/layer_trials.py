@@ -123,8 +123,8 @@ def timed(
 ) -> tuple[float, dict[str, float]]:
     """Return the seconds of a forward and a backward pass of a linear layer in `dtype`, and by name in `recipes`.
 
-    shape: tokens, features in and features out. Weights are float32, and rounded in every pass. Recipes that do not convert
-    such features are left out. rounds: of which the shortest counts.
+    shape: tokens, features in and features out. Weights are float32, and rounded in every pass. rounds: of which the shortest
+    counts.
     """
     tokens, inputs, outputs = shape
     # No generator of torch moves.
@@ -136,6 +136,7 @@ def timed(
             param.normal_(generator=draw)
     layers: dict[str, nn.Module] = {"": wide}
     for name, recipe in recipes.items():
+        # Recipes that do not convert such features are left out.
         if not (inputs % recipe.multiple or outputs % recipe.multiple):
             layers[name] = LowPrecisionLinear.of(copy.deepcopy(wide), recipe, kernels=True)
     x = torch.randn(tokens, inputs, dtype=dtype, requires_grad=True, **options)

@@ -52,7 +52,6 @@ def unchanged(modules: Iterable[nn.Module], updates: Iterable[Update], scale: fl
 
     modules: those that compute. Their buffers come back, and plain attributes such as counters, with what is in lists, dicts
     and sets among them.
-    scale: that `updates` multiply losses by inside.
     """
     modules, updates = list(modules), list(updates)
     # Other memory comes back if the `MemorySnapshot` that this yields keeps it before it is written.

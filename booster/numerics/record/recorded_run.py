@@ -252,10 +252,7 @@ class _RankFile:
         return self.spans[-1].about
 
     def leave_out_lost_ranks(self, spans: Sequence[_Span]) -> None:
-        """Leave out what this rank wrote of steps that fewer ranks, without it, have made again since.
-
-        spans: those of rank 0.
-        """
+        """Leave out what this rank wrote of steps that fewer ranks, without it, have made again since."""
         for later in spans:
             since = later.about.get("time", -math.inf)
             # This rank took part in the later process too, and its own file says what was made again.

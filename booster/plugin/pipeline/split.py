@@ -80,7 +80,7 @@ def owners(model: nn.Module, split: Split) -> dict[str, int]:
     """Return the stage of each topmost module that belongs to one stage alone, by qualified name.
 
     Children of the container go by the cuts. What a forward names before it, in the modules around it, goes to the first stage,
-    and what it names after it to the last; where its source does not say, the order of registration decides.
+    and what it names after it to the last.
     """
     owned: dict[str, int] = {}
     chain = split.ancestors()
@@ -93,6 +93,7 @@ def owners(model: nn.Module, split: Split) -> dict[str, int]:
             # Modules without parameters and running statistics belong to all stages and are not listed.
             elif holds_state(child):
                 side = side_of(name, row, named)
+                # Where a source does not say, the order of registration decides.
                 owned[qualified(parent, name)] = 0 if side < 0 or (before and not side) else split.num_stages - 1
     for position, (_, child) in enumerate(_named_children(model.get_submodule(split.container))):
         if holds_state(child):

@@ -20,8 +20,7 @@ def with_sequence_parallelism(model: nn.Module, plan: dict[str, ParallelStyle]) 
     """Return `plan`, of exact names, with activations sharded along the sequence between the branches of a block.
 
     The first block of each stack shards them, the last gathers them. A branch is a child of a block that holds modules of the
-    plan; its input is gathered, and the output of its row-wise layers is reduce-scattered. Everything else in a block works
-    token by token, on its shard of the sequence. Raises ValueError where that cannot be.
+    plan; its input is gathered, and the output of its row-wise layers is reduce-scattered.
     """
     stacks: dict[str, set[str]] = {}
     for name, style in plan.items():
@@ -31,7 +30,9 @@ def with_sequence_parallelism(model: nn.Module, plan: dict[str, ParallelStyle]) 
         elif isinstance(style, (Rowwise, HeadParallel)) or (isinstance(style, Colwise) and not style.gather_output):
             raise _refusal(f"{name!r} is in no block of a ModuleList or Sequential")
     if not stacks:
+        # Raises ValueError where that cannot be.
         raise _refusal("tp_plan names no module in a ModuleList or Sequential")
+    # Everything else in a block works token by token, on its shard of the sequence.
     sharded = dict(plan)
     for stack, blocks in stacks.items():
         names = [f"{stack}.{child}".lstrip(".") for child, _ in model.get_submodule(stack).named_children()]
