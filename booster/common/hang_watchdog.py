@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import CodeType, FrameType, NoneType
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from booster.common.frames import first_user_frame, is_users, line_of, where_raised
 from booster.common.store_barrier import StoreBarrier
 from booster.common.torch_internals.fsdp_internals import gathered_name
-from booster.common.torch_internals.tensor_internals import agent_serves_store, default_store
+from booster.common.torch_internals.tensor_internals import agent_serves_store, default_store, end_waits
 from booster.common.untrusted_files import printable
 
 PATIENCE = 30.0  # seconds
@@ -40,6 +41,10 @@ _WAITS_ON_PURPOSE: Mapping[str, tuple[str, ...]] = {
 _STARTERS: Mapping[str, tuple[str, ...]] = {"cli/": (), "launch.py": ("launch_notebook", "_rank")}
 
 _FORWARD = ("forward", "_run")  # of a boosted model
+# Calls that all ranks make alike in a step.
+_STEPS = "backward step accumulate execute_pipeline unscale_grads clip_grad_by_norm clip_grad_by_value"
+_PASSES = frozenset(("the model's forward()", *(f"{name}()" for name in _STEPS.split())))
+_LOST = ("onnection ", "pair closure", "Broken pipe")  # what gloo says where another rank has gone
 
 _logger = logging.getLogger(__name__)
 
@@ -58,13 +63,24 @@ def start_watchdog(timeout: float | None) -> None:
     watchdog.start()
 
 
+def leave_pass(error: Exception) -> None:
+    """Have other ranks know that `error` ends a pass on this rank, so that those which wait for it there raise as well.
+
+    Raises RuntimeError in place of `error` where that is only what another rank's error made here.
+    """
+    for thread in threading.enumerate():
+        if isinstance(thread, HangWatchdog):
+            thread.leave_pass(error)
+
+
 class HangWatchdog(threading.Thread):
     """Looks where the main thread is, and asks the other ranks where they are when it waits for them in one call.
 
     The call is the library's, such as `save`, or a collective of torch's own. Once it has not moved for `_PROMPT` seconds,
     ranks are named that live on after an exception, or do not move in the script's own code; after `timeout` seconds all that
     are not in the same call, or wait in it in another collective (None: never). Each is a WARNING, once for a wait, which goes
-    on: what ends it is the process group's timeout.
+    on: what ends it is the process group's timeout. A rank that waits in a pass which another one has left by an exception
+    ends its wait, under gloo: it closes its groups, so that the pass raises.
 
     Nothing is recorded in a step: what is read is the stack, once a second. As often the store is asked whether any rank asks:
     then all post their report in one round of a `StoreBarrier`, and those that wait conclude from the reports. Ranks that begin
@@ -94,10 +110,32 @@ class HangWatchdog(threading.Thread):
         self._has_posted = False
         self._asks = False  # it waited as it posted, and has not concluded yet
         self._named: set[int] = set()  # the ranks that were named for this wait
+        self._failure: str | None = None  # by which this rank left a pass, until it is in another one
+        self._has_left = False  # it was seen outside of passes last
+        self._cause: str | None = None  # why this rank has closed its groups
 
     def watches(self, store: dist.Store) -> bool:
         """Return whether this is the watchdog of the process group of `store`."""
         return self._watched is store and not self._stopped.is_set()
+
+    def leave_pass(self, error: Exception) -> None:
+        cause = self._cause
+        with suppress(RuntimeError, AttributeError):  # the store has gone
+            if cause is None and any(text in str(error) for text in _LOST):
+                cause = self._barrier.reason()
+            elif cause is None:
+                text, place = str(error).partition("\n")[0][:500], where_raised(error)
+                named = (
+                    f"rank {self._barrier.rank} raised {type(error).__name__}: {text}{f' at {place}' if place else ''}"
+                )
+                self._barrier.give_reason(named)
+                self._failure = named
+        if cause:
+            raise RuntimeError(
+                f"{printable(cause[:_LONGEST])}. So the pass of rank {dist.get_rank()}, which waited for it, cannot end, and "
+                "its groups are closed: start again. All ranks make the same passes: mend it there, or agree to leave a step "
+                "together, as by b.reduce(flag, 'max') before it"
+            ) from error
 
     def _group_is_there(self) -> bool:
         try:
@@ -163,18 +201,29 @@ class HangWatchdog(threading.Thread):
         if stack != self._stack:
             self._stack, self._since = stack, time.monotonic()
             self._named.clear()
+        call = _call(frames)
+        if call in _PASSES and self._has_left and self._failure is not None:
+            self._failure = None
+            self._barrier.give_reason("")
+        self._has_left = call not in _PASSES
         user = first_user_frame(frames[0]) or frames[-1] if frames else None  # else the outermost, as of `python -c`
         return {
-            "call": _call(frames),
+            "call": call,
             "still": time.monotonic() - self._since,
             "where": "its end" if user is None else line_of(user.f_code, user.f_lineno),
             "collective": _collective(frames),
             "is_outside": not any(frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)) for frame in frames),
             "error": _error(self._main),
+            "failure": self._failure,
         }
 
     def _conclude(self, report: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]) -> None:
-        """Warn of the ranks that are not where this one waits, and were not named yet."""
+        """Warn of the ranks that are not where this one waits, and were not named yet; or end the wait."""
+        for other in others.values() if report["call"] in _PASSES else ():
+            if other["failure"] and other["call"] not in _PASSES:
+                self._cause = other["failure"]
+                end_waits()
+                return
         waited_long = self.timeout is not None and report["still"] >= self.timeout
         absent = {}
         for rank, other in others.items():
@@ -229,6 +278,7 @@ _FORM: dict[str, tuple[type, ...]] = {
     "collective": (str, NoneType),
     "is_outside": (bool,),
     "error": (str, NoneType),
+    "failure": (str, NoneType),
 }
 
 

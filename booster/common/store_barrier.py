@@ -80,6 +80,15 @@ class StoreBarrier:
         self._store.delete_key(self._key(number))
         self._store.delete_key(self._whole(number))
 
+    def give_reason(self, text: str) -> None:
+        """Keep `text` as why ranks of this series cannot go on; of several, the last."""
+        self._store.set(f"{self._name}/reason/{self._series}", text)
+
+    def reason(self) -> str:
+        """Return what `give_reason` kept; empty if nothing."""
+        key = f"{self._name}/reason/{self._series}"
+        return self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
+
     def withdraw(self) -> None:
         """Say that this rank asks nothing more."""
         if self._store.add(self._gone, 1) == self.size:

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from booster.common.torch_internals.tensor_internals import default_store
 from booster.interface.optimizer import OptimizerWrapper
 from booster.ranks import agreement
 
@@ -151,11 +152,17 @@ class Accumulations:
         self._groups: list[Accumulation] = []
         self._unsynchronised: list[NoSync] = []
         self._looks = _LOOKS
+        self._key, self._first, self._count = "", "", 0
         self.any_open = False
         """Whether anything of either kind is open: without a call, as every backward pass asks."""
 
-    def compare(self, num_tokens: float | None, ranks: dist.ProcessGroup | None) -> None:
-        """Raise ValueError, on all of `ranks`, unless they gave one `num_tokens`. A collective of the first groups of a run."""
+    def compare(self, number: int, num_tokens: float | None, ranks: dist.ProcessGroup | None, *, alike: bool) -> None:
+        """Raise ValueError unless `ranks` gave one `num_tokens`, on all of them: a collective of the first groups of a run.
+
+        alike: also where the `number` of micro-batches is not that of the rank which came first; a request to the store.
+        """
+        if alike and ranks is not None:
+            self._compare_number(number, ranks)
         if not self._looks or ranks is None:
             return
         self._looks -= 1
@@ -165,6 +172,22 @@ class Accumulations:
                 f"accumulate() got num_tokens={num_tokens} on rank {dist.get_rank()}, and ranks gave from {least or None} to "
                 f"{most:g}; it is the tokens of the whole group over all micro-batches and all data-parallel ranks: pass "
                 "num_tokens=b.reduce(own_tokens, 'sum') on every rank, or leave it out on every rank"
+            )
+
+    def _compare_number(self, number: int, ranks: dist.ProcessGroup) -> None:
+        store, rank = default_store(), dist.get_rank()
+        if not self._key:  # all ranks make theirs in one order
+            made = (store.add("booster/accumulate", 1) - 1) // dist.get_world_size()
+            self._key = f"booster/accumulate/{made}/{ranks.group_name}"
+        self._count += 1
+        # The first of a group replaces what the one before left, and the others find what the first has written.
+        self._first = store.compare_set(self._key, self._first, f"{self._count} {number} {rank}").decode()
+        count, found, first = self._first.split()
+        if int(count) == self._count and int(found) != number:
+            raise ValueError(
+                f"accumulate() got num_micro_batches={number} on rank {rank} and {found} on rank {first}, but all ranks "
+                "make every pass together here. Give every rank equally many micro-batches: drop the last batches that not all "
+                "ranks have (drop_last=True); or use TorchDDPPlugin or LowLevelZeroPlugin(stage=1), where numbers may differ"
             )
 
     def group_of(self, optimizers: Sequence[OptimizerWrapper]) -> Accumulation | None:

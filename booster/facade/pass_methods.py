@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from booster.common import arguments
+from booster.common.hang_watchdog import leave_pass
 from booster.facade import refusals
 from booster.facade.accumulation import Accumulation, NoSync
 from booster.facade.booster_state import BoosterState, Optimizers
@@ -124,18 +125,22 @@ def backward(
             divisor, weight, delayed = group.divisor, group.weight, delayed or group.delayed
     if self.plugin.sequence_parallel is not None:
         self.plugin.sequence_parallel.before_backward(by_tokens=group is not None and group.by_tokens)
-    run_backward(
-        loss,
-        gradients_of(optimizers),
-        optimizers[0].backward_context,
-        divisor=divisor,
-        weight=weight,
-        loss_id=loss_id,
-        delayed=delayed,
-        inputs=inputs,
-        retain_graph=retain_graph,
-        create_graph=create_graph,
-    )
+    try:
+        run_backward(
+            loss,
+            gradients_of(optimizers),
+            optimizers[0].backward_context,
+            divisor=divisor,
+            weight=weight,
+            loss_id=loss_id,
+            delayed=delayed,
+            inputs=inputs,
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+        )
+    except Exception as error:
+        leave_pass(error)
+        raise
     if group is not None:
         group.after_backward()
     if self._shown_loss is not None:
@@ -156,7 +161,8 @@ def accumulate(
         and data-parallel ranks, so one number on all of them, as `b.reduce(own_tokens, "sum")` gives. None divides by
         num_micro_batches.
 
-    On several ranks the first groups of a run are a small collective, and ValueError where ranks gave another num_tokens.
+    On several ranks the first groups of a run are a small collective, and ValueError where ranks gave another num_tokens. Under
+    ZeRO-2, FSDP and hybrid, where all ranks make every pass together, so is another num_micro_batches, by the group's store.
 
         for group in groups:
             with b.accumulate(model, optimizer, num_micro_batches=len(group)):
@@ -169,7 +175,12 @@ def accumulate(
     self._run.switch_if_due()
     placed = self._boosted.own(model, "accumulate").module
     size = self.plugin.averaging_size
-    self._accumulations.compare(num_tokens, self.plugin.group)
+    try:
+        alike = self.plugin.passes_together or self.plugin.sequence_parallel is not None
+        self._accumulations.compare(num_micro_batches, num_tokens, self.plugin.group, alike=alike)
+    except Exception as error:
+        leave_pass(error)
+        raise
     # Ranks average their gradients, while tokens count over all of them.
     divisor = float(num_micro_batches) if num_tokens is None else float(num_tokens) / size
     group = Accumulation(

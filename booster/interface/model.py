@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from booster.common import arguments
+from booster.common.hang_watchdog import leave_pass
 from booster.common.misuse import RawCallGuard
 from booster.common.torch_internals.autograd_internals import graph_task
 from booster.interface.call_log import CallLog
@@ -103,8 +104,9 @@ class PrecisionModule(TransparentModule):
         try:
             with region(self._off_path if self._passed_over else self._precision.forward_context):
                 output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
-        except RuntimeError as error:
-            advice = self._hint(error, "forward")
+        except Exception as error:
+            leave_pass(error)
+            advice = self._hint(error, "forward") if isinstance(error, RuntimeError) else None
             if advice is None:
                 raise
             raise RuntimeError(advice) from error

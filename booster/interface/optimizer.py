@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from booster.common import arguments
+from booster.common.hang_watchdog import leave_pass
 from booster.common.misuse import OwnStepGuard, is_called_by_torch_checkpoint
 from booster.common.torch_internals.optimizer_internals import accepts_found_inf, remove_guards
 from booster.interface.closures import step_with_closure, takes, zero_mixed_gradients
@@ -128,7 +129,8 @@ class OptimizerWrapper(Optimizer):
         """
         update, history, gradients = self._update, self._history, self._update.gradients
         if self._forbidden is not None:
-            raise RuntimeError(self._forbidden)
+            leave_pass(error := RuntimeError(self._forbidden))
+            raise error
         if "found_inf" in self.__dict__:
             refuse_grad_scaler(self)
         if closure is not None:
@@ -173,6 +175,9 @@ class OptimizerWrapper(Optimizer):
             else:
                 history.sync(result)
             return result
+        except Exception as error:
+            leave_pass(error)
+            raise
         finally:
             self._own_step.stepping = False
 

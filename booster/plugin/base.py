@@ -114,6 +114,9 @@ class Plugin(ABC):
     is_whole = True
     """Whether every rank holds and steps all of every parameter."""
 
+    passes_together = False
+    """Whether passes inside `no_sync` too need all ranks, so that ranks accumulate equal numbers of micro-batches."""
+
     stores_float32 = False
     """Whether placed parameters stay in their dtype where `policy.store` is None, as shards that serve as masters do."""
 

@@ -19,6 +19,6 @@ Files, in reading order:
 - `coordinator.py`: `DistCoordinator`, for users: who am I, who goes first.
 
 Everything above calls this room; it calls `common/` alone. `common/store_barrier.py` has rounds of ranks that must not wait
-in a collective. A decision of every step goes through `largest`, `on_overflow` or `all_reduce`, which say what a rank waits
-for once that takes a minute; keep it at one message of 8 bytes.
+in a collective. A decision of every step goes through `largest`, `on_overflow` or `all_reduce`; keep it at one
+message of 8 bytes.
 """

@@ -8,25 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from booster.ranks.messages import communication_device, gather_bytes, reduced
-
-_logger = logging.getLogger(__name__)
-
-PATIENCE = timedelta(seconds=60)  # before a rank says what it waits for
-_AWAITED = (
-    "the decision whether to step, which all ranks take together once gradients were clipped or under a loss scale. Every "
-    "rank must call backward, clip_grad_by_norm, clip_grad_by_value, unscale_grads and step of its boosted optimizers alike: "
-    "not inside `if rank == 0`, and equally often"
-)
+from booster.ranks.messages import gather_bytes, reduced
 
 # ---------------------------------------------------------------------- values of every rank
 
@@ -92,9 +81,7 @@ def largest(value: float, group: dist.ProcessGroup | None) -> float:
     """Return the largest `value` of all ranks of `group`, none of which may be NaN."""
     if group is None:
         return value
-    tensor = torch.tensor(value, dtype=torch.float64, device=communication_device(torch.device("cpu"), group))
-    _all_reduce(tensor, dist.ReduceOp.MAX, group)
-    return float(tensor)
+    return float(reduced(torch.tensor(value, dtype=torch.float64), dist.ReduceOp.MAX, group))
 
 
 def min_and_max(value: float, group: dist.ProcessGroup | None) -> tuple[float, float]:
@@ -102,9 +89,7 @@ def min_and_max(value: float, group: dist.ProcessGroup | None) -> tuple[float, f
     if group is None:
         return value, value
     # A minimum is the maximum of the negatives, so that both are one collective.
-    both = torch.tensor([-value, value], dtype=torch.float64, device=communication_device(torch.device("cpu"), group))
-    _all_reduce(both, dist.ReduceOp.MAX, group)
-    least, most = both.tolist()
+    least, most = reduced(torch.tensor([-value, value], dtype=torch.float64), dist.ReduceOp.MAX, group).tolist()
     return -least, most
 
 
@@ -116,29 +101,10 @@ def all_reduce(value: torch.Tensor, group: dist.ProcessGroup | None, op: dist.Re
     if group is None:
         return value
     # A backend that cannot reduce there is given a copy.
-    there = value.to(communication_device(value.device, group))
-    _all_reduce(there, op, group)
-    return there.to(value.device)
+    return reduced(value, op, group).to(value.device)
 
 
 def on_overflow(found: bool, finite_loss: bool, group: dist.ProcessGroup | None) -> tuple[bool, bool]:
     """Return whether any rank found an inf or NaN in its gradients, and whether the losses of those that did were finite."""
     code = largest(0.0 if not found else 1.0 if finite_loss else 2.0, group)
     return code > 0.0, code < 2.0
-
-
-def _all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
-    if tensor.device.type != "cpu":  # NCCL's watchdog says what a rank waits for
-        dist.all_reduce(tensor, op=op, group=group)
-        return
-    work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-    try:
-        try:
-            work.wait(PATIENCE)
-        except RuntimeError:
-            if work.is_completed():  # it failed, rather than took long
-                raise
-            _logger.warning("rank %d has waited %g s for %s", dist.get_rank(), PATIENCE.total_seconds(), _AWAITED)
-            work.wait()
-    except RuntimeError as error:
-        raise RuntimeError(f"rank {dist.get_rank()} waited for {_AWAITED}. The backend says: {error}") from error

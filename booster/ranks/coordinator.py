@@ -62,11 +62,14 @@ class DistCoordinator:
             arguments.count("local_rank", local_rank, least=0, also="None")
         if local_rank is None:
             local_rank = environment_local_rank() if launched else 0
-        self.local_rank: int = self._count_neighbours() if local_rank is None else local_rank
+        if local_rank is None:
+            hosts = gather_bytes(socket.gethostname().encode(), dist.group.WORLD)
+            local_rank = hosts[: self.rank].count(hosts[self.rank])
+        self.local_rank: int = local_rank
 
     def is_master(self, group: dist.ProcessGroup | None = None) -> bool:
         """Say whether this process is rank 0 of `group` (None: of the world)."""
-        return (self.rank if group is None else dist.get_rank(_checked(group))) == 0
+        return (self.rank if group is None else dist.get_rank(arguments.group("group", group))) == 0
 
     def is_node_master(self) -> bool:
         """Say whether this process is the first one on its machine."""
@@ -76,7 +79,7 @@ class DistCoordinator:
         """Say whether this process is the last rank of `group` (None: of the world)."""
         if group is None:
             return self.rank == self.world_size - 1
-        return dist.get_rank(_checked(group)) == dist.get_world_size(group) - 1
+        return dist.get_rank(arguments.group("group", group)) == dist.get_world_size(group) - 1
 
     def print_on_master(self, msg: str, group: dist.ProcessGroup | None = None) -> None:
         """Print `msg` on rank 0 of `group` (None: of the world); no collective."""
@@ -98,7 +101,7 @@ class DistCoordinator:
         Cost: one broadcast of one number. If the body raises on the executor, the others raise RuntimeError instead
         of entering; if it raises on another rank, only that rank knows.
         """
-        size = self.world_size if group is None else dist.get_world_size(_checked(group))
+        size = self.world_size if group is None else dist.get_world_size(arguments.group("group", group))
         if arguments.count("executor_rank", executor_rank, least=0) >= size:
             raise ValueError(
                 f"executor_rank={executor_rank} is not a rank of this group; it must be from 0 to {size - 1}"
@@ -123,8 +126,8 @@ class DistCoordinator:
     def block_all(self, group: dist.ProcessGroup | None = None) -> None:
         """Wait until every rank of `group` (None: of the world) has come here; nothing in a world of one."""
         if group is not None:
-            _checked(group)
-        if self._launched():
+            arguments.group("group", group)
+        if dist.is_available() and dist.is_initialized():
             dist.barrier(group)
 
     def on_master_only(
@@ -132,7 +135,7 @@ class DistCoordinator:
     ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
         """Decorate a function so that only rank 0 of `group` runs it; the others get None at once (no barrier)."""
         if group is not None:
-            _checked(group)
+            arguments.group("group", group)
 
         def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
             arguments.function("function", function)
@@ -147,26 +150,13 @@ class DistCoordinator:
 
     def destroy(self) -> None:
         """Leave the process group, if there is one; afterwards `booster.launch` may be called again."""
-        if self._launched():
+        if dist.is_available() and dist.is_initialized():
             # A DDP model that is garbage by now must go first: its reducer meeting the end of gloo's threads aborts.
             gc.collect()
             dist.destroy_process_group()
 
-    @staticmethod
-    def _launched() -> bool:
-        return dist.is_available() and dist.is_initialized()
-
-    def _count_neighbours(self) -> int:
-        hosts = gather_bytes(socket.gethostname().encode(), dist.group.WORLD)
-        return hosts[: self.rank].count(hosts[self.rank])
-
     def _told(self, succeeded: bool, executor_rank: int, group: dist.ProcessGroup | None) -> bool:
-        on_cuda = "nccl" in dist.get_backend(group)
-        device = torch.device("cuda" if on_cuda else "cpu")
+        device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
         flag = torch.tensor([float(succeeded)], dtype=torch.float32, device=device)
         dist.broadcast(flag, group=group, group_src=executor_rank)
         return bool(flag.item())
-
-
-def _checked(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    return arguments.group("group", group)

@@ -111,6 +111,8 @@ class GradSyncTracker:
         self._follows_forward = False  # it comes after a forward pass, and not after a backward pass
         self._stamps: Sequence[_Stamp] | None = None  # of gradients before the backward pass under way
         self._alone: list[torch.Tensor] = []  # what such passes brought that followed none
+        # The module, once two forward passes went before a backward one: it awaits what the outputs of the last one reach.
+        self._several: Any = None
         module.register_forward_hook(self._on_forward)
 
     def check(self, shards: Shards) -> None:
@@ -149,8 +151,11 @@ class GradSyncTracker:
         if self._alone:
             self._alone = [param for param in self._alone if param.grad is not None and param.grad.any()]
 
-    def before_backward(self, *, only: bool) -> None:
+    def before_backward(self, loss: torch.Tensor | None, *, only: bool) -> None:
         """A backward pass of an optimizer begins. only: no other module is there that it could be of."""
+        several, self._several = self._several, None
+        if several is not None and loss is not None and self._prepared:
+            several.reducer.prepare_for_backward([loss])
         if self._averages_once:
             self._stamps = () if only and self._prepared else list(map(_stamp, self._params))
 
@@ -194,6 +199,8 @@ class GradSyncTracker:
             if self._orders:
                 self.check_order()
             self._prepared = self._prepared or averages
+            if self._follows_forward and getattr(module, "find_unused_parameters", False) and not module.static_graph:
+                self._several = module
             self._follows_forward = True
         if (averages and not self._watches) or not torch.is_grad_enabled():
             return

@@ -88,6 +88,7 @@ class BackwardPass:
         delayed: whether the gradients are not complete after it, as inside `no_sync`, and may not be read yet.
         checked: whether an overflow in it counts.
         create_graph: whether gradients are part of a graph, as a penalty on them needs.
+        loss: where this rank has it.
         found: what was found in those of each optimizer, for a decision that all of them share.
     """
 
@@ -96,6 +97,7 @@ class BackwardPass:
     delayed: bool = False
     checked: bool = True
     create_graph: bool = False
+    loss: torch.Tensor | None = None
     found: list[Any] = field(default_factory=list)
 
 
@@ -133,7 +135,7 @@ def run_backward(
         for member in members:
             if member.in_backward is not None:
                 member.in_backward.check(create_graph=create_graph)
-    this, scale = begin_backward(members, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
+    this, scale = begin_backward(members, loss, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
     if loss.dtype in HALF_DTYPES:
         # A large scale would overflow a half loss.
         loss = loss.float()
@@ -177,7 +179,12 @@ def check_first(loss: torch.Tensor, members: Sequence[Gradients]) -> None:
 
 
 def begin_backward(
-    members: Sequence[Gradients], *, loss_id: int = 0, delayed: bool = False, create_graph: bool = False
+    members: Sequence[Gradients],
+    loss: Any = None,
+    *,
+    loss_id: int = 0,
+    delayed: bool = False,
+    create_graph: bool = False,
 ) -> tuple[BackwardPass, Any]:
     """Make `members` ready for gradients of a loss; returns the pass and the scale to multiply the loss with, a float or
     0-dim tensor. `end_backward` or `abandon_backward` must follow."""
@@ -194,7 +201,7 @@ def begin_backward(
         decision = JointDecision(list({id(other): other for each in known for other in each}.values()))
         for member in decision.members:
             member.joint = decision
-    this = BackwardPass(members, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
+    this = BackwardPass(members, loss_id=loss_id, delayed=delayed, create_graph=create_graph, loss=loss)
     for member in members:
         member.before_backward(scale, this)
     return this, scale
@@ -221,7 +228,10 @@ def _refuse_loss(loss: Any) -> None:
         raise ValueError(f"the loss must be a tensor of one element, got {shape}; reduce it first, e.g. loss.mean()")
     if loss.is_complex():
         raise ValueError(f"the loss must be real, got {loss.dtype}; take its real part or absolute value")
-    raise RuntimeError("the loss does not require gradients: it was computed under no_grad, or from detached tensors")
+    raise RuntimeError(
+        "the loss does not require gradients: it was computed under no_grad, or from detached tensors. A batch with nothing "
+        "to learn from gives a zero of the model's output: loss = 0.0 * output.sum()"
+    )
 
 
 def _checked_inputs(inputs: Any) -> tuple[Any, ...]:

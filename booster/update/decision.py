@@ -18,6 +18,7 @@ Three executions follow it. The host (`host.py`) has Python numbers, and does no
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -88,9 +89,11 @@ class Norms(ABC):
 
         norms: of `params`, may be empty."""
         if math.isinf(norm_type):
-            # NaN does not survive a MAX on every backend.
+            # NaN does not survive a MAX on every backend: it travels as inf, and inf as the largest number.
             largest = norms.double().amax() if norms.numel() else norms.new_zeros((), dtype=torch.float64)
-            return agreement.all_reduce(largest.nan_to_num(math.inf, math.inf), self.group, dist.ReduceOp.MAX)
+            sent = largest.nan_to_num(math.inf, sys.float_info.max)
+            total = agreement.all_reduce(sent, self.group, dist.ReduceOp.MAX)
+            return torch.where(total.isinf(), math.nan, torch.where(total == sys.float_info.max, math.inf, total))
         # A replica is summed on each rank that holds it, and counts once.
         copies = self.shards.num_replicas_of(params)
         if self._copies is None or self._copies[0] != copies:

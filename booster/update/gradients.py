@@ -158,7 +158,7 @@ class Gradients:
         if sync_trackers:
             for tracker in sync_trackers.values():
                 # With one tracker its gradients are all there are, so it need not look for its own.
-                tracker.before_backward(only=len(sync_trackers) == 1)
+                tracker.before_backward(None if this is None else this.loss, only=len(sync_trackers) == 1)
         if not self.norms.on_device:
             scale = float(scale)
         if self.scale is not None and (self.factor is not None or not _same(self.scale, scale)):

@@ -163,8 +163,8 @@ SITUATIONS = {
     "a group added later": (plain, None, 3, "later"),
 }
 REFUSED = {  # by name, or in torch's words
-    "ddp": ("two forward passes in a loss", "two passes through a graph", "frozen on one rank from the first step"),
-    "zero1": ("two forward passes in a loss", "two passes through a graph", "frozen on one rank from the first step"),
+    "ddp": ("two passes through a graph", "frozen on one rank from the first step"),
+    "zero1": ("two passes through a graph", "frozen on one rank from the first step"),
     "zero2": ("frozen on one rank from the first step",),
 }
 

@@ -1,20 +1,15 @@
 """What updates ask of ranks, and what they refuse on each of them alike."""
 
-import logging
-import time
+import math
 import warnings
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from choices import plugins
 from matrix import TP_PLAN, Transformer, loss_of
 from test_hybrid import batch
 
 from booster import Booster
-from booster.plugin import TorchDDPPlugin
-from booster.ranks import agreement
 
 PLUGINS = plugins("ddp", "fsdp", "zero1", "zero2", "tp", "pp", tp_plan=TP_PLAN)
 
@@ -42,78 +37,6 @@ def begins_anew(rank, world_size, name, precision):
 @pytest.mark.parametrize("name", PLUGINS)
 def test_a_cleared_state_begins_anew_on_every_rank(ranks2, name, precision):
     assert ranks2(begins_anew, name, precision) == [([{1.0}, {2.0}], 0, {1.0})] * 2
-
-
-class Messages(logging.Handler):
-    """Keeps what was logged; the first message makes `file`, and gives patience back."""
-
-    def __init__(self, file):
-        super().__init__()
-        self.lines, self.file, self.patience = [], file, agreement.PATIENCE
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-        agreement.PATIENCE = self.patience
-        self.file.touch()
-
-
-def steps_late_on_rank_1(rank, world_size, precision, folder):
-    torch.manual_seed(0)
-    booster = Booster("cpu", precision, TorchDDPPlugin())
-    model = torch.nn.Linear(4, 4)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    booster.backward(model(torch.ones(2, 4)).float().sum(), optimizer)
-    messages, logger = Messages(folder / f"said_{rank}"), logging.getLogger("booster.ranks.agreement")
-    logger.addHandler(messages)
-    patience = agreement.PATIENCE
-    try:
-        if rank == 0:
-            agreement.PATIENCE = timedelta(seconds=0.2)
-        while rank == 1 and not (folder / "said_0").exists():
-            time.sleep(0.01)
-        optimizer.clip_grad_by_norm(1.0)
-        applied = bool(optimizer.step())
-    finally:
-        agreement.PATIENCE = patience
-        logger.removeHandler(messages)
-    return applied, messages.lines
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
-def test_a_rank_that_waits_for_others_to_decide_says_so(ranks2, precision, tmp_path):
-    (applied, first), (applied_too, second) = ranks2(steps_late_on_rank_1, precision, tmp_path)
-    assert applied
-    assert applied_too
-    assert len(first) == 1
-    assert "rank 0 has waited 0.2 s for the decision whether to step" in first[0]
-    assert "not inside `if rank == 0`" in first[0]
-    assert second == []
-
-
-def decides_alone(rank, world_size, folder):
-    group = dist.new_group()
-    try:
-        if rank == 0:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), group)  # the group itself may take its time
-            return agreement.largest(1.0, group)
-        while not (folder / "given_up").exists():
-            time.sleep(0.01)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        (folder / "given_up").touch()
-        dist.destroy_process_group(group)
-
-
-def test_a_decision_that_the_other_ranks_never_take_names_what_was_waited_for(ranks2, tmp_path):
-    error, _ = ranks2(decides_alone, tmp_path)
-    assert "rank 0 waited for the decision whether to step" in error
-    assert "The backend says" in error
-    assert ranks2(still_together) == [1.0, 1.0]
-
-
-def still_together(rank, world_size):
-    return agreement.largest(float(rank), dist.group.WORLD)
 
 
 def relay(model):
@@ -177,3 +100,17 @@ def test_a_memory_format_changed_between_forward_and_backward_is_no_silent_wrong
             assert found[0] == 1
             assert found[2]
             assert "changed its memory order after boost()" in found[1]
+
+
+def largest_norm(rank, world_size, name, value):
+    booster, model = Booster("cpu", "bf16", PLUGINS[name]()), torch.nn.Linear(4, 4)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.backward((model(torch.ones(2, 4)).float() * (value if rank else 1.0)).sum(), optimizer)
+    norm = float(optimizer.clip_grad_by_norm(1.0, norm_type=math.inf))
+    return math.isnan(norm), norm == math.inf, optimizer.step().applied
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "fsdp"])
+def test_a_nan_on_one_rank_makes_the_largest_norm_nan_and_an_inf_inf(ranks2, name):
+    assert ranks2(largest_norm, name, math.nan) == [(True, False, False)] * 2
+    assert ranks2(largest_norm, name, math.inf) == [(False, True, False)] * 2

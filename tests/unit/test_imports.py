@@ -331,7 +331,6 @@ SENDS_ITS_OWN = {
     "update/distributed_muon.py": "flat bfloat16 copies",
     "plugin/tensor_parallel/linear_styles.py": "float64 sums",
     "plugin/zero/sliced_gradients.py": "flat buckets",
-    "ranks/agreement.py": "a float64 number",
     "ranks/messages.py": "bytes",
     "ranks/coordinator.py": "a flag",
     "shards/dtensor.py": "a float64 sum",

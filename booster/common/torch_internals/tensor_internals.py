@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
 from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -238,6 +239,17 @@ def process_group_of(arg: Any) -> dist.ProcessGroup | None:
     if isinstance(arg, str) and arg in dist.distributed_c10d._world.pg_names.values():
         return dist.distributed_c10d._resolve_process_group(arg)  # type: ignore[arg-type]
     return None
+
+
+def end_waits() -> None:
+    """Have all that waits in collectives of gloo in this process raise; their groups are of no use afterwards."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        size = dist.get_world_size(group)
+        if size > 1 and "gloo" in dist.get_backend_config(group):
+            other = (dist.get_rank(group) + 1) % size
+            with suppress(RuntimeError):  # a receive that is late ends all connections of its group
+                late: Any = dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=other)
+                late.wait(timedelta(milliseconds=1))
 
 
 def has_workers(loader: Any) -> bool:

@@ -38,7 +38,7 @@ _REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class ShardingPlugin(Plugin):
     """Holds the meshes that it made, the models that it sharded on them, and which of these have unreduced gradients."""
 
-    is_whole = False
+    is_whole, passes_together = False, True
 
     def __init__(self, wrap_policy: WrapPolicy, reduce_dtype: torch.dtype | None, ep_size: int) -> None:
         self._wrap_policy = wrap_policy

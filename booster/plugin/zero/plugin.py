@@ -100,7 +100,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
                 "is there to avoid, and is not known where gradients are reduce-scattered; leave error_feedback False, or use "
                 "stage=1 without reduce_scatter"
             )
-        self._stage = stage
+        self._stage, self.passes_together = stage, stage == 2
         self._overlaps = arguments.flag("overlap_allgather", overlap_allgather)
         if scatters or overlap_allgather:
             self._wrapper = ZeroDDP
