@@ -111,6 +111,7 @@ class HangWatchdog(threading.Thread):
         self._asks = False  # it waited as it posted, and has not concluded yet
         self._named: set[int] = set()  # the ranks that were named for this wait
         self._failure: str | None = None  # by which this rank left a pass, until it is in another one
+        self._num_failures = 0  # ranks that raised equally often left their passes together
         self._has_left = False  # it was seen outside of passes last
         self._cause: str | None = None  # why this rank has closed its groups
 
@@ -125,11 +126,9 @@ class HangWatchdog(threading.Thread):
                 cause = self._barrier.reason()
             elif cause is None:
                 text, place = str(error).partition("\n")[0][:500], where_raised(error)
-                named = (
-                    f"rank {self._barrier.rank} raised {type(error).__name__}: {text}{f' at {place}' if place else ''}"
-                )
+                named = f"rank {dist.get_rank()} raised {type(error).__name__}: {text}{f' at {place}' if place else ''}"
                 self._barrier.give_reason(named)
-                self._failure = named
+                self._failure, self._num_failures = named, self._num_failures + 1
         if cause:
             raise RuntimeError(
                 f"{printable(cause[:_LONGEST])}. So the pass of rank {dist.get_rank()}, which waited for it, cannot end, and "
@@ -215,12 +214,13 @@ class HangWatchdog(threading.Thread):
             "is_outside": not any(frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)) for frame in frames),
             "error": _error(self._main),
             "failure": self._failure,
+            "failures": self._num_failures,
         }
 
     def _conclude(self, report: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]) -> None:
         """Warn of the ranks that are not where this one waits, and were not named yet; or end the wait."""
         for other in others.values() if report["call"] in _PASSES else ():
-            if other["failure"] and other["call"] not in _PASSES:
+            if other["failure"] and other["failures"] > report["failures"] and other["call"] not in _PASSES:
                 self._cause = other["failure"]
                 end_waits()
                 return
@@ -279,6 +279,7 @@ _FORM: dict[str, tuple[type, ...]] = {
     "is_outside": (bool,),
     "error": (str, NoneType),
     "failure": (str, NoneType),
+    "failures": (int,),
 }
 
 

@@ -49,6 +49,10 @@ def rank_of(rank, folder, name, how):
     model, optimizer, *_ = b.boost(model, torch.optim.AdamW(model.parameters()))
     for _ in range(5):
         train(b, model, optimizer, how, False)
+    with pytest.raises(RuntimeError):  # all ranks leave this one, so nobody waits for it
+        train(b, model, optimizer, "constant", True)
+    time.sleep(3.0 * rank)
+    train(b, model, optimizer, how, False)
     began = time.monotonic()
     try:
         for _ in range(2):  # who is in a step that needs no other rank comes to one that does
