@@ -135,6 +135,18 @@ def _make_named_cases_slow(items: list[pytest.Function], *, check: bool) -> None
         raise pytest.UsageError(f"slow_cases names what no case has: {wrong}")
 
 
+def _make_slow_but_for_each_value(cases: dict[pytest.Function, set[tuple[str, str]]]) -> None:
+    had: set[tuple[str, str]] = set()
+    kept = set()
+    for wanted in range(max(map(len, cases.values())), 0, -1):
+        for item, values in cases.items():
+            if len(values - had) >= wanted:
+                kept.add(item)
+                had |= values
+    for item in cases.keys() - kept:
+        item.add_marker(pytest.mark.slow)
+
+
 def _make_slow(crossed: list[pytest.Function]) -> None:
     """Mark cases as slow until the others have each value of each parameter once: a pair is tried, by its two halves.
 
@@ -147,16 +159,26 @@ def _make_slow(crossed: list[pytest.Function]) -> None:
             values = {(name, repr(value)) for name, value in item.callspec.params.items()}
             tests.setdefault(item.nodeid.partition("[")[0], {})[item] = values
     for found in tests.values():
-        cases = dict(sorted(found.items(), key=lambda case: len(case[1]) - len({value for _, value in case[1]})))
-        had: set[tuple[str, str]] = set()
-        kept = set()
-        for wanted in range(max(map(len, cases.values())), 0, -1):
-            for item, values in cases.items():
-                if len(values - had) >= wanted:
-                    kept.add(item)
-                    had |= values
-        for item in cases.keys() - kept:
-            item.add_marker(pytest.mark.slow)
+        _make_slow_but_for_each_value(
+            dict(sorted(found.items(), key=lambda case: len(case[1]) - len({value for _, value in case[1]})))
+        )
+
+
+def _make_repeats_slow(items: list[pytest.Function]) -> None:
+    """Of a file, mark cases as slow until the others have each value once, in whichever test, and of each test there is one.
+
+    So it is with tests of ranks, which cost most and try the same precisions and placements again and again. A value that
+    is no text is told apart by the name of its parameter too.
+    """
+    files: dict[Path, dict[pytest.Function, set[tuple[str, str]]]] = {}
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            values = {
+                ("" if isinstance(value, str) else name, repr(value)) for name, value in item.callspec.params.items()
+            }
+            files.setdefault(item.path, {})[item] = {*values, ("test", item.nodeid.partition("[")[0])}
+    for cases in files.values():
+        _make_slow_but_for_each_value(cases)
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is slow is deselected
@@ -175,6 +197,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     all_collected = PARTED in config.stash or config.args == config.getini("testpaths")
     named = [item for item in functions if item.get_closest_marker("slow_cases")]
     _make_named_cases_slow(named, check=all_collected and not config.getoption("lf", False))
+    _make_repeats_slow([item for item in functions if item.path.parent.name == "distributed"])
     if torch.cuda.is_available():
         return
     for item in items:

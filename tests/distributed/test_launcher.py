@@ -130,6 +130,7 @@ def test_arguments_with_spaces_quotes_and_dashes_reach_the_script_intact(tmp_pat
         assert line["name"] == "__main__"
 
 
+@pytest.mark.slow
 def test_a_module_runs_as_with_python_dash_m(tmp_path):
     write(tmp_path, "pack/__init__.py", "")
     write(tmp_path, "pack/train.py", REPORT)
@@ -342,6 +343,7 @@ def cluster(tmp_path):
     return [*where, "--master_port", str(free_port())], {"PATH": path}
 
 
+@pytest.mark.slow
 def test_hosts_are_reached_by_ssh_with_only_the_named_environment(tmp_path, cluster):
     options, variables = cluster
     write(tmp_path, "train.py", REPORT)

@@ -70,6 +70,7 @@ RELEASED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "precision", "plugin", "clip"), RELEASED)
 def test_an_estimate_follows_released_gradients_on_ranks(ranks2, name, precision, plugin, clip):
     for held, recorded_held, peak, recorded_peak in ranks2(released_on, name, precision, plugin, clip):

@@ -22,6 +22,7 @@ def job(tmp_path):
     return f"{file}:job"
 
 
+@pytest.mark.slow
 def test_json_has_every_precision_on_every_number_of_ranks_and_what_fits(job, capsys):
     options = ["--precision", "fp32,bf16_naive+8bit", "--plugin", "single,ddp", "--world_size", "2", "--json"]
     assert main(["estimate", *options, "--memory", "0.0022", job]) == 0

@@ -150,6 +150,7 @@ def done(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow_cases("a precision-expected0")
 @pytest.mark.parametrize(
     ("drill", "expected"),
     [

@@ -131,6 +131,7 @@ def test_the_pinned_modules_compute_in_float32_and_the_others_do_not(start: Star
     assert (dtypes["hidden"], dtypes["norm"], dtypes["head"]) == ("bfloat16", "float32", "float32")
 
 
+@pytest.mark.slow
 def test_the_resumed_run_equals_the_one_without_a_break(start: Start) -> None:
     output = output_of(start("features/resume.py"))
     assert "to the bit: True" in output

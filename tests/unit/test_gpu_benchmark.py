@@ -159,6 +159,7 @@ def test_a_wrong_option_is_refused(options, capsys):
     assert options[0] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_without_a_gpu_it_says_so_in_one_line_and_fails(capsys, tmp_path):
     assert command.main(["--part", "1", "--out", str(tmp_path)]) == 2
@@ -218,6 +219,7 @@ FEW = r"^(AdamW, float32|kernels|planted slow_body|e4m3fn, row, float32|fp32|one
 FEW += r"|^4 x Linear\(64\), bf16$|tokens, eager, fp8 rowwise|ViT-S/16, bf16$|^test_cuda_apex$|^ZeRO-2, fp16$"
 
 
+@pytest.mark.slow
 def test_every_part_is_rehearsed(tmp_path, capsys):
     assert command.main(["--part", "all", "--rehearse", "--out", str(tmp_path), "--only", FEW]) == 0
     check(tmp_path, capsys.readouterr().out)

@@ -183,6 +183,7 @@ def test_the_names_of_bands_are_whole_and_do_not_touch_each_other(width):
         assert [other for other in in_line if other[1] < right and left < other[2]] == [], text
 
 
+@pytest.mark.slow
 def test_a_long_run_makes_no_large_page(tmp_path):
     steps = [
         step(n, 1.0 / n, grad_norm=1.0 + n % 7, loss_scale=2.0, clip=0.5, applied=n % 3 > 0) for n in range(1, 50001)
