@@ -17,7 +17,7 @@ In reading order:
     ways.py          a step of them: by hand, by peers, by us
     timed_rows.py    parts 2, 3 and 5: ways beside each other
     right_rows.py    part 1: kernels next to torch and float64
-    low_rows.py      part 4: low precision
+    low_rows.py      parts 4 and 9: low precision
     memory_rows.py   part 6: memory beside its estimate
     suite_rows.py    part 7: the tests of tests/gpu
     rank_rows.py     part 8: two ranks that share the card

@@ -1,4 +1,4 @@
-"""Part 4: low precision. Products, layers and a whole GPT, eager and compiled, beside bfloat16 and torchao."""
+"""Parts 4 and 9: low precision. Products and a whole GPT, and layers, eager and compiled, next to bfloat16 and torchao."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ LAYERS = ("fp8", "fp8 delayed", "fp8 rowwise", "fp8 blocks", "mxfp8", "nvfp4", "
 
 
 def rows(part: int, place: Place) -> list[Row]:
-    """The rows of this part."""
+    """The rows of a part of these."""
+    if part == 9:
+        return list(_layers(place))
     rounded = Row("matrices rounded", _rounded, 20, judges=_SWITCHES)
-    return [*_products(place), rounded, *_gpts(place), *_layers(place)]
+    return [*_products(place), rounded, *_gpts(place)]
 
 
 def compiled(module: nn.Module, place: Place) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Part 8: two ranks of gloo that share the card: every precision on every way to share the work, beside one process."""
+"""Part 8: two ranks of gloo that share the card: every precision on every way to share the work, next to one process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ NAMES = ("fp16", "bf16_naive", "bf16", "fp32", "fp16_naive", "fp16_apex O2", "fp
 
 
 def rows(part: int, place: Place) -> list[Row]:
-    """The rows of this part: first kernels next to torch on shards."""
+    """The rows of this part; kernels on shards are among those of part 1."""
+    modes = ("all_to_all", "ring_attn", "experts")
     return [
-        *kernel_rows(),
+        *(Row(f"sequences and experts, {mode}, bf16", partial(_divided, mode), 15) for mode in modes),
         *(Row(f"{column}, {name}", partial(_cell, name, column), 8) for column in COLUMNS for name in NAMES),
     ]
 
@@ -66,6 +67,30 @@ def _alone(name: str, splits: int, device: str) -> Any:
 
     steps = {"steps": matrix.LOW_STEPS, "overflows": matrix.LOW_OVERFLOWS} if name in matrix.LOW else {}
     return matrix.train(name, "single", **steps, num_splits=splits, device=device)
+
+
+def _on_divided(rank: int, world_size: int, device: str, mode: str) -> Any:
+    """Ranks that share sequences, or the experts of a model; one process has them whole."""
+    import experts
+    import sequences
+
+    from booster.plugin import SingleDevice, TorchFSDPPlugin
+
+    if mode != "experts":
+        options = {"sp_size": 2, "sequence_parallelism_mode": mode}
+        trace = sequences.train(rank, world_size, "gqa", "bf16", device=device, **options)
+        trace.weights = {key: value.cpu() for key, value in trace.weights.items()}
+        return trace
+    plugin = SingleDevice() if world_size == 1 else TorchFSDPPlugin(ep_size=2)
+    losses, norms, applied, _ = experts.results(plugin, "bf16", device=device)
+    return sequences.Trace(losses, norms, applied)
+
+
+def _divided(mode: str, place: Place) -> Found:
+    import matrix
+
+    alone = _on_divided(0, 1, place.device, mode)
+    return _like(_pool().run(_on_divided, place.device, mode), alone, matrix.TOLERANCE["bf16"])
 
 
 def _kernels(name: str, column: str, place: Place) -> Found:

@@ -16,15 +16,16 @@ PARTS: dict[int, tuple[str, str]] = {
     1: ("benchmarks.gpu.right_rows", "kernels are right: next to torch and float64"),
     2: ("benchmarks.gpu.timed_rows", "update of GPT-2 124M, 148 tensors, AdamW, clip at 1, gradients given"),
     3: ("benchmarks.gpu.timed_rows", "step of 4 x Linear(64), batch 8, AdamW, clip at 1: the host's time"),
-    4: ("benchmarks.gpu.low_rows", "low precision: products, layers, a whole GPT"),
+    4: ("benchmarks.gpu.low_rows", "low precision: products, a whole GPT"),
     5: ("benchmarks.gpu.timed_rows", "steps in one CUDA graph"),
     6: ("benchmarks.gpu.memory_rows", "memory beside its estimate"),
     7: ("benchmarks.gpu.suite_rows", "the tests of tests/gpu"),
     8: ("benchmarks.gpu.rank_rows", "two ranks of gloo on one card"),
+    9: ("benchmarks.gpu.low_rows", "low precision: layers"),
 }
 """The module that has the rows of each part, and the title; the most valuable first."""
 MOST_TRIES = 3
-TOGETHER = {1: 6, 6: 3}
+TOGETHER = {1: 8, 6: 3}
 """How many processes make the rows of a part at once, where nothing is timed."""
 
 

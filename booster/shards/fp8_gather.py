@@ -125,8 +125,8 @@ class FP8Gather:
             or not made.values.untyped_storage().nbytes()
         ):
             return None
-        if made.values.is_cuda:  # it was allocated on the stream that gathers
-            made.values.record_stream(torch.cuda.current_stream(made.values.device))
+        for part in (made.values, made.scale) if made.values.is_cuda else ():  # allocated on the stream that gathers
+            part.record_stream(torch.cuda.current_stream(part.device))
         return made
 
     def forget_arrived(self) -> None:

@@ -51,8 +51,12 @@ class Block(nn.Module):
         tokens = self.norm(x).flatten(0, 1)
         scores = self.router(tokens).float().softmax(-1)
         # By place in a sample, so that rounding changes no choice.
-        places = torch.arange(x.shape[1] * self.top_k, dtype=torch.int64).view(-1, self.top_k).repeat(len(x), 1)
-        index = self.chosen[places * 3 % len(self.chosen)]
+        places = (
+            torch.arange(x.shape[1] * self.top_k, dtype=torch.int64, device=x.device)
+            .view(-1, self.top_k)
+            .repeat(len(x), 1)
+        )
+        index = self.chosen.to(x.device)[places * 3 % len(self.chosen)]
         given = tokens, index, scores.gather(1, index).to(tokens.dtype)
         out = checkpoint(self.experts, *given, use_reentrant=False) if self.recompute else self.experts(*given)
         return x + out.view_as(x)
@@ -81,11 +85,11 @@ def batches(count, seed=1, samples=8, tokens=5):
     return [(torch.randn(size, generator=draw), torch.randn(size, generator=draw)) for _ in range(count)]
 
 
-def made(plugin, precision="fp32", optimizer=torch.optim.AdamW, **options):
+def made(plugin, precision="fp32", optimizer=torch.optim.AdamW, device="cpu", **options):
     """Returns the booster, and what it makes of a model, an optimizer and a criterion."""
     torch.manual_seed(0)
     model = Mixture(**options)
-    booster = Booster("cpu", precision, plugin)
+    booster = Booster(device, precision, plugin)
     return booster, *booster.boost(model, optimizer(model.parameters(), lr=1e-2), nn.MSELoss())[:3]
 
 
@@ -95,7 +99,7 @@ def steps(parts, given, micro_batches=1, clip=0.5):
     rank, size = booster.plugin.data_parallel_rank, booster.plugin.data_parallel_size
     losses, norms, taken = [], [], []
     for x, y in given:
-        x, y = (each.chunk(size)[rank].chunk(micro_batches) for each in (x, y))
+        x, y = (each.chunk(size)[rank].to(booster.device).chunk(micro_batches) for each in (x, y))
         loss = 0.0
         for place, (one, other) in enumerate(zip(x, y, strict=True)):
             with booster.no_sync(model) if place + 1 < micro_batches else torch.enable_grad():

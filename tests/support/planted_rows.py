@@ -8,7 +8,7 @@ import time
 from benchmarks.gpu import row, worker
 from benchmarks.gpu.row import Row
 
-PART = 9
+PART = 10
 
 
 def title():

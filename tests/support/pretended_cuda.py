@@ -5,7 +5,7 @@ What asks for the type of a device takes its branch for GPUs, with numbers, in a
 - tensors of two devices in one operation raise, but for what CUDA takes: copies, numbers, and indices;
 - a copy to the host that nothing waits for brings its numbers when something waits: until then the memory holds `UNREAD`;
 - it must go to pinned memory, and pinned memory must not be written to while the device may still read it;
-- `syncs` counts what makes the host wait.
+- `syncs` counts what makes the host wait, numbers of the host that become a tensor of the device among them.
 
 What runs on a GPU alone is not here: graphs, parallel streams, Triton's kernels.
 """
@@ -135,6 +135,16 @@ class Pretended(TorchDispatchMode):
             return read(tensor, *args, **kwargs)
 
         return reads
+
+    def copying(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """`make` of numbers of the host, for whose copy to the device that waits."""
+
+        def copies(values: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            made = make(values, *args, **kwargs)
+            self.syncs += lies(made) and not isinstance(values, torch.Tensor)
+            return made
+
+        return copies
 
     def note_read(self, pinned: torch.Tensor) -> None:
         """The device reads `pinned`, sooner or later."""
@@ -266,6 +276,7 @@ def pretended() -> Iterator[Pretended]:
         patch(torch.UntypedStorage, __deepcopy__=_copied)
         patch(torch, Generator=_Generator)
         patch(torch, **{name: _maker(getattr(torch, name)) for name in f"{MAKERS} {LIKE}".split()})
+        patch(torch, **{name: mode.copying(getattr(torch, name)) for name in ("tensor", "as_tensor")})
         there = {"is_available": True, "is_initialized": True, "current_device": 0, "device_count": 1}
         there |= {"is_current_stream_capturing": False, "is_bf16_supported": True, "get_device_name": "pretended"}
         there |= {"get_device_capability": (9, 0), "empty_cache": None, "init": None, "_lazy_init": None}

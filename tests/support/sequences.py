@@ -8,6 +8,7 @@ from matrix import PRECISIONS, poison_next_backward
 from packages import package
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from booster import Booster
 from booster.plugin import HybridParallelPlugin, SingleDevice, TorchFSDPPlugin
@@ -131,6 +132,10 @@ class Trace:
     scales: list[float] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def sound(self):
+        return all(weight.isfinite().all() for weight in self.weights.values())
+
 
 def plugin_for(world_size, kind, **options):
     if world_size == 1:
@@ -158,18 +163,30 @@ def loss_on(booster, model, batch, **options):
     return booster.token_mean(losses, labels != -100)
 
 
-def train(rank, world_size, model, precision="fp32", length=16, kind="hybrid", overflows=(), steps=STEPS, **options):
+def train(
+    rank,
+    world_size,
+    model,
+    precision="fp32",
+    length=16,
+    kind="hybrid",
+    overflows=(),
+    steps=STEPS,
+    device="cpu",
+    **options,
+):
     """Train the job and return this rank's `Trace`."""
     torch.manual_seed(7)
     net = MODELS[model]()
-    booster = Booster("cpu", PRECISIONS[precision](), plugin_for(world_size, kind, **options), skip_nonfinite=True)
+    booster = Booster(device, PRECISIONS[precision](), plugin_for(world_size, kind, **options), skip_nonfinite=True)
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     net, optimizer, *_ = booster.boost(net, optimizer)
     draw, trace = random.Random(f"{model} {precision}"), Trace()
     for step in range(steps):
         if step in overflows:
             poison_next_backward(optimizer, draw)
-        loss = loss_on(booster, net, shared(batch_of(model, step, length), booster.plugin))
+        batch = tree_map(lambda each: each.to(device), batch_of(model, step, length))
+        loss = loss_on(booster, net, shared(batch, booster.plugin))
         booster.backward(loss, optimizer)
         optimizer.clip_grad_by_norm(0.5)
         result = optimizer.step()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import weakref
+from importlib import import_module
 from types import SimpleNamespace
 
 import planted_rows
@@ -55,7 +56,7 @@ def test_rows_that_fail_are_told_and_the_part_goes_on_behind_them(planted):
     lines, own = file.lines(), list(rows.values())
     last = verdict.last_line(PLANTED, own, left(lines, PLANTED))
     assert last == (
-        "part 9, planted: 1 of 2 right; 1 timed; wrong: wrong; slower than the goal: slow: ours; switch off: rule AdamW, rule "
+        "part 10, planted: 1 of 2 right; 1 timed; wrong: wrong; slower than the goal: slow: ours; switch off: rule AdamW, rule "
         "SGD, states 8bit and 1 more; failed: raises, kills its process, never ends and 1 more; not here: large; not made: "
         "long"
     )
@@ -81,7 +82,7 @@ def test_a_part_that_is_killed_keeps_its_rows_and_goes_on(planted, tmp_path):
     program = (
         "import planted_rows; from benchmarks.gpu.supervisor import *; from benchmarks.gpu.row import RowFile\n"
         "planted_rows.title()\n"
-        f"supervise(Job((9,), 60.0, rehearse=True, worker='planted_rows'), RowFile(Path({str(tmp_path)!r})))"
+        f"supervise(Job((10,), 60.0, rehearse=True, worker='planted_rows'), RowFile(Path({str(tmp_path)!r})))"
     )
     started = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
     until = time.monotonic() + 240
@@ -90,7 +91,7 @@ def test_a_part_that_is_killed_keeps_its_rows_and_goes_on(planted, tmp_path):
     started.send_signal(signal.SIGKILL)
     started.wait()
     with file.path.open("a") as cut:
-        cut.write('{"part": 9, "row": "wr')  # as a process leaves it that is killed while it writes
+        cut.write('{"part": 10, "row": "wr')  # as a process leaves it that is killed while it writes
     before = found_in(file)
     assert before["right"]["right"]
     assert supervise(job, file, lambda text: None) == 0
@@ -115,7 +116,7 @@ def test_a_part_with_processes_that_die_before_any_row_has_failed(planted, monke
     assert only["error"].startswith("a process was ended outside of any row, its process ended with exit code 1")
     assert len(said) == 4, "thrice a process, and the row"
     assert verdict.is_bad([only])
-    assert verdict.last_line(PLANTED, [only], []) == "part 9, planted: failed: all"
+    assert verdict.last_line(PLANTED, [only], []) == "part 10, planted: failed: all"
 
 
 def test_a_rehearsal_by_triton_without_numpy_is_refused_by_name(monkeypatch):
@@ -145,7 +146,7 @@ def test_without_space_it_says_so_and_leaves_no_process(planted, capfd, tmp_path
     assert "cannot write to" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("part", ["0", "9", "right", ""])
+@pytest.mark.parametrize("part", ["0", "10", "right", ""])
 def test_a_wrong_part_is_refused_with_those_that_there_are(part, capsys):
     with pytest.raises(SystemExit):
         command.main(["--part", part, "--out", "."])
@@ -214,9 +215,18 @@ def test_times_of_a_rehearsal_decide_nothing():
     assert len(verdict.switch_lines([{**line, "machine": CARD}])) == 1
 
 
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_takes_at_most_eight_minutes_of_a_card_by_its_own_estimate(part):
+    rows = import_module(PARTS[part][0]).rows(part, Place("meta"))
+    assert sum(each.seconds for each in rows) / row.TOGETHER.get(part, 1) <= 480
+    assert len({each.name for each in rows}) == len(rows)
+
+
 # Of every part a row or two that cost little; `--part all --rehearse` makes all.
 FEW = r"^(AdamW, float32|kernels|planted slow_body|e4m3fn, row, float32|fp32|one product|matrices rounded)$"
-FEW += r"|^4 x Linear\(64\), bf16$|tokens, eager, fp8 rowwise|ViT-S/16, bf16$|^test_cuda_apex$|^ZeRO-2, fp16$"
+FEW += (
+    r"|^4 x Linear\(64\), bf16$|tokens, eager, fp8 rowwise|ViT-S/16, bf16$|^test_cuda_apex$|^ZeRO-2, fp16$|, ring_attn"
+)
 
 
 @pytest.mark.slow

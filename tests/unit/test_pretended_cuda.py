@@ -3,18 +3,23 @@
 On a card tests/gpu looks at what this cannot: streams, graphs and kernels."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from pretended_cuda import DEVICE, UNREAD, lies, pretended
 from torch import nn, optim
+from torch.nn import functional as F
 
 from booster import Booster
 from booster.common.devices import DeviceCopies, HostCopy
+from booster.common.torch_internals import attention_internals
 from booster.mixed_precision import BF16NaiveMixedPrecision as BF16Naive
 from booster.mixed_precision import DelayedScaling, FP8MixedPrecision
 from booster.mixed_precision import FP16NaiveMixedPrecision as FP16Naive
 from booster.mixed_precision import Int8MixedPrecision as Int8
+from booster.plugin.sequence_parallel import ring
+from booster.plugin.sequence_parallel.sequence_cut import SequenceCut
 
 OFFLOADED = {"offload_states": True}
 # Precision and options; and how often the host waits in a step.
@@ -122,6 +127,69 @@ def test_what_is_saved_while_a_gpu_trains_on_resumes_to_the_bit(name, async_save
         for _ in range(2):
             other.step()
         assert same(run, other)
+
+
+class FlashAttention:
+    """The kernels of a GPU, by those of CPUs: halves, features by eights and next to each other, log-sum-exps without gaps."""
+
+    def __init__(self):
+        aten = torch.ops.aten
+        self._forward = aten._scaled_dot_product_flash_attention_for_cpu
+        self._backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def _check(self, *given):
+        for each in given:
+            assert (each.dtype, each.stride(-1), each.shape[-1] % 8) == (torch.bfloat16, 1, 0)
+
+    def _scaled_dot_product_flash_attention(self, q, k, v, dropout, is_causal, *, scale):
+        self._check(q, k, v)
+        out, lse = self._forward(q.float(), k.float(), v.float(), dropout, is_causal, scale=scale)
+        return out.bfloat16(), lse, None
+
+    def _scaled_dot_product_flash_attention_backward(self, grad, q, k, v, out, lse, *rest, scale):
+        self._check(q, k, v)
+        assert lse.is_contiguous()
+        found = self._backward(*(x.float() for x in (grad, q, k, v, out)), lse, 0.0, rest[5], scale=scale)
+        return tuple(each.bfloat16() for each in found)
+
+
+@pytest.mark.parametrize("features", [12, 16])
+def test_attention_in_a_ring_calls_the_kernels_of_a_gpu_as_they_want_it_and_waits_for_nothing(features, monkeypatch):
+    monkeypatch.setattr(attention_internals, "_aten", FlashAttention())
+    draw = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, heads, 16, features, generator=draw).bfloat16() for heads in (4, 2, 2, 4)]
+    q, k, v = (each.float().requires_grad_() for each in whole[:3])
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    expected.backward(whole[3].float())
+    cuts = [SequenceCut(2, 16, 2, rank, True) for rank in range(2)]
+    near = {"rtol": 2.0**-6, "atol": 2.0**-6}
+    with pretended() as device:
+        parts = [[cut.cut(each, 2, 0.0).to("cuda") for each in whole] for cut in cuts]
+        totals = [torch.zeros(1, device="cuda") for _ in cuts]
+        for rank, (query, key, value, grad) in enumerate(parts):
+
+            def passed(held, group, sums=None, rank=rank):
+                for source in (rank, 1 - rank):
+                    yield source, F.pad(torch.stack(parts[source][1:3]), (0, held.shape[-1] - features))
+                    if sums is not None:
+                        totals[source] = totals[source] + sums
+                        sums.zero_()
+
+            monkeypatch.setattr(ring, "_passed_round", passed)
+            query, group = query.requires_grad_(), SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
+            options = {"dropout_p": 0.0, "is_causal": True, "scale": None, "cut": cuts[rank], "group": group}
+            device.syncs = 0
+            out = ring.attend_in_ring(query, key, value, None, **options)
+            out.backward(grad)
+            assert device.syncs == 0
+            for found, all_ranks in ((out, expected), (query.grad, q.grad)):
+                torch.testing.assert_close(found.float().cpu(), cuts[rank].cut(all_ranks, 2, 0.0), **near)
+            for wrong in ((query.float(), None), (query, torch.ones(1, 1, 16, 16))):
+                with pytest.raises(RuntimeError, match='takes halves in up to 256, .* choose "all_to_all"'):
+                    ring.attend_in_ring(wrong[0], key, value, wrong[1], **options)
+        for cut, total in zip(cuts, totals, strict=True):
+            for found, all_ranks in zip(total[..., :features], (k.grad, v.grad), strict=True):
+                torch.testing.assert_close(found.cpu(), cut.cut(all_ranks, 2, 0.0), **near)
 
 
 # ---- the device itself

@@ -28,6 +28,7 @@ def flash_forward(
             query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
         )
         return out, lse
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)
     return out, lse
 
@@ -52,6 +53,8 @@ def flash_backward(
             )
         )
         return found
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    lse = lse.contiguous()  # which is read as if it were so
     seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, of which there is none
     nothing = torch.empty(0, dtype=torch.int32, device=query.device)
     lengths = (None, None, query.shape[2], key.shape[2])

@@ -43,7 +43,11 @@ def plan_route(index: torch.Tensor, num_local: int, group: dist.ProcessGroup) ->
     ranks = group.size()
     flat = index.reshape(-1)
     last = ranks * num_local
-    found = torch.bincount(flat.clamp(max=last), minlength=last + 1)
+    known = flat.where((flat >= 0) & (flat < last), last)
+    # Not `bincount`, which waits for a GPU.
+    found = torch.zeros(last + 1, dtype=torch.int64, device=flat.device).index_add_(
+        0, known, torch.ones_like(known, dtype=torch.int64)
+    )
     # To each rank what its experts get, and, so that all raise together, how many rows have no expert.
     counts = torch.cat([found[:last].view(ranks, num_local), found[last:].expand(ranks, 1)], dim=1)
     theirs = torch.empty_like(counts)
@@ -54,8 +58,8 @@ def plan_route(index: torch.Tensor, num_local: int, group: dist.ProcessGroup) ->
     sent, received, (without, *_) = torch.stack([counts.sum(1), theirs.sum(1), wrong]).tolist()
     if without:
         raise ValueError(
-            f"{without} tokens on the ranks that share experts were given numbers of experts above {last - 1}; under ep_size "
-            f"every number must be that of one of the {last} experts"
+            f"{without} tokens on the ranks that share experts were given numbers of experts outside 0 to {last - 1}; "
+            f"under ep_size every number must be that of one of the {last} experts"
         )
     order = flat.argsort(stable=True)
     inverse = torch.empty_like(order)

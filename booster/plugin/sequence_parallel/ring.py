@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 from booster.common.torch_internals.attention_internals import flash_backward, flash_forward
 from booster.plugin.sequence_parallel.all_to_all import gather_tokens, row_and_key_sizes
 from booster.plugin.sequence_parallel.sequence_cut import SequenceCut
+from booster.ranks.messages import communication_device
+from booster.tensors.trees import HALF_DTYPES
 
 
 def attend_in_ring(
@@ -54,17 +57,22 @@ def attend_in_ring(
             'a mask with gradients, such as a learned bias, under sequence_parallelism_mode="ring_attn", where kernels give '
             'none for it; choose "all_to_all"'
         )
-    if query.device.type != "cpu" and (mask is not None or cut.documents is not None):
-        raise RuntimeError(
-            'a mask, or documents, under sequence_parallelism_mode="ring_attn": the kernel of this device that gives a '
-            'log-sum-exp takes none; choose "all_to_all"'
-        )
+    features = query.shape[-1]
+    if query.device.type != "cpu":
+        if mask is not None or cut.documents is not None or query.dtype not in HALF_DTYPES or features > 256:
+            raise RuntimeError(
+                f'attention of {query.dtype} in {features} features under sequence_parallelism_mode="ring_attn": the kernel of '
+                "this device that gives a log-sum-exp takes halves in up to 256, without masks and documents; choose "
+                '"all_to_all"'
+            )
+        scale = features**-0.5 if scale is None else scale
+        query, key, value = (F.pad(x, (0, -features % 8)) for x in (query, key, value))  # as that kernel wants them
     if mask is not None and row_and_key_sizes(mask, cut)[1] == "own":
         mask = gather_tokens(mask, mask.dim() - 1, group)
         mask = _in_order(mask, cut)
     blocks = _Blocks(query, key, mask, is_causal, cut)
     out: torch.Tensor = _Ring.apply(query, key, value, blocks, scale, group)
-    return out
+    return out[..., :features]
 
 
 def _in_order(mask: torch.Tensor, cut: SequenceCut) -> torch.Tensor:
@@ -81,7 +89,8 @@ class _Blocks:
     ) -> None:
         self.cut, self.is_causal = cut, is_causal
         self.mask = mask
-        self._own = cut.positions(query.device)
+        if mask is not None or cut.documents is not None:  # they are copied to the device, which waits
+            self._own = cut.positions(query.device)
         if mask is not None and row_and_key_sizes(mask, cut)[0] == "all":
             rows = self._own.clamp(max=mask.shape[-2] - 1)  # rows of padding are not read
             self.mask = mask.index_select(-2, rows)
@@ -153,7 +162,7 @@ class _Ring(torch.autograd.Function):
             part, part_lse = flash_forward(q[:, :, queries], k, v, mask, is_causal=causal, scale=scale)
             if read is not None:
                 part_lse = part_lse.masked_fill(~read, float("-inf"))
-            _join(out[:, :, queries], lse[:, :, queries], part, part_lse)
+            _join(out[:, :, queries], lse[:, :, queries], part.float(), part_lse)
         lse.masked_fill_(lse == float("-inf"), 0.0)  # rows that read nothing
         out = out.to(query.dtype)
         # The place, so that activation checkpointing sees a recomputation that does not come here.
@@ -181,7 +190,7 @@ class _Ring(torch.autograd.Function):
             found = flash_backward(rows[0], rows[1], k, v, rows[2], rows[3], mask, is_causal=causal, scale=ctx.scale)
             grad_query[:, :, queries] += found[0]
             for total, part in zip(sums, found[1:], strict=True):
-                total[:, :, keys] += part.unflatten(1, (-1, repeats)).sum(2)
+                total[:, :, keys] += part.unflatten(1, (-1, repeats)).sum(2, dtype=torch.float32)
         return grad_query.to(query.dtype), *(x.to(key.dtype) for x in sums), None, None, None
 
 
@@ -210,20 +219,21 @@ def _passed_round(
     sums: belongs to what is held, and is added to in place while it goes round; this rank's own again at the end.
     """
     size, rank = group.size(), group.rank()
+    home, device = held.device, communication_device(held.device, group)  # gloo sends no memory of GPUs
     held = held.contiguous()
     for step in range(size):
         last = step == size - 1
-        arriving = torch.empty_like(held)
-        works = [] if last else _send(held, arriving, group)
+        arriving = torch.empty_like(held, device=device)
+        works = [] if last else _send(held.to(device), arriving, group)
         yield (rank - step) % size, held
         if sums is not None:
-            returned = torch.empty_like(sums)
-            for work in _send(sums, returned, group):
+            returned = torch.empty_like(sums, device=device)
+            for work in _send(sums.to(device), returned, group):
                 work.wait()
             sums.copy_(returned)
         for work in works:
             work.wait()
-        held = arriving
+        held = arriving.to(home)
 
 
 def _send(given: torch.Tensor, arriving: torch.Tensor, group: dist.ProcessGroup) -> list[Any]:
