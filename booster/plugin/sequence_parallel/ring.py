@@ -68,8 +68,7 @@ def attend_in_ring(
         scale = features**-0.5 if scale is None else scale
         query, key, value = (F.pad(x, (0, -features % 8)) for x in (query, key, value))  # as that kernel wants them
     if mask is not None and row_and_key_sizes(mask, cut)[1] == "own":
-        mask = gather_tokens(mask, mask.dim() - 1, group)
-        mask = _in_order(mask, cut)
+        mask = _in_order(gather_tokens(mask, mask.dim() - 1, group), cut)
     blocks = _Blocks(query, key, mask, is_causal, cut)
     out: torch.Tensor = _Ring.apply(query, key, value, blocks, scale, group)
     return out[..., :features]
@@ -87,16 +86,13 @@ class _Blocks:
     def __init__(
         self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, cut: SequenceCut
     ) -> None:
-        self.cut, self.is_causal = cut, is_causal
-        self.mask = mask
+        self.cut, self.is_causal, self.mask = cut, is_causal, mask
         if mask is not None or cut.documents is not None:  # they are copied to the device, which waits
             self._own = cut.positions(query.device)
         if mask is not None and row_and_key_sizes(mask, cut)[0] == "all":
             rows = self._own.clamp(max=mask.shape[-2] - 1)  # rows of padding are not read
             self.mask = mask.index_select(-2, rows)
         self._documents = None if cut.documents is None else cut.document_ids(query.device)
-        self._dtype = torch.float32
-        self._batch = query.shape[0]
 
     def of(self, source: int) -> tuple[slice, slice, bool, torch.Tensor | None, torch.Tensor | None] | None:
         """Return (queries, keys, causal, additive mask, rows with a key) of the block with the keys of `source`; None: empty.
@@ -137,12 +133,12 @@ class _Blocks:
             if mask.dtype == torch.bool:
                 allowed = allowed & mask
             else:
-                bias = mask.to(self._dtype)
+                bias = mask.to(torch.float32)
                 allowed = allowed & (bias > float("-inf"))
         read = allowed.any(-1)
         if not bool(read.any()):
             return None
-        additive = torch.zeros(allowed.shape, dtype=self._dtype, device=allowed.device) if bias is None else bias
+        additive = torch.zeros(allowed.shape, dtype=torch.float32, device=allowed.device) if bias is None else bias
         # A row without keys reads them all, and counts for nothing: kernels differ in what they make of it.
         return queries, keys, False, additive.masked_fill(~(allowed | ~read[..., None]), float("-inf")), read
 
