@@ -12,11 +12,11 @@ import argparse
 import random
 import statistics
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.given import Given
 from benchmarks.timing import clock, describe_machine, pin_to_one_core, ratio
 from booster import Booster
 
@@ -62,19 +62,6 @@ def raw(scaled: bool, **options: bool) -> Callable[[list[nn.Parameter]], Callabl
         return update
 
     return make
-
-
-class Given(torch.autograd.Function):
-    """A loss with given gradients, which carry what the loss is multiplied by."""
-
-    @staticmethod
-    def forward(ctx: Any, grads: list[torch.Tensor], *params: torch.Tensor) -> torch.Tensor:
-        ctx.grads = grads
-        return params[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *(grad * scale for grad in ctx.grads)
 
 
 class Ours(Bench):
