@@ -22,6 +22,8 @@ WAITING = {
     "collective": "a",
     "is_outside": False,
     "error": None,
+    "failure": None,
+    "failures": 0,
 }
 BUSY = {**WAITING, "call": None}
 
