@@ -2,8 +2,7 @@
 
 It reads memory as fast as it comes, 10 GB/s and more on one core, where SHA-256 takes as long as writing to a fast disk.
 
-It does not protect against people, and SHA-256 would not either: who can write into a checkpoint can write its hashes too.
-Source: Y. Collet, xxHash, https://xxhash.com.
+It does not protect against people, who can write its hashes too. Source: Y. Collet, xxHash, https://xxhash.com.
 """
 
 from __future__ import annotations

@@ -102,19 +102,19 @@ class LateReads:
         """Yield the names of parameters' masters that hold NaN; reads them, some numbers at a time."""
         for name, late in self._wanted.items():
             size = late.held.values.numel() if late.key is None else 0
+            self._read(name, 0, late.held.values)  # on the meta device: whether the files hold it
             # One piece of memory for all reads: masters may take as much as is free.
             some = torch.empty(min(size, 2**19), dtype=late.held.dtype)
             if any(holds_nan(self._read(name, at, some[: size - at])) for at in range(0, size, 2**19)):
                 yield name
 
     def _read(self, name: str, start: int, into: torch.Tensor) -> torch.Tensor:
-        """Read elements from `start` on of what this rank has of a tensor `into` 1-dim memory, and return it."""
-        late, tensor = self._wanted[name], self._tensors[name]
-        held = late.held
-        straight = into.is_cpu and into.dtype == held.dtype
+        """Read what this rank has of a tensor, from `start` on, into 1-dim memory, and return it; into meta memory nothing."""
+        (*_, held, origin), tensor = self._wanted[name], self._tensors[name]
+        straight = into.is_meta or (into.is_cpu and into.dtype == held.dtype)
         values = into if straight else torch.empty(into.shape, dtype=held.dtype)
         for begin, sizes, view in FlatShard(values, held.start + start, held.shape, held.stride).boxes():
-            box = [range(o + b, o + b + n) for o, b, n in zip(late.origin, begin, sizes, strict=True)]
+            box = [range(o + b, o + b + n) for o, b, n in zip(origin, begin, sizes, strict=True)]
             for chunk in tensor.chunks:
                 both = [
                     slice(max(own.start, o), min(own.stop, o + n))
@@ -128,8 +128,9 @@ class LateReads:
                 entry = entry_of(self._entries[chunk.file], path, chunk, held.dtype)
                 inside = [slice(e.start - o, e.stop - o) for e, o in zip(both, chunk.offsets, strict=True)]
                 here = tuple(slice(e.start - own.start, e.stop - own.start) for e, own in zip(both, box, strict=True))
-                with open_regular(path) as file:
-                    read_box(file, entry, inside, view[here])
+                if not into.is_meta:
+                    with open_regular(path) as file:
+                        read_box(file, entry, inside, view[here])
         return into if straight else into.copy_(values)
 
     def end(self) -> bool:
