@@ -18,10 +18,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from benchmarks.given import Given
-from benchmarks.timing import clock, describe_machine, pin_to_one_core, ratio
-from booster import Booster
-from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, MixedPrecision
+from benchmarks.given import Bench, Ours
+from benchmarks.timing import describe_machine, pin_to_one_core, ratio
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 
 Update = Callable[[], None]
 
@@ -45,47 +44,6 @@ def by_hand(params: list[nn.Parameter], scale: float, fused: bool = False) -> Up
         optimizer.zero_grad()
 
     return update
-
-
-class Bench:
-    """One way to update: its own half parameters, gradients refilled from a common source."""
-
-    def __init__(self, make: Callable[[list[nn.Parameter]], Update], grads: list[torch.Tensor]) -> None:
-        self.params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
-        self._grads = grads
-        for param, grad in zip(self.params, grads, strict=True):
-            param.grad = torch.zeros_like(grad)
-        self._update = make(self.params)
-
-    def refill(self) -> None:
-        for param, grad in zip(self.params, self._grads, strict=True):
-            param.grad.copy_(grad)  # type: ignore[union-attr]
-
-    def run(self) -> float:
-        self.refill()
-        start = clock()
-        self._update()
-        return clock() - start
-
-
-class Ours(Bench):
-    """booster's way: a backward pass, which is not timed, leaves the gradients behind."""
-
-    def __init__(
-        self, grads: list[torch.Tensor], precision: MixedPrecision, fused_optimizer: bool | str = True
-    ) -> None:
-        super().__init__(lambda params: self._clip_and_step, grads)
-        self._booster = Booster("cpu", mixed_precision=precision, fused_optimizer=fused_optimizer)  # type: ignore[arg-type]
-        optimizer = torch.optim.AdamW(self.params, lr=1e-4)
-        _, self._optimizer, *_ = self._booster.boost(nn.ParameterList(self.params), optimizer)
-
-    def refill(self) -> None:
-        self._optimizer.zero_grad()
-        self._booster.backward(Given.apply(self._grads, *self.params), self._optimizer)
-
-    def _clip_and_step(self) -> None:
-        self._optimizer.clip_grad_by_norm(1.0)
-        self._optimizer.step()
 
 
 def main() -> None:

@@ -16,33 +16,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from benchmarks.given import Given
-from benchmarks.timing import clock, describe_machine, pin_to_one_core, ratio
-from booster import Booster
+from benchmarks.given import Bench, Ours
+from benchmarks.timing import describe_machine, pin_to_one_core, ratio
 
 SCALE = 2.0**16
-
-
-class Bench:
-    """One way to update: its own parameters, gradients refilled from a common source."""
-
-    def __init__(self, update: Callable[[list[nn.Parameter]], Callable[[], None]], grads: list[torch.Tensor]) -> None:
-        self.params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
-        self._grads = grads
-        self._update = update(self.params)
-
-    def refill(self) -> None:
-        for param, grad in zip(self.params, self._grads, strict=True):
-            if param.grad is None:
-                param.grad = grad.clone()
-            else:
-                param.grad.copy_(grad)
-
-    def run(self) -> float:
-        self.refill()
-        start = clock()
-        self._update()
-        return clock() - start
 
 
 def raw(scaled: bool, **options: bool) -> Callable[[list[nn.Parameter]], Callable[[], None]]:
@@ -64,24 +41,6 @@ def raw(scaled: bool, **options: bool) -> Callable[[list[nn.Parameter]], Callabl
     return make
 
 
-class Ours(Bench):
-    """booster's way: a backward pass, which is not timed, leaves the gradients behind."""
-
-    def __init__(self, precision: str, grads: list[torch.Tensor], fused_optimizer: bool | str = True) -> None:
-        super().__init__(lambda params: self._clip_and_step, grads)
-        model = nn.ParameterList(self.params)
-        self._booster = Booster(mixed_precision=precision, fused_optimizer=fused_optimizer)  # type: ignore[arg-type]
-        _, self._optimizer, *_ = self._booster.boost(model, torch.optim.AdamW(self.params, lr=1e-4))
-
-    def refill(self) -> None:
-        self._optimizer.zero_grad()
-        self._booster.backward(Given.apply(self._grads, *self.params), self._optimizer)
-
-    def _clip_and_step(self) -> None:
-        self._optimizer.clip_grad_by_norm(1.0)
-        self._optimizer.step()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
@@ -101,11 +60,11 @@ def main() -> None:
         benches = {
             "default": Bench(raw(scaled), source),
             "fused": Bench(raw(scaled, fused=True), source),
-            "ours": Ours(precision, grads),
+            "ours": Ours(grads, precision),
             "fused again": Bench(raw(scaled, fused=True), source),
         }
         if options.compile:
-            benches["compiled"] = Ours(precision, grads, "compile")
+            benches["compiled"] = Ours(grads, precision, "compile")
         seconds: dict[str, list[float]] = {name: [] for name in benches}
         names = list(benches)
         order = random.Random(0)

@@ -29,8 +29,8 @@ def shard_sequence(
         "position_ids" and "attention_mask" where it has none.
     labels: the name or place of the labels, padded with `ignore_index`; None is "labels" of a mapping, the last of a tuple.
     shift_labels: labels of a mapping are the tokens themselves: moved one on before the cut, and given as "shift_labels" too,
-        with "num_items_in_batch", so that a transformers model computes the loss over all tokens; its mean over ranks is
-        `b.reduce(loss)`. False: labels are those of their tokens. True is a collective.
+        with "num_items_in_batch" in float64, so that a transformers model computes the loss over all tokens, in float64
+        too; its mean over ranks is `b.reduce(loss)`. False: labels are those of their tokens. True is a collective.
     documents: of packed sequences, where attention stays within a document: the number of each token's, (batch, sequence), or
         for one sequence where they begin and the length, as cu_seqlens. None: a sequence is one document. Reads them on the
         host. On a single device they raise: there a mask of the model's says it.

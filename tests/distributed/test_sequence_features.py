@@ -92,7 +92,9 @@ def test_models_of_transformers_have_the_loss_and_gradients_of_their_own(ranks2,
             loss.backward()
             torch.optim.SGD(model.parameters(), lr=0.05).step()
             mean, weights = found.pop(0)
-            torch.testing.assert_close(mean, loss.detach(), rtol=0, atol=1e-5, msg=lambda text, kind=kind: kind + text)
+            torch.testing.assert_close(
+                mean, loss.detach().double(), rtol=0, atol=1e-5, msg=lambda text, kind=kind: kind + text
+            )
             check_close(weights, dict(model.named_parameters()))
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
+from booster import Booster
 from booster.plugin.sequence_parallel import check_sizes, shard_batch, token_mean
 from booster.plugin.sequence_parallel.attention_mode import SequenceMode
 from booster.plugin.sequence_parallel.refusals import check_model
@@ -155,6 +156,24 @@ def test_a_mapping_gets_positions_and_labels_one_token_on():
     assert found["labels"].tolist() == found["shift_labels"].tolist() == [[4, -100, -100], [9, -100, -100]]
     assert found["attention_mask"].tolist() == [[1, 1, 0]] * 2
     assert float(found["num_items_in_batch"]) == 8
+
+
+class Counted(nn.Linear):
+    def forward(self, x, num_items_in_batch):
+        return super().forward(x).float().sum() / num_items_in_batch, float(num_items_in_batch)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16_naive", "fp16_naive"])
+def test_no_precision_rounds_the_number_of_tokens(precision):
+    many = torch.ones(1, 70_001, dtype=torch.int64)  # 70,144 in bfloat16, more than float16 has
+    batch = shard({"input_ids": many, "labels": many}, shift_labels=True)
+    booster = Booster("cpu", precision)
+    model = Counted(2, 2)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss, counted = model(torch.ones(1, 2), num_items_in_batch=batch["num_items_in_batch"])
+    assert counted == 70_000
+    booster.backward(loss, optimizer)
+    assert optimizer.step().applied
 
 
 @pytest.mark.parametrize(

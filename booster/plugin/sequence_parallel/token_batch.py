@@ -84,7 +84,7 @@ def _shifted(
     if group is not None:
         # Each of the ranks that share a sequence counts it; and they average gradients of losses that are divided by this.
         count = reduced(count, dist.ReduceOp.SUM, group).to(whole.device) / (size * group.size())
-    return {**named, labels: moved, "num_items_in_batch": count.float().reshape(())}
+    return {**named, labels: moved, "num_items_in_batch": count.reshape(())}  # float64: no precision casts it
 
 
 def _begin_anew(positions: Any) -> bool:
