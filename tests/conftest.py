@@ -28,6 +28,7 @@ import pytest
 import torch
 from pool import RankPool
 from quick_interpreter import quicken
+from selection import make_crossed_slow, make_named_cases_slow, make_repeats_slow, tries_values_once
 
 from booster.kernels import eligibility as choice
 
@@ -121,66 +122,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                 report.longrepr = str(Path(__file__).parent), None, f"Skipped: {reason}"
 
 
-def _make_named_cases_slow(items: list[pytest.Function], *, check: bool) -> None:
-    """Mark the cases as slow that `slow_cases` names. check: raise if no case has a name, as after it was renamed."""
-    unknown: dict[str, set[str]] = {}
-    for item in items:
-        names = {name for mark in item.iter_markers("slow_cases") for name in mark.args}
-        found = {name for name in names if f"-{name}-" in f"-{item.callspec.id}-"}
-        if found:
-            item.add_marker(pytest.mark.slow)
-        test = item.nodeid.partition("[")[0]
-        unknown[test] = unknown.get(test, names) - found
-    if check and (wrong := {test: names for test, names in unknown.items() if names}):
-        raise pytest.UsageError(f"slow_cases names what no case has: {wrong}")
-
-
-def _make_slow_but_for_each_value(cases: dict[pytest.Function, set[tuple[str, str]]]) -> None:
-    had: set[tuple[str, str]] = set()
-    kept = set()
-    for wanted in range(max(map(len, cases.values())), 0, -1):
-        for item, values in cases.items():
-            if len(values - had) >= wanted:
-                kept.add(item)
-                had |= values
-    for item in cases.keys() - kept:
-        item.add_marker(pytest.mark.slow)
-
-
-def _make_slow(crossed: list[pytest.Function]) -> None:
-    """Mark cases as slow until the others have each value of each parameter once: a pair is tried, by its two halves.
-
-    Those with most new values stay, so that of two parameters with five values each five cases do and not nine; and before
-    those with one value twice, as from a precision to itself, those without.
-    """
-    tests: dict[str, dict[pytest.Function, set[tuple[str, str]]]] = {}
-    for item in crossed:
-        if not item.get_closest_marker("slow"):
-            values = {(name, repr(value)) for name, value in item.callspec.params.items()}
-            tests.setdefault(item.nodeid.partition("[")[0], {})[item] = values
-    for found in tests.values():
-        _make_slow_but_for_each_value(
-            dict(sorted(found.items(), key=lambda case: len(case[1]) - len({value for _, value in case[1]})))
-        )
-
-
-def _make_repeats_slow(items: list[pytest.Function]) -> None:
-    """Of a file, mark cases as slow until the others have each value once, in whichever test, and of each test there is one.
-
-    So it is with tests of ranks, which cost most and try the same precisions and placements again and again. A value that
-    is no text is told apart by the name of its parameter too.
-    """
-    files: dict[Path, dict[pytest.Function, set[tuple[str, str]]]] = {}
-    for item in items:
-        if not item.get_closest_marker("slow"):
-            values = {
-                ("" if isinstance(value, str) else name, repr(value)) for name, value in item.callspec.params.items()
-            }
-            files.setdefault(item.path, {})[item] = {*values, ("test", item.nodeid.partition("[")[0])}
-    for cases in files.values():
-        _make_slow_but_for_each_value(cases)
-
-
 @pytest.hookimpl(tryfirst=True)  # before what is slow is deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if PARTED in config.stash:
@@ -193,11 +134,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             )
         )
     functions = [item for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
-    _make_slow([item for item in functions if item.get_closest_marker("crossed")])
+    make_crossed_slow([item for item in functions if item.get_closest_marker("crossed")])
     all_collected = PARTED in config.stash or config.args == config.getini("testpaths")
     named = [item for item in functions if item.get_closest_marker("slow_cases")]
-    _make_named_cases_slow(named, check=all_collected and not config.getoption("lf", False))
-    _make_repeats_slow([item for item in functions if item.path.parent.name == "distributed"])
+    make_named_cases_slow(named, check=all_collected and not config.getoption("lf", False))
+    make_repeats_slow([item for item in functions if tries_values_once(item.path)])
     if torch.cuda.is_available():
         return
     for item in items:

@@ -190,7 +190,7 @@ def staged(rank, world_size, seeds, style, zero_stage, precision):
     return worst
 
 
-@pytest.mark.slow_cases("gpipe", "1f1b", "seeds 2 and 3")
+@pytest.mark.slow_cases("gpipe", "1f1b", "seeds 2 and 3", "interleaved")
 @pytest.mark.crossed
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("zero_stage", [0, 1])

@@ -67,7 +67,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.slow_cases("DDP", "ZeRO-1")
+@pytest.mark.slow_cases("DDP", "ZeRO-1", "PP", "ZeRO-2")
 @pytest.mark.crossed
 @pytest.mark.parametrize(("precision", "layout"), CELLS)
 def test_an_interrupted_run_continues_to_the_bit(run_on_ranks, record_resume, tmp_path, precision, layout):
@@ -80,5 +80,6 @@ def test_an_interrupted_run_continues_to_the_bit(run_on_ranks, record_resume, tm
     record_resume(precision, layout)
 
 
+@pytest.mark.slow
 def test_with_workers_it_continues_to_the_bit(ranks2, tmp_path):
     assert ranks2(interrupted_twice, "fp16", "DDP", str(tmp_path), 2) == [[], []]

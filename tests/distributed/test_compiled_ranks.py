@@ -42,6 +42,7 @@ def under_fsdp(rank, world_size, precision, compiled):
     return torch.stack([test_fsdp.one_step(*parts, step, rank, world_size)[0] for step in range(3)])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile around hooks
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "bf16_naive"])
 def test_a_compiled_model_trains_under_fsdp(ranks2, precision):

@@ -161,6 +161,7 @@ def alike(rank, world_size, precision):
     return {key: value for key, value in found.items() if value is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision", [each if each == "fp16" else pytest.param(each, marks=pytest.mark.slow) for each in PRECISIONS]
 )

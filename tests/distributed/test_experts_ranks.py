@@ -72,6 +72,7 @@ def test_two_ranks_train_as_one_device(ranks2, precision):
         assert max(found.values()) < 16 * EPS[precision], found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16_naive", marks=SLOW)])
 def test_four_ranks_train_as_one_device(ranks4, precision):
     for found in ranks4(compared, list(ON_FOUR), precision, {}):
@@ -126,6 +127,7 @@ def programs_run(rank, world_size, seeds):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 300, 10))])
 def test_random_programs(ranks2, ranks4, first):
     seeds = range(first, first + (4 if first == 0 else 10))
@@ -168,6 +170,7 @@ def loaded(rank, world_size, name, precision, folder):
     return losses, there, weights(served[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16_naive split24 8bit", marks=SLOW)])
 def test_checkpoints_move_between_numbers_of_ranks(ranks4, ranks2, tmp_path, precision):
     names = (

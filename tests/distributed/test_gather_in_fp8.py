@@ -371,6 +371,7 @@ def checkpointed(rank, world_size, folder):
     assert list(model.state_dict()) == list(Model().state_dict())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_ordinary_names_and_dtypes_and_goes_on_to_the_bit(ranks2, tmp_path):
     ranks2(checkpointed, str(tmp_path / "checkpoint"))
 

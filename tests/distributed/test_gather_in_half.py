@@ -195,6 +195,7 @@ def hybrid(rank, world_size, kind, options):
     return whole, half
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -376,6 +376,7 @@ def built_once(make):
     Booster("cpu", "fp32", make()).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts by /proc")
 def test_plugins_of_equal_shape_share_threads_and_descriptors(ranks4):
     assert ranks4(resources_of_plugins) == [[[0, 0]] * 3] * 4

@@ -225,6 +225,7 @@ for step in range({steps}):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "end", "expected", "reported"),
     [

@@ -62,6 +62,7 @@ QUICK = [("llama", "fp16_naive", "fsdp")]
 REST = {name: [(name, precision, plugin) for precision in PRECISIONS for plugin in PLUGINS] for name in MODELS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases", [QUICK, *(pytest.param(cases, marks=pytest.mark.slow) for cases in REST.values())], ids=["few", *REST]
 )

@@ -91,6 +91,7 @@ def family_of(pid):
     return family
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("port", ["chosen by the system", pytest.param("given", marks=pytest.mark.slow)])
 def test_on_one_machine_nothing_of_a_job_listens_but_on_loopback(tmp_path, port):
     process = job(tmp_path, *(["--master_port", str(free_port())] if port == "given" else []))

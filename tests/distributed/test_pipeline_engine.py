@@ -152,6 +152,7 @@ def test_stages_train_as_one_process_does_under_every_schedule_on_two_ranks(rank
     assert "embedding.weight" in ranks2(every_style, list(STYLES))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "styles", [["1f1b", "interleaved"], pytest.param(["gpipe", "zbv"], marks=pytest.mark.slow)], ids=" ".join
 )
@@ -794,6 +795,7 @@ def one_rank(rank, world_size):
     assert model.head.weight is model.embedding.weight
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_one_rank_runs_too(ranks2):
     ranks2(one_rank)
 
@@ -909,6 +911,7 @@ def test_stages_may_be_sharded_over_the_data_parallel_ranks(ranks4, style, polic
     ranks4(sharded, (2, 2), style, policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("style", "policy"), one_each_time(("gpipe", "bfloat16"), ("zbv", "float32")))
 def test_stages_may_be_sharded_over_one_rank_for_the_sake_of_its_dtypes(ranks2, style, policy):
     ranks2(sharded, (2, 1), style, policy)
@@ -935,6 +938,7 @@ def tensor_parallel(rank, world_size, styles):
             torch.testing.assert_close(grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 @some_styles
 def test_a_model_may_be_tensor_parallel_before_it_is_cut(ranks4, styles):
     ranks4(tensor_parallel, styles)

@@ -79,6 +79,7 @@ def losses_of_transformers(rank, world_size, mode):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_models_of_transformers_have_the_loss_and_gradients_of_their_own(ranks2, mode):
     """By transformers alone: shifted labels, masks of padding, windows, and documents by position ids."""
@@ -240,6 +241,7 @@ def resumed(rank, world_size, folder, saved_by, plugins):
     return found
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_to_the_bit_and_loads_where_sequences_are_shared_otherwise(ranks4, tmp_path):
     cut = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
     plugins = [{"kind": "fsdp", **cut}, {"kind": "fsdp"}, {"sp_size": 4, "sequence_parallelism_mode": "all_to_all"}]
@@ -266,6 +268,7 @@ def tensor_parallel(rank, world_size, mode, options):
     return losses, whole_weights(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "options"),
     [("all_to_all", {}), pytest.param("ring_attn", {"kind": "zero"}, marks=pytest.mark.slow)],

@@ -40,6 +40,7 @@ def test_every_model_equals_one_device(run_on_ranks, mode):
     run(run_on_ranks, 2, cases, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("all_to_all", marks=pytest.mark.slow), "ring_attn"])
 def test_on_four_ranks_with_and_without_data_parallelism(run_on_ranks, mode):
     cases = [

@@ -103,6 +103,7 @@ def check(run_on_ranks, world_size, seeds, mode):
             )
 
 
+@pytest.mark.slow_cases("ring_attn")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_few_random_programs(run_on_ranks, mode):
     check(run_on_ranks, 2, range(6), mode)

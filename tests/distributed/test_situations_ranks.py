@@ -236,6 +236,7 @@ def errors(rank, world_size, plugin, precision):
     }
 
 
+@pytest.mark.slow_cases("hybrid")
 @pytest.mark.crossed
 @pytest.mark.parametrize("precision", [*PRECISIONS, "fp16"])
 @pytest.mark.parametrize("plugin", PLUGINS)

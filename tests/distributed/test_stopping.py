@@ -117,6 +117,7 @@ def noted(directory, name):
     return [[int(line) for line in file.read_text().split()] if file.exists() else [] for file in files]
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_launcher_makes_every_rank_save_once_at_the_same_step(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN.replace("EACH_STEP", ""))
     job = start(tmp_path, "--nproc_per_node", "2", "--max_restarts", "2", "train.py")

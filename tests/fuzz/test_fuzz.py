@@ -40,6 +40,7 @@ def run_on_two():
     pool.close()
 
 
+@pytest.mark.slow_cases("PP interleaved", "ZeRO-1")
 @pytest.mark.parametrize("placement", [name for name, (size, _) in ranks.PLACEMENTS.items() if size == 2])
 @pytest.mark.filterwarnings("ignore")
 def test_programs_on_two_ranks(run_on_two, placement):

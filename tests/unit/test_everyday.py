@@ -170,7 +170,7 @@ def refusing(above, error):
     return trial
 
 
-@pytest.mark.slow_cases("error1", "error3")
+@pytest.mark.slow_cases("error1", "error3", "error0")
 @pytest.mark.parametrize(
     "error",
     [

@@ -58,6 +58,7 @@ def output_of(done: Ran) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "images", [pytest.param((80, 40), id="few images"), pytest.param(ALL, id="all images", marks=pytest.mark.slow)]
 )

@@ -885,6 +885,7 @@ def test_half_products_is_checked():
 # ---------------------------------------------------------------------- compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16_naive"])
 def test_a_compiled_model_has_the_frames_and_graph_breaks_of_native(precision, cpu):
     from torch._dynamo.testing import CompileCounter

@@ -35,6 +35,7 @@ def same(workers, order, own, size, place, epochs):
     return resumed == expected
 
 
+@pytest.mark.slow
 def test_every_order_goes_on_to_the_bit():
     for own, size in ((False, SIZES[1]), (True, SIZES[2])):
         places = ("middle", "last", "between")

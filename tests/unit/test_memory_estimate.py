@@ -52,7 +52,7 @@ def has_bfloat16():
     )
 
 
-@pytest.mark.slow_cases("vit-bf16-AdamW")
+@pytest.mark.slow_cases("vit-bf16-AdamW", "resnet10t")
 @pytest.mark.parametrize(("name", "precision", "make"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_an_estimate_is_what_the_allocator_records(name, precision, make, request):
     if name == "resnet10t":

@@ -76,6 +76,7 @@ class Run:
 # ---------------------------------------------------------------------- bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "peak"),
     [*(pytest.param(name, 10.9, marks=pytest.mark.slow) for name in ("fp32", "bf16")), ("fp16", 10.9)],

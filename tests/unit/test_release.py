@@ -544,6 +544,7 @@ def test_the_estimate_follows_the_release(way):
     assert expected.peak - expected.inputs == pytest.approx(found.held + highest, rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision", [FP16NaiveMixedPrecision, pytest.param(BF16NaiveMixedPrecision, marks=pytest.mark.slow)]
 )
