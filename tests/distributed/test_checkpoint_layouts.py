@@ -155,6 +155,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.slow_cases("fp16_apex O2-fp16_naive", "fp16_apex O2-bf16")
 @pytest.mark.crossed
 @pytest.mark.parametrize(("precision", "other"), CHANGES)

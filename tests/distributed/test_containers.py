@@ -105,5 +105,6 @@ def inferences(rank, world_size):
     return counts
 
 
+@pytest.mark.slow
 def test_batches_of_one_shape_are_inferred_once_whatever_they_come_in(ranks2):
     assert ranks2(inferences) == [dict.fromkeys(ORDERED, 1)] * 2

@@ -1,5 +1,6 @@
 """Delayed scaling on ranks: one message a step makes all scales, which are those of the largest magnitude anywhere."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from comparing import same, weights
@@ -133,6 +134,7 @@ def test_one_message_a_step_makes_the_scales_of_all_layers(ranks2):
         check(ranks2(agrees, name))
 
 
+@pytest.mark.slow
 def test_a_run_on_ranks_resumes_to_the_bit(ranks2, tmp_path):
     for name in PLUGINS:
         assert all(ranks2(resumes, name, str(tmp_path / name))), name

@@ -144,7 +144,7 @@ def wrong(plugin, name, found):
     return problems and (problems, str(found[0]))
 
 
-@pytest.mark.slow_cases("DP", "ZeRO-1")
+@pytest.mark.slow_cases("DP", "ZeRO-1", "DDP")
 @pytest.mark.parametrize(
     ("plugin", "names"),
     [pytest.param(plugin, QUICK[plugin], id=plugin) for plugin in PLUGINS]

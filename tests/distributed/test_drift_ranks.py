@@ -137,6 +137,7 @@ def test_what_has_drifted_apart_is_named_on_every_rank(ranks2):
         assert found == DRIFTS
 
 
+@pytest.mark.slow
 @pytest.mark.slow_cases("alike")
 @pytest.mark.parametrize("how", ["weight", ""], ids=["weight", "alike"])
 def test_what_copies_of_shards_and_of_stages_hold_is_compared_among_them(ranks4, how):

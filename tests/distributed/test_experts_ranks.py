@@ -65,6 +65,7 @@ SLOW = pytest.mark.slow
 IN_ALL = ("fp32", "bf16", "fp16_naive")
 
 
+@pytest.mark.slow_cases("fp16_naive")
 @pytest.mark.parametrize("precision", [name if name in IN_ALL else pytest.param(name, marks=SLOW) for name in EPS])
 def test_two_ranks_train_as_one_device(ranks2, precision):
     for found in ranks2(compared, list(PLACEMENTS), precision, {}):

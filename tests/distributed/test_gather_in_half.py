@@ -164,7 +164,7 @@ def gathered_bytes(case):
     return 4 * every * passes, (4 * every - 2 * saved) * passes
 
 
-@pytest.mark.slow_cases("checkpointed", "tied", "scaled")
+@pytest.mark.slow_cases("checkpointed", "tied", "scaled", "not resharded", "kept")
 @pytest.mark.parametrize("case", CASES)
 def test_training_is_the_same_to_the_bit_and_products_are_gathered_in_half(ranks2, case):
     assert ranks2(compare, case) == [gathered_bytes(case)] * 2

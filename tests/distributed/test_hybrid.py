@@ -250,7 +250,7 @@ def scheduled(rank, world_size, precision, options, num_layers):
     return losses, norms, shape
 
 
-@pytest.mark.slow_cases("zbv", "bf16_naive")
+@pytest.mark.slow_cases("zbv", "bf16_naive", "sequence")
 @pytest.mark.crossed
 @pytest.mark.parametrize(
     ("precision", "tolerance"),

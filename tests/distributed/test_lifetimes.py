@@ -171,7 +171,7 @@ def test_deleting_a_captured_step_frees_all_at_once(precision):
         assert survivors(0, 1, precision, of=captured) == []
 
 
-@pytest.mark.slow_cases("zbv")
+@pytest.mark.slow_cases("zbv", "interleaved")
 @pytest.mark.slow_cases("DDP", "ZeRO-1")
 @pytest.mark.parametrize(
     ("layout", "precision", "options", "record"),

@@ -47,6 +47,7 @@ def wide_on(rank, world_size):
         return found_on(rank, world_size, "wide", "fp8, gathered so", "fsdp")
 
 
+@pytest.mark.slow
 def test_weights_that_arrive_in_fp8_are_not_rounded_anew_by_the_estimate(ranks2):
     for held, recorded_held, peak, recorded_peak in ranks2(wide_on):
         assert held == pytest.approx(recorded_held, rel=0.01)

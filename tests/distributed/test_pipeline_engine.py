@@ -905,6 +905,7 @@ def one_each_time(*quick):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.slow_cases("1f1b", "float32")
 @pytest.mark.parametrize(("style", "policy"), one_each_time(("1f1b", "float32"), ("interleaved", "bfloat16")))
 def test_stages_may_be_sharded_over_the_data_parallel_ranks(ranks4, style, policy):

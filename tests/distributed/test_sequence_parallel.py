@@ -31,6 +31,7 @@ def run(run_on_ranks, world_size, cases, tolerance):
         check_like_one_device(found, case, tolerance)
 
 
+@pytest.mark.slow_cases("all_to_all")
 @pytest.mark.parametrize("mode", MODES)
 def test_every_model_equals_one_device(run_on_ranks, mode):
     # 17 and 13 do not divide, so there is padding, on 13 on more than one rank's end.

@@ -236,7 +236,7 @@ def errors(rank, world_size, plugin, precision):
     }
 
 
-@pytest.mark.slow_cases("hybrid")
+@pytest.mark.slow_cases("hybrid", "zero1")
 @pytest.mark.crossed
 @pytest.mark.parametrize("precision", [*PRECISIONS, "fp16"])
 @pytest.mark.parametrize("plugin", PLUGINS)

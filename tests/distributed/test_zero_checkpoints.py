@@ -204,6 +204,7 @@ def in_dirty_memory(rank, world_size, place, root, byte, *, saves):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="fills memory as glibc does")
 @pytest.mark.parametrize(
     ("place", "ranks"),

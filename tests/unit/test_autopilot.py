@@ -193,6 +193,7 @@ def test_it_goes_on_from_a_checkpoint_to_the_bit(tmp_path):
     assert differences(resumed.state(), whole.state()) == []
 
 
+@pytest.mark.slow
 def test_it_looks_after_a_resume_at_what_it_would_have_looked_at(tmp_path):
     """Before and after looks at layers in turns, and at what grows."""
     whole = Flight(growing, every=8, sample=0.5)
@@ -209,6 +210,7 @@ def test_it_looks_after_a_resume_at_what_it_would_have_looked_at(tmp_path):
         assert differences(resumed.state(), whole.state()) == []
 
 
+@pytest.mark.slow
 def test_a_run_repeats_to_the_bit():
     first, second = Flight(planted.outlier), Flight(planted.outlier)
     assert first.steps(0, 10) == second.steps(0, 10)
@@ -275,6 +277,7 @@ def test_the_record_says_what_was_done_and_why(tmp_path):
     assert "After step 2: forward of blocks.1.up wide, noise " in page(run)
 
 
+@pytest.mark.slow
 @pytest.mark.slow_cases("1.0")
 @pytest.mark.parametrize("sample", [1.0, 0.3])
 def test_the_record_and_the_report_say_what_looking_took(tmp_path, capsys, sample):
@@ -295,6 +298,7 @@ def test_the_record_and_the_report_say_what_looking_took(tmp_path, capsys, sampl
         assert "of the operations of their products; wide 0% of the products, at most 0%." in said
 
 
+@pytest.mark.slow
 def test_the_looks_at_each_of_two_models_are_told_apart(tmp_path, capsys):
     booster = Booster("cpu", Autopilot(low(), every=3))
     pairs = []
@@ -365,6 +369,7 @@ def test_noise_that_grows_is_made_wide_before_it_spoils():
     assert all(noise < LIMIT for noise in flight.pilot.noise.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(16.0, marks=pytest.mark.slow), planted.HUGE])
 def test_noise_of_a_single_batch_makes_nothing_wide(size):
     """Growth to the limit, or far above it, in a step that a look is at, and gone in the next."""

@@ -321,6 +321,7 @@ def left_in_the_middle():
     looped(persistent)
 
 
+@pytest.mark.slow
 def test_workers_of_loaders_left_in_the_middle_end_by_reference_count_alone(capfd):
     left_in_the_middle()  # a first time, for what multiprocessing keeps for itself
     gc.collect()

@@ -62,6 +62,7 @@ def test_help_and_version_succeed(capsys):
     assert capsys.readouterr().out.splitlines()[-1] == f"booster {booster.__version__}"
 
 
+@pytest.mark.slow
 def test_the_command_line_itself_imports_nothing_beyond_what_the_package_does():
     code = (
         "import sys, booster; before = set(sys.modules); from booster.cli import main; main(['--help'])\n"

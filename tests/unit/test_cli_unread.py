@@ -74,6 +74,7 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word(command, buffered,
     assert status == 141 or (status == 1 and "table" in command), "rich has its own status"
 
 
+@pytest.mark.slow
 def test_a_process_whose_reader_has_gone_is_quiet_at_its_end_too(folder):
     reading, writing = os.pipe()
     os.close(reading)

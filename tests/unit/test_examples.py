@@ -112,6 +112,7 @@ def test_a_feature_is_a_small_difference_from_the_quickstart(name: str) -> None:
     assert len(feature) < 2 * len(base)
 
 
+@pytest.mark.slow_cases("activation_checkpointing")
 @pytest.mark.slow_cases(
     "gradient_clipping", "keep_fp32", "gradient_accumulation", "precision_schedule", "trackers", "custom_strategy"
 )

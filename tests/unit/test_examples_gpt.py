@@ -211,6 +211,7 @@ def test_runs_that_differ_have_different_names(gpt):
     assert len(set(names)) == len(chosen)
 
 
+@pytest.mark.slow
 def test_two_runs_are_drawn_over_one_another_and_their_distance_is_printed(gpt, tmp_path):
     pytest.importorskip("matplotlib")
     for name, loss in (("a", [3.0, 2.0, 1.5]), ("b", [3.0, 2.25, 1.5])):

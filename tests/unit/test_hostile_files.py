@@ -278,6 +278,7 @@ def test_a_text_takes_the_size_of_the_files_and_64_mib_at_most_or_is_refused(sav
     assert ran.stdout.startswith("refused"), ran.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts memory by /proc")
 def test_the_largest_texts_that_are_read_take_no_more(saved, tmp_path):
     """Manifest and state as large as they may be, together."""

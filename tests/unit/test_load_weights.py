@@ -403,6 +403,7 @@ print(*found)
 KEYS = (("weight", 2), ("bias", 1))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts memory as Linux does")
 def test_a_load_into_a_model_that_is_there_takes_no_memory_beside_it(tmp_path):
     """Of files in any dtype: straight into the weights, or some MB at a time."""

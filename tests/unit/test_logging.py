@@ -128,6 +128,7 @@ def test_of_a_torch_that_was_tried_nothing_is_said(version, caplog):
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_the_import_looks_at_torch():
     code = "import torch; torch.__version__ = '9.1'; import booster"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -920,6 +920,7 @@ def test_nan_in_a_gradient_is_found(monkeypatch):
         boosted(STRATEGIES["mxfp8"](), model)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch's compiler about itself
 def test_nan_that_only_a_compiled_layer_gives_is_found(monkeypatch):
     def nan_where_compiled(*args, **options):

@@ -121,6 +121,7 @@ class Run:
         return [self.masters.master_of(param) if param in kept else param.detach().clone() for param in self.params]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "steps"),
     [("AdamW", 25), *(pytest.param(n, 100 if n in QUICK else 25, marks=pytest.mark.slow) for n in COMPILE)],

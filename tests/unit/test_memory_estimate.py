@@ -392,6 +392,7 @@ def test_a_model_of_timm_is_a_job_without_memory(timm):
         named_job("timm:resnet_ten")
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_is_a_job_that_can_be_estimated(transformers, tmp_path):
     transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=16).save_pretrained(tmp_path)
     job = named_job(f"transformers:{tmp_path}", 2)

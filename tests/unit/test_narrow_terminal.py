@@ -64,6 +64,7 @@ def printed(command, folder, columns, monkeypatch, capsys):
     return capsys.readouterr()
 
 
+@pytest.mark.slow_cases("estimate")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_line_is_longer_than_80_columns_and_no_warning_stands_before_a_table(
     command, folder, monkeypatch, capsys, caplog

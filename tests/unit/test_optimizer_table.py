@@ -96,6 +96,7 @@ def resumed_here(rank, world_size, placement, folder):
     return {row.name: quiet_cell(row, "fp32", placement, Path(folder) / row.name, of=resumed) for row in OF_EACH_KIND}
 
 
+@pytest.mark.slow_cases("DDP")
 @pytest.mark.parametrize("placement", ["DDP", "ZeRO-2", "FSDP"])
 def test_one_of_each_kind_resumes_to_the_bit_on_ranks_or_is_refused_by_name(run_on_ranks, tmp_path, placement):
     for cells in run_on_ranks(resumed_here, 2, placement, str(tmp_path)):
@@ -104,6 +105,7 @@ def test_one_of_each_kind_resumes_to_the_bit_on_ranks_or_is_refused_by_name(run_
         } == {}
 
 
+@pytest.mark.slow_cases("bf16_naive")
 @pytest.mark.parametrize("precision", ["bf16_naive", "8-bit states"])
 def test_one_of_each_kind_resumes_to_the_bit_with_half_weights(tmp_path, precision):
     for row in OF_EACH_KIND:

@@ -121,6 +121,7 @@ def seven_bytes(device, precision=BF16NaiveMixedPrecision, **options):
 
 
 # Besides what is held, torch's backward in half takes float32 memory for a weight where the CPU has no units for the dtype.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision", [BF16NaiveMixedPrecision, pytest.param(FP16NaiveMixedPrecision, marks=pytest.mark.slow)]
 )

@@ -113,6 +113,7 @@ def test_clips_of_double_gradients_are_double(decides, way, scale, fused):
         torch.testing.assert_close(param.detach(), -grad * 0.3 / (norm + 1e-6), rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch's compiler about itself
 def test_a_compiled_step_of_double_parameters_keeps_clip_and_rate_double():
     def train(how):
