@@ -7,8 +7,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import CodeType, FrameType, NoneType
@@ -42,8 +42,11 @@ _STARTERS: Mapping[str, tuple[str, ...]] = {"cli/": (), "launch.py": ("launch_no
 
 _FORWARD = ("forward", "_run")  # of a boosted model
 # Calls that all ranks make alike in a step.
-_STEPS = "backward step accumulate execute_pipeline unscale_grads clip_grad_by_norm clip_grad_by_value"
+_STEPS = (
+    "backward step accumulate no_sync zero_grad execute_pipeline unscale_grads clip_grad_by_norm clip_grad_by_value"
+)
 _PASSES = frozenset(("the model's forward()", *(f"{name}()" for name in _STEPS.split())))
+_REPORTED = "_booster_left_a_pass"  # attribute of an exception
 _LOST = ("onnection ", "pair closure", "Broken pipe")  # what gloo says where another rank has gone
 
 _logger = logging.getLogger(__name__)
@@ -68,9 +71,23 @@ def leave_pass(error: Exception) -> None:
 
     Raises RuntimeError in place of `error` where that is only what another rank's error made here.
     """
+    # A call inside of this one may have reported it, or raised it from what was reported.
+    if any(_REPORTED in vars(each) for each in (error, error.__cause__) if each is not None):
+        return
+    vars(error)[_REPORTED] = True
     for thread in threading.enumerate():
         if isinstance(thread, HangWatchdog):
             thread.leave_pass(error)
+
+
+@contextmanager
+def leaving_pass() -> Iterator[None]:
+    """Context, or decorator of a call that all ranks make alike: an error in it is reported as by `leave_pass`."""
+    try:
+        yield
+    except Exception as error:
+        leave_pass(error)
+        raise
 
 
 class HangWatchdog(threading.Thread):

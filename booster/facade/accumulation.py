@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from booster.common.hang_watchdog import leaving_pass
 from booster.common.torch_internals.tensor_internals import default_store
 from booster.interface.optimizer import OptimizerWrapper
 from booster.ranks import agreement
@@ -231,10 +232,10 @@ class Accumulations:
     @contextmanager
     def open(self, group: Accumulation) -> Iterator[Accumulation]:
         """Return a context in which `group` is open. Raises RuntimeError inside another of the same optimizers."""
-        if self.any_of(group.optimizers):
-            raise RuntimeError("accumulate() is running for this optimizer already; it does not nest")
-        with group:
-            with self._listed_in(self._groups, group):
+        with leaving_pass():
+            if self.any_of(group.optimizers):
+                raise RuntimeError("accumulate() is running for this optimizer already; it does not nest")
+            with group, self._listed_in(self._groups, group):
                 yield group
 
     @contextmanager

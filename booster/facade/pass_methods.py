@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from booster.common import arguments
-from booster.common.hang_watchdog import leave_pass
+from booster.common.hang_watchdog import leave_pass, leaving_pass
 from booster.facade import refusals
 from booster.facade.accumulation import Accumulation, NoSync
 from booster.facade.booster_state import BoosterState, Optimizers
@@ -109,23 +109,23 @@ def backward(
     Under `accumulate` the loss is divided as given there. Side effect: the plugin's gradient collectives, except inside
     `no_sync`.
     """
-    if isinstance(optimizer, OptimizerWrapper):
-        optimizers = [optimizer]
-    else:
-        optimizers = refusals.check_boosted_optimizers(optimizer, "backward")
-    # Calls cost in every step, so what nearly every call passes is compared here: 0 is a scaler of every precision.
-    if type(loss_id) is not int or loss_id != 0:
-        self.precision.check_loss_id(loss_id)
-    group, divisor, weight, delayed = None, 1.0, 1.0, False
-    if self._accumulations.any_open:  # an attribute, for the same reason
-        group = self._accumulations.group_of(optimizers)
-        delayed = self._accumulations.leaves_unsynchronised(optimizers)
-        if group is not None:
-            group.before_backward()
-            divisor, weight, delayed = group.divisor, group.weight, delayed or group.delayed
-    if self.plugin.sequence_parallel is not None:
-        self.plugin.sequence_parallel.before_backward(by_tokens=group is not None and group.by_tokens)
     try:
+        if isinstance(optimizer, OptimizerWrapper):
+            optimizers = [optimizer]
+        else:
+            optimizers = refusals.check_boosted_optimizers(optimizer, "backward")
+        # Calls cost in every step, so what nearly every call passes is compared here: 0 is a scaler of every precision.
+        if type(loss_id) is not int or loss_id != 0:
+            self.precision.check_loss_id(loss_id)
+        group, divisor, weight, delayed = None, 1.0, 1.0, False
+        if self._accumulations.any_open:  # an attribute, for the same reason
+            group = self._accumulations.group_of(optimizers)
+            delayed = self._accumulations.leaves_unsynchronised(optimizers)
+            if group is not None:
+                group.before_backward()
+                divisor, weight, delayed = group.divisor, group.weight, delayed or group.delayed
+        if self.plugin.sequence_parallel is not None:
+            self.plugin.sequence_parallel.before_backward(by_tokens=group is not None and group.by_tokens)
         run_backward(
             loss,
             gradients_of(optimizers),
@@ -149,6 +149,7 @@ def backward(
         self._watcher.log.end_pass(loss, optimizers, divisor)
 
 
+@leaving_pass()
 def accumulate(
     self: BoosterState, model: nn.Module, optimizer: Optimizers, num_micro_batches: int, num_tokens: float | None = None
 ) -> AbstractContextManager[Any]:
@@ -175,12 +176,8 @@ def accumulate(
     self._run.switch_if_due()
     placed = self._boosted.own(model, "accumulate").module
     size = self.plugin.averaging_size
-    try:
-        alike = self.plugin.passes_together or self.plugin.sequence_parallel is not None
-        self._accumulations.compare(num_micro_batches, num_tokens, self.plugin.group, alike=alike)
-    except Exception as error:
-        leave_pass(error)
-        raise
+    alike = self.plugin.passes_together or self.plugin.sequence_parallel is not None
+    self._accumulations.compare(num_micro_batches, num_tokens, self.plugin.group, alike=alike)
     # Ranks average their gradients, while tokens count over all of them.
     divisor = float(num_micro_batches) if num_tokens is None else float(num_tokens) / size
     group = Accumulation(
@@ -195,6 +192,7 @@ def accumulate(
     return self._accumulations.open(group)
 
 
+@leaving_pass()
 def no_sync(self: BoosterState, model: nn.Module, optimizer: Optimizers | None = None) -> AbstractContextManager[Any]:
     """Context in which forward and backward of `model` leave gradients unsynchronised among ranks.
 
@@ -207,6 +205,7 @@ def no_sync(self: BoosterState, model: nn.Module, optimizer: Optimizers | None =
     return self._accumulations.unsynchronised(entry)
 
 
+@leaving_pass()
 def execute_pipeline(
     self: BoosterState,
     data_iter: Iterator[Any],

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from booster.common import arguments
-from booster.common.hang_watchdog import leave_pass
+from booster.common.hang_watchdog import leave_pass, leaving_pass
 from booster.common.misuse import OwnStepGuard, is_called_by_torch_checkpoint
 from booster.common.torch_internals.optimizer_internals import accepts_found_inf, remove_guards
 from booster.interface.closures import step_with_closure, takes, zero_mixed_gradients
@@ -91,6 +91,7 @@ class OptimizerWrapper(Optimizer):
         remove_guards(self.optimizer)
         self._own_step = OwnStepGuard(self.optimizer, self)
 
+    @leaving_pass()
     def backward(
         self,
         loss: torch.Tensor,
@@ -128,17 +129,16 @@ class OptimizerWrapper(Optimizer):
         `LossScaleError` when the last `max_consecutive_skips` steps were all skipped.
         """
         update, history, gradients = self._update, self._history, self._update.gradients
-        if self._forbidden is not None:
-            leave_pass(error := RuntimeError(self._forbidden))
-            raise error
-        if "found_inf" in self.__dict__:
-            refuse_grad_scaler(self)
-        if closure is not None:
-            arguments.function("closure", closure, "a function that computes the loss", also="None")
-        if gradients.mutation_check is not None:
-            gradients.check_mutations()
-        self._own_step.stepping = True
         try:
+            if self._forbidden is not None:
+                raise RuntimeError(self._forbidden)
+            if "found_inf" in self.__dict__:
+                refuse_grad_scaler(self)
+            if closure is not None:
+                arguments.function("closure", closure, "a function that computes the loss", also="None")
+            if gradients.mutation_check is not None:
+                gradients.check_mutations()
+            self._own_step.stepping = True
             if closure is None and not self.optimizer.state and is_called_by_torch_checkpoint():
                 # A step of zeros at a learning rate of zero, to make states: it is none of the run's.
                 update.shards.accept_zero_grads()
@@ -183,19 +183,24 @@ class OptimizerWrapper(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients and the clips that wait; `set_to_none` is torch's, of optimizers that take it."""
-        if set_to_none is not True:
-            arguments.flag("set_to_none", set_to_none)
-        gradients = self._update.gradients
-        if gradients.in_backward is not None:
-            gradients.in_backward.refuse("zero_grad()")
-        if not self._takes_set_to_none:
-            self.optimizer.zero_grad()
-        elif set_to_none or not zero_mixed_gradients(self.param_groups):
-            self.optimizer.zero_grad(set_to_none=set_to_none)
-        if gradients.shards.is_distributed:
-            gradients.shards.clear_gradients(set_to_none)
-        gradients.reset(None)
+        try:
+            if set_to_none is not True:
+                arguments.flag("set_to_none", set_to_none)
+            gradients = self._update.gradients
+            if gradients.in_backward is not None:
+                gradients.in_backward.refuse("zero_grad()")
+            if not self._takes_set_to_none:
+                self.optimizer.zero_grad()
+            elif set_to_none or not zero_mixed_gradients(self.param_groups):
+                self.optimizer.zero_grad(set_to_none=set_to_none)
+            if gradients.shards.is_distributed:
+                gradients.shards.clear_gradients(set_to_none)
+            gradients.reset(None)
+        except Exception as error:
+            leave_pass(error)
+            raise
 
+    @leaving_pass()
     def unscale_grads(self) -> None:
         """Make `.grad` readable now: divided by the loss scale and clipped as asked so far. Repeating it does nothing.
 
@@ -220,18 +225,23 @@ class OptimizerWrapper(Optimizer):
         `max_norm / (norm + 1e-6)`, and reaches the gradients in `step()` or `unscale_grads()`. Raises
         RuntimeError before any backward pass, and after the step.
         """
-        if type(max_norm) is not float or not max_norm >= 0.0:
-            max_norm = float(arguments.number("max_norm", arguments.plain(max_norm), least=0, infinite=True))
-        if type(norm_type) is not float or norm_type != 2.0:
-            norm_type = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type
-            norm_type = float(arguments.number("norm_type", norm_type, above=0, infinite=True))
-        if error_if_nonfinite is not False:
-            arguments.flag("error_if_nonfinite", error_if_nonfinite)
-        gradients = self._update.gradients
-        if gradients.in_backward is not None or gradients.mutation_check is not None:
-            self._ready("clip_grad_by_norm()")
-        return gradients.clip_norm(max_norm, norm_type, error_if_nonfinite)
+        try:
+            if type(max_norm) is not float or not max_norm >= 0.0:
+                max_norm = float(arguments.number("max_norm", arguments.plain(max_norm), least=0, infinite=True))
+            if type(norm_type) is not float or norm_type != 2.0:
+                norm_type = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type
+                norm_type = float(arguments.number("norm_type", norm_type, above=0, infinite=True))
+            if error_if_nonfinite is not False:
+                arguments.flag("error_if_nonfinite", error_if_nonfinite)
+            gradients = self._update.gradients
+            if gradients.in_backward is not None or gradients.mutation_check is not None:
+                self._ready("clip_grad_by_norm()")
+            return gradients.clip_norm(max_norm, norm_type, error_if_nonfinite)
+        except Exception as error:
+            leave_pass(error)
+            raise
 
+    @leaving_pass()
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clamp each unscaled gradient to `clip_value` and its negative; gradients that are not finite make a skip.

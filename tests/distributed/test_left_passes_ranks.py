@@ -21,6 +21,8 @@ REASONS = {
     "constant": "the loss does not require gradients: .* loss = 0.0 \\* output.sum\\(\\)",
     "forward": "mat1 and mat2 shapes cannot be multiplied",
     "step": "step\\(\\) inside accumulate\\(\\)",
+    "argument": "max_norm=-1",
+    "body": "the file is broken",
     "uneven": "num_micro_batches=. on rank . and . on rank ..*drop_last=True",
 }
 
@@ -29,12 +31,14 @@ def train(b, model, optimizer, how, leaves):
     x, number = torch.ones(4, 8), 2 if leaves and how == "uneven" else 1
     with b.accumulate(model, optimizer, num_micro_batches=number):
         for _ in range(number):
+            if leaves and how == "body":
+                raise OSError("the file is broken")
             output = model(x[:, :3] if leaves and how == "forward" else x)
             loss = torch.zeros(()) if leaves and how == "constant" else output.float().square().mean()
             b.backward(loss, optimizer)
     if leaves and how == "step":
         optimizer.forbid_step("step() inside accumulate()")
-    optimizer.clip_grad_by_norm(1.0)
+    optimizer.clip_grad_by_norm(-1 if leaves and how == "argument" else 1.0)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -57,7 +61,7 @@ def rank_of(rank, folder, name, how):
     try:
         for _ in range(2):  # who is in a step that needs no other rank comes to one that does
             train(b, model, optimizer, how, rank == 1)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         (folder / f"new_{rank}").write_text(f"{time.monotonic() - began < 50} {type(error).__name__} {error}")
         (folder / f"new_{rank}").rename(folder / f"{rank}")
     while not all((folder / f"{each}").exists() for each in range(2)):  # lives on
@@ -77,7 +81,7 @@ def test_what_one_rank_raises_in_a_pass_is_raised_on_all(tmp_path, name, how):
     assert re.match(f"True RuntimeError rank . raised .*{REASONS[how]}.* All ranks make the same passes", waited), (
         waited
     )
-    assert re.match(f"True (Runtime|Value)Error .*{REASONS[how]}", left), left
+    assert re.match(f"True (Runtime|Value|OS)Error .*{REASONS[how]}", left), left
 
 
 def numbers(rank, world_size, rows):
