@@ -50,13 +50,14 @@ class Matrix(NamedTuple):
 
 
 class Plan:
-    """Which rank of `group` owns which of `params`, matrices that it shards, and in which rounds they travel."""
+    """Which rank owns which of `params`, matrices that the same ranks shard, and in which rounds they travel."""
 
-    def __init__(self, params: Sequence[Any], group: dist.ProcessGroup) -> None:
-        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, params: Sequence[Any]) -> None:
+        self.ranks, self.group = _ranks(params[0])
+        self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
         shapes = [tuple(param.shape) for param in params]
         self.matrices = [
-            Matrix(shape, *_boxes(param, group), owner)
+            Matrix(shape, *_boxes(param, self.ranks), owner)
             for param, shape, owner in zip(params, shapes, _owners(shapes, self.size), strict=True)
         ]
         self.rounds = list(self._rounds())
@@ -118,9 +119,25 @@ class Plan:
         arriving = [[math.prod(shape) for shape in shapes] for shapes in received_shapes]
         received = message.new_empty(sum(map(sum, arriving)))
         leaving = [sum(map(math.prod, shapes)) for shapes in sent_shapes]
-        dist.all_to_all_single(received, message, [sum(each) for each in arriving], leaving, group=self.group)
+        sizes = [sum(each) for each in arriving]
+        if self.group is not None:
+            dist.all_to_all_single(received, message, sizes, leaving, group=self.group)
+        else:
+            self._send_to_each(message.split(leaving), received.split(sizes))
         flat = iter(received.split([size for sizes in arriving for size in sizes]))
         return [[next(flat).view(shape) for shape in shapes] for shapes in received_shapes]
+
+    def _send_to_each(self, leaving: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]) -> None:
+        """An all-to-all in the group of all ranks, most of which take no part: a new group needs the others at its making."""
+        arriving[self.rank].copy_(leaving[self.rank])
+        messages = [
+            dist.P2POp(send, piece, peer)
+            for send, pieces in ((dist.isend, leaving), (dist.irecv, arriving))
+            for peer, piece in zip(self.ranks, pieces, strict=True)
+            if peer != self.ranks[self.rank] and len(piece)
+        ]
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
 
 
 class DistributedMuon:
@@ -131,7 +148,6 @@ class DistributedMuon:
 
     def __init__(self) -> None:
         self._plans: dict[Any, Plan] = {}
-        self._groups: dict[Any, dist.ProcessGroup] = {}
 
     @torch.no_grad()
     def __call__(self, optimizer: Optimizer) -> None:
@@ -143,15 +159,15 @@ class DistributedMuon:
                 by_ranks: dict[Any, list[Any]] = {}
                 for param in sharded:
                     by_ranks.setdefault((param.device_mesh, _sharding_dims(param)), []).append(param)
-                for (mesh, dims), alike in by_ranks.items():
-                    self._step(optimizer, group, alike, self._group(mesh, dims))
+                for alike in by_ranks.values():
+                    self._step(optimizer, group, alike)
                 group["params"][:] = [param for param in params if param.grad is None or not is_part(param)]
             bare_step(optimizer)
         finally:
             for group, params in zip(groups, held, strict=True):
                 group["params"][:] = params
 
-    def _step(self, optimizer: Optimizer, group: dict[str, Any], params: list[Any], ranks: dist.ProcessGroup) -> None:
+    def _step(self, optimizer: Optimizer, group: dict[str, Any], params: list[Any]) -> None:
         lr, momentum = group["lr"], group["momentum"]
         lr = lr.squeeze() if isinstance(lr, torch.Tensor) else lr
         for param in params:
@@ -167,27 +183,12 @@ class DistributedMuon:
 
         key = tuple((param.device_mesh, param.placements, param.shape) for param in params)
         if key not in self._plans:
-            self._plans[key] = Plan(params, ranks)
+            self._plans[key] = Plan(params)
         shards = self._plans[key].orthogonalize([update.bfloat16() for update in updates], iterate)
         for param, update in zip(params, shards, strict=True):
             weight = local_shard(param)
             weight.mul_(1 - lr * group["weight_decay"])
             weight.add_(update, alpha=-adjusted_muon_lr(lr, group["adjust_lr_fn"], param.shape))
-
-    def _group(self, mesh: Any, dims: tuple[int, ...]) -> dist.ProcessGroup:
-        """Return the ranks that shard a matrix together. The first time, over several dimensions of `mesh`, a collective."""
-        if len(dims) == 1:
-            return mesh.get_group(dims[0])
-        if (mesh, dims) not in self._groups:
-            own = mesh.get_coordinate()
-            index = tuple(slice(None) if dim in dims else own[dim] for dim in range(mesh.ndim))
-            ranks = mesh.mesh[index].flatten().tolist()
-            group: Any = dist.group.WORLD
-            if len(ranks) < dist.get_world_size():
-                # Torch names it by the number of groups of this rank: ranks that have more or fewer would wait for ever.
-                group = dist.new_group(ranks, use_local_synchronization=True)
-            self._groups[mesh, dims] = group
-        return self._groups[mesh, dims]
 
 
 def distributed_muon(optimizer: Optimizer) -> DistributedMuon | None:
@@ -233,11 +234,21 @@ def _sharding_dims(param: Any) -> tuple[int, ...]:
     return tuple(d for d, each in enumerate(param.placements) if sizes[d] > 1 and not each.is_replicate())
 
 
-def _boxes(param: Any, group: dist.ProcessGroup) -> tuple[list[tuple[Any, Any]], list[tuple[int, int]]]:
-    """Return rows and columns of each rank's shard of `param`, and its shape, by rank of `group`."""
+def _ranks(param: Any) -> tuple[list[int], dist.ProcessGroup | None]:
+    """Return the ranks that shard `param` together, ascending, and the group of just these if there is one."""
+    mesh, dims = param.device_mesh, _sharding_dims(param)
+    own = mesh.get_coordinate()
+    index = tuple(slice(None) if dim in dims else own[dim] for dim in range(mesh.ndim))
+    ranks = sorted(mesh.mesh[index].flatten().tolist())
+    group = mesh.get_group(dims[0]) if len(dims) == 1 else dist.group.WORLD
+    return ranks, group if dist.get_process_group_ranks(group) == ranks else None
+
+
+def _boxes(param: Any, ranks: Sequence[int]) -> tuple[list[tuple[Any, Any]], list[tuple[int, int]]]:
+    """Return rows and columns of each rank's shard of `param`, and its shape, by place in `ranks`."""
     boxes, shapes = [], []
-    for rank in range(dist.get_world_size(group)):
-        there = (param.device_mesh.mesh == dist.get_global_rank(group, rank)).nonzero()[0].tolist()
+    for rank in ranks:
+        there = (param.device_mesh.mesh == rank).nonzero()[0].tolist()
         kept = [torch.arange(size, dtype=torch.int64, device="cpu") for size in param.shape]
         for dim in _sharding_dims(param):
             placement = param.placements[dim]

@@ -16,7 +16,7 @@ BUDGETS = {
     "capture": 1600,
     "checkpoint": 5600,
     "cli": 2600,
-    "common": 2900,
+    "common": 2914,
     "data": 1300,
     "facade": 3900,
     "frozen": 300,
@@ -36,7 +36,7 @@ BUDGETS = {
     "tensors": 1500,
     "update": 4700,
 }
-TOTAL = 68_450  # less than all rooms together: not every one of them may use its hundred up
+TOTAL = 68_488  # less than all rooms together: not every one of them may use its hundred up
 LARGEST, SMALLEST = 500, 40  # lines of a file that is rather two nouns, or half a one
 
 
