@@ -448,6 +448,7 @@ class Booster(BoosterState):
     execute_pipeline = pass_methods.execute_pipeline
     shard_sequence = sequence_methods.shard_sequence
     token_mean = sequence_methods.token_mean
+    balancing_loss = sequence_methods.balancing_loss
     capture = graph_methods.capture
     capturable = graph_methods.capturable
     _captured = graph_methods.captured

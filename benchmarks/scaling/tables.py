@@ -223,6 +223,21 @@ def precision_table(model: Model, n: int = 64) -> str:
     return table([f"GB sent, {n} GPUs, micro-batches of 1", *PRECISIONS], rows)
 
 
+def long_table() -> str:
+    """Memory of one long sequence on 64 GPUs under FSDP, shared by 1, 8 or all of them; layers checkpointed."""
+    rows = []
+    for name, model in (("7B", LLAMA_7B), ("70B", LLAMA_70B)):
+        for tokens in (2**17, 2**20):
+            for size in (1, 8, 64):
+                part = dataclasses.replace(model, sequence=tokens // size)
+                load = Load(1, 1, checkpointed=True, accumulates=False)
+                moments = [step_moments(part, fsdp(64), precision, load).peak / GB for precision in PRECISIONS.values()]
+                peaks = [f"**{peak:.0f}**" if peak * GB + RESERVE <= H100.memory else f"{peak:.0f}" for peak in moments]
+                kept = activations(part, fsdp(64), PRECISIONS[BASIS], 1, 1, checkpointed=True) / GB
+                rows.append([name, f"{tokens // 2**10}k", str(size), f"{kept:.1f}", *peaks])
+    return table(["model", "tokens", "`sp_size`", "activations", *PRECISIONS], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "Bytes a parameter": bytes_a_parameter,
     "Activations, GB": activation_table,
@@ -230,6 +245,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "70B: memory": lambda: memory_table(LLAMA_70B),
     "7B: communication of a step": lambda: traffic_table(LLAMA_7B),
     "70B: communication of a step": lambda: traffic_table(LLAMA_70B),
+    "Long sequences": long_table,
     "7B: sent, by precision": lambda: precision_table(LLAMA_7B),
     "70B: sent, by precision": lambda: precision_table(LLAMA_70B),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from booster.tensors.micro_batch import MicroBatch, divide
 from booster.tensors.trees import join, map_tensors
 from booster.update.backward import abandon_backward, begin_backward, check_first, end_backward, run_backward
 
+if TYPE_CHECKING:
+    from booster.plugin.sequence_parallel import SequenceParallel
+
 Criterion = Callable[[Any, Any], torch.Tensor]
 
 
@@ -32,9 +35,12 @@ def _run_whole(
     micro_batches: list[MicroBatch],
     backward: Callable[[torch.Tensor], None] | None,
     return_outputs: bool,
+    sequences: SequenceParallel | None,
 ) -> tuple[list[torch.Tensor], list[Any]]:
     losses, outputs = [], []
-    for part in micro_batches:
+    for number, part in enumerate(micro_batches):
+        if sequences is not None:
+            sequences.micro_batch = number
         output = model(*part.args, **part.kwargs)
         loss = criterion(output, part.target)
         if return_outputs:
@@ -54,6 +60,7 @@ def _run_stages(
     optimizers: Sequence[OptimizerWrapper],
     micro_batches: list[MicroBatch],
     return_outputs: bool,
+    sequences: SequenceParallel | None,
 ) -> tuple[list[torch.Tensor], list[Any]]:
     cast = [
         MicroBatch(model.cast_inputs(part.args), model.cast_inputs(part.kwargs), part.target) for part in micro_batches
@@ -66,6 +73,8 @@ def _run_stages(
             loss: torch.Tensor = criterion(model.cast_outputs(output), target)
         if gradients and isinstance(loss, torch.Tensor):
             check_first(loss, gradients)
+            if sequences is not None:
+                sequences.before_backward(by_tokens=False)
         return loss
 
     gradients = gradients_of(optimizers) if optimizers else []
@@ -233,7 +242,8 @@ def execute_pipeline(
     arguments.flag("return_loss", return_loss)
     arguments.flag("return_outputs", return_outputs)
     wrapper, batch = self._boosted.own(model, "execute_pipeline"), refusals.next_batch(data_iter)
-    pipeline = self.plugin.pipeline(wrapper.module)
+    pipeline, sequences = self.plugin.pipeline(wrapper.module), self.plugin.sequence_parallel
+    cut = None if sequences is None else sequences.cut
     accumulating = self._accumulations.any_of(optimizers)
 
     def passes() -> dict[str, Any]:
@@ -242,16 +252,16 @@ def execute_pipeline(
         # Before the first micro-batch: a rank that raised between two stages would leave the others waiting.
         if accumulating and (pipeline is not None or len(micro_batches) > 1):
             raise RuntimeError(_INSIDE_ACCUMULATE.format(count=len(micro_batches)))
-        with nullcontext() if optimizers else torch.no_grad():
+        whole = nullcontext() if sequences is None else sequences.micro_batches(cut, micro_batches)
+        with nullcontext() if optimizers else torch.no_grad(), whole:
             if pipeline is None:
                 alone = optimizers and not accumulating
                 with self.accumulate(wrapper, optimizers, len(micro_batches)) if alone else nullcontext():
                     run = (lambda loss: self.backward(loss, optimizers)) if optimizers else None
-                    losses, outputs = _run_whole(wrapper, criterion, micro_batches, run, return_outputs)
+                    losses, outputs = _run_whole(wrapper, criterion, micro_batches, run, return_outputs, sequences)
             else:
-                losses, outputs = _run_stages(
-                    pipeline, self.precision, wrapper, criterion, optimizers, micro_batches, return_outputs
-                )
+                run_by = pipeline, self.precision, wrapper, criterion, optimizers
+                losses, outputs = _run_stages(*run_by, micro_batches, return_outputs, sequences)
         loss = torch.stack([part.detach().reshape(()) for part in losses]).mean() if losses else None
         if return_loss and pipeline is not None:
             loss = pipeline.share(loss, self.device)

@@ -1,8 +1,8 @@
-"""The methods of `Booster` for sequences that ranks share: a batch cut, and a loss over the tokens of all ranks."""
+"""The methods of `Booster` for tokens that are on several ranks: a batch cut, and losses over the tokens of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -80,3 +80,45 @@ def token_mean(self: BoosterState, losses: torch.Tensor, counted: torch.Tensor |
             f"counted has {counted.numel()} elements and losses have {losses.numel()}; give one for each, or one number"
         )
     return self.plugin.token_mean(losses, counted)
+
+
+def balancing_loss(
+    self: BoosterState,
+    router_logits: torch.Tensor | Sequence[torch.Tensor],
+    top_k: int,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the loss that keeps experts evenly used, over the tokens of all ranks: 0-dim, float32, on every rank.
+
+    router_logits: (tokens, experts) of this rank's tokens, or a list of them, one for each layer, as a transformers model
+        returns them with output_router_logits=True.
+    top_k: experts of a token.
+    attention_mask: which of the tokens count, in as many elements as there are tokens; None counts all.
+
+    It is `aux_loss` of a transformers model that has the tokens of all ranks; 1 where every expert is used alike, times top_k.
+    Multiply it by a coefficient and add it to the loss. With gradients: those of `b.backward` are of this loss. Two small
+    collectives over the ranks that average gradients.
+    """
+    from booster.plugin.expert_parallel import balancing_loss as balancing_loss_over  # imports DTensor
+
+    several = [router_logits] if isinstance(router_logits, torch.Tensor) else router_logits
+    if not isinstance(several, (list, tuple)) or not several or not all(isinstance(x, torch.Tensor) for x in several):
+        legal = "a tensor of (tokens, experts), or a list of them, one for each layer"
+        raise TypeError(arguments.refusal("router_logits", router_logits, legal))
+    shapes = {tuple(logits.shape) for logits in several}
+    if len(shapes) > 1 or several[0].dim() != 2 or not all(logits.is_floating_point() for logits in several):
+        raise ValueError(
+            f"router_logits are real numbers of (tokens, experts), alike in every layer, got {sorted(shapes)} of "
+            f"{sorted({str(logits.dtype) for logits in several})}"
+        )
+    tokens, experts = several[0].shape
+    if arguments.count("top_k", top_k) > experts:
+        raise ValueError(f"top_k={top_k} experts of a token, and router_logits are of {experts}")
+    if attention_mask is not None:
+        arguments.instance("attention_mask", attention_mask, torch.Tensor, "a tensor, or None")
+        if attention_mask.numel() != tokens or attention_mask.is_complex():
+            raise ValueError(
+                f"attention_mask has {attention_mask.numel()} elements of {attention_mask.dtype} for {tokens} tokens; give one "
+                "real number for each"
+            )
+    return balancing_loss_over(several, top_k, attention_mask, self.plugin.averaging_group)

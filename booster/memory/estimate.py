@@ -21,6 +21,7 @@ from booster.memory.gradient_arrivals import Bucketed, GradientArrivals, Sizes, 
 from booster.memory.step_memory import StepMemory, step_memory
 from booster.mixed_precision import MixedPrecision, make
 from booster.plugin import base
+from booster.plugin.sequence_parallel import shard_batch
 from booster.plugin.zero.plugin import check_gathers
 from booster.tensors.grads import PIECE
 from booster.update.context import UpdateOptions
@@ -104,11 +105,14 @@ def estimate(
     clips: bool = False,
     offload_states: bool = False,
     bucket_cap_mb: float = 25,
+    sp_size: int = 1,
+    ep_size: int = 1,
 ) -> Estimate:
     """Estimate what a training step takes on one rank, without taking it: no memory, no process group, no step of yours.
 
     model, optimizer: not boosted.
-    batch: of one rank, (inputs..., target), or a mapping that the model takes by keyword and the criterion whole.
+    batch: of one rank, (inputs..., target), or a mapping that the model takes by keyword and the criterion whole; with sp_size
+        as the loader gives it, before `Booster.shard_sequence` cuts it.
     criterion: a function of output and target.
     precision: as of `Booster`; None is float32.
     plugin: how ranks share the work.
@@ -119,6 +123,8 @@ def estimate(
     clips: whether gradients are clipped, or looked at otherwise, which may take two passes.
     offload_states: optimizer states and masters in the host's memory, as of `Booster`.
     bucket_cap_mb: MiB, as of `TorchDDPPlugin` and `LowLevelZeroPlugin`.
+    sp_size: ranks that share sequences, as of `TorchFSDPPlugin`: activations of a rank are of its tokens.
+    ep_size: ranks that experts are dealt to, as of `TorchFSDPPlugin`. Activations are those of tokens spread evenly.
 
     Weights, states, masters and gradients are counted; activations come from a forward and backward pass on fake tensors. Under
     "zero1", "zero2" and "fsdp" what is gathered or reduced at a time comes from formulas, see docs/memory.md.
@@ -128,6 +134,22 @@ def estimate(
     arguments.count("world_size", world_size)
     if plugin == "single" and world_size != 1:
         raise ValueError(f"world_size={world_size} needs a plugin that uses ranks; choose one of {list(PLUGINS)[1:]}")
+    for name, size in (("sp_size", sp_size), ("ep_size", ep_size)):
+        if arguments.count(name, size) > 1 and (plugin != "fsdp" or world_size % size):
+            raise ValueError(
+                f"{name}={size} with plugin={plugin!r} and world_size={world_size}: the estimate knows it of "
+                "plugin='fsdp', where it divides the world size"
+            )
+    cut = None
+    if sp_size > 1:
+        ways: dict[str, Any] = {
+            "averaging_group": None,
+            "labels": None,
+            "shift_labels": False,
+            "documents": None,
+            "whole": (),
+        }
+        batch, cut = shard_batch(batch, size=sp_size, rank=0, zigzag=False, ignore_index=-100, **ways)
     gradient_shards, state_shards = (world_size if sharded else 1 for sharded in PLUGINS[plugin])
     fully_sharded = plugin == "fsdp"
     device = checked_device(device)
@@ -170,9 +192,8 @@ def estimate(
     if release_gradients:
         twice = release_gradients == "exact" and (clips or own.make_scaler().enabled)
         in_backward = StepsInBackward(twice, PIECE, step_of)
-    passes = run_passes(
-        model, own, batch, criterion, device, world_size if fully_sharded else None, in_backward, arrivals_of
-    )
+    shards = world_size if fully_sharded else None
+    passes = run_passes(model, own, batch, criterion, device, shards, ep_size, cut, in_backward, arrivals_of)
     divisor = 1 if fully_sharded else state_shards  # shards of `fully_shard` were counted as such
     sizes = tuple((dtype, -(-n // divisor)) for dtype, n in passes.sizes)
     step = step_of(sizes) if divisor > 1 else step_of(sizes, shapes=passes.shapes, idle=passes.idle)
@@ -235,12 +256,14 @@ def estimate_placed(
         criterion,
         precision=precision,
         plugin=known,
-        world_size=1 if known == "single" else plugin.data_parallel_size,
+        world_size=1 if known == "single" else plugin.averaging_size,
         device=device,
         fused_optimizer=bool(options.fused_optimizer),
         release_gradients=options.release_gradients,  # type: ignore[arg-type]
         clips=bool(options.clip_grad_norm) or options.skip_nonfinite,
         bucket_cap_mb=plugin.bucket_cap_mb,
+        sp_size=1 if plugin.sequence_parallel is None else plugin.sequence_parallel.size,
+        ep_size=plugin.ep_size,
     )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from booster.common.frames import where_raised
 from booster.common.torch_internals import tensor_internals
@@ -20,6 +22,9 @@ from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.configure import wrap_criterion
 from booster.mixed_precision.policy import cast_parameters
 from booster.model.meta import copy_on_meta
+from booster.plugin.sequence_parallel.attention_mode import CutShapes, SequenceMode
+from booster.plugin.sequence_parallel.sequence_cut import SequenceCut
+from booster.plugin.sequence_parallel.transformers_attention import is_of_transformers, use_own_masks
 from booster.tensors import trees
 from booster.tensors.micro_batch import MicroBatch
 
@@ -56,12 +61,16 @@ def run_passes(
     criterion: Callable[..., Any],
     device: torch.device,
     shards: int | None,
+    ep_size: int,
+    cut: SequenceCut | None,
     in_backward: StepsInBackward | None,
     arrivals_of: Callable[[Sequence[torch.Tensor]], GradientArrivals],
 ) -> Passes:
     """Run `criterion(model(*inputs), target)` and its backward under `precision`, as on `device`, on copies without memory.
 
     shards: over so many ranks `fully_shard` shards the weights, and the result is one rank's; None: it does not.
+    ep_size: to so many of these experts are dealt.
+    cut: how sequences were cut, of which `batch` is a rank's part; None: they are whole.
     in_backward: how parameters are stepped within backward; None: they are not.
     arrivals_of: when gradients are complete there, if nothing is sharded.
 
@@ -73,29 +82,37 @@ def run_passes(
     placed = cast_parameters(precision.convert(copy_on_meta(model, "an estimate")), policy)
     errors = (tensor_internals.DataDependentOutputException, tensor_internals.DynamicOutputShapeException)
     # Copies are made on the meta device first: precisions convert real modules, and a fake tensor knows the device it acts for.
+    if cut is not None and is_of_transformers(placed):
+        use_own_masks(placed)
     with tensor_internals.FakeTensorMode(allow_non_fake_inputs=True):
         _make_fake(placed, device)
-        cut = MicroBatch.of(trees.map_tensors(lambda tensor: _fake(tensor, device), batch))
+        given = MicroBatch.of(trees.map_tensors(lambda tensor: _fake(tensor, device), batch))
         own_criterion = criterion
         if isinstance(criterion, nn.Module):
             own_criterion = copy_on_meta(criterion, "an estimate")
             _make_fake(own_criterion, device)
-        sharded = None if shards is None else FullySharded(placed, policy, shards, device)
+        sharded = None if shards is None else FullySharded(placed, policy, shards, device, ep_size)
         if shards is None and precision.conversion is not None:
             precision.conversion.cache_weights(placed)
         wrapped, loss_of = precision.wrap_model(placed), wrap_criterion(precision, own_criterion, device)
         params, buffers = list(placed.parameters()), list(placed.buffers())
+        joined: Any = (
+            nullcontext() if cut is None else SequenceMode(CutShapes(cut.size, {id(each) for each in buffers}), cut)
+        )
         trained = [param for param in params if param.requires_grad]
         reached: set[torch.Tensor] = set()
         for param in trained:
             param.register_post_accumulate_grad_hook(reached.add)
-        inputs = [*trees.tensors((cut.args, cut.kwargs)), *trees.tensors(cut.target)]
+        inputs = [*trees.tensors((given.args, given.kwargs)), *trees.tensors(given.target)]
         tracker = StorageTracker([*params, *buffers, *inputs])
         try:
             with tracker:
-                loss = loss_of(wrapped(*cut.args, **cut.kwargs), cut.target)  # type: ignore[misc]
+                with _GroupedProducts(), joined:
+                    output = wrapped(*given.args, **given.kwargs)
+                loss = loss_of(output, given.target)  # type: ignore[misc]
+                del output
                 activations = tracker.now
-                with precision.backward_context():
+                with precision.backward_context(), _GroupedProducts(), joined:  # for what is computed again
                     if in_backward is None:
                         loss.backward()
                     else:
@@ -124,6 +141,31 @@ def run_passes(
     weights, gradients = sharded.weights, list(sharded.gradients)
     own = {"weights": weights, "gradients": _bytes(gradients), "sizes": sharded.sizes, "shapes": (), "idle": ()}
     return dataclasses.replace(found, **own)  # type: ignore[arg-type]
+
+
+class _GroupedProducts(TorchFunctionMode):
+    """Gives products of experts in any dtype, as kernels do; torch's function of their shapes knows bfloat16 alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (
+            func in tensor_internals.GROUPED_PRODUCTS
+            and args[0].dim() == 2
+            and args[1].dim() == 3
+            and args[0].dtype == args[1].dtype
+        ):
+            return _GroupedProduct.apply(*args[:2])
+        return func(*args, **(kwargs or {}))
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights)
+        return rows.new_empty((len(rows), weights.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return tuple(torch.empty_like(each) for each in ctx.saved_tensors)
 
 
 def _reading(model: nn.Module, error: Exception) -> str:

@@ -28,6 +28,7 @@ from booster.memory.gradient_arrivals import CompleteGradient, GradientArrivals,
 from booster.mixed_precision.policy import DtypePolicy, gathered_modules
 from booster.model.modules import LinearProxy
 from booster.number_formats.scaling import ScaledTensor, Scaling
+from booster.plugin.expert_parallel import check_experts
 from booster.plugin.fsdp.groups import Group, plan_groups
 from booster.plugin.fsdp.shard_module import dtype_at_rest
 from booster.plugin.fsdp.wrap_policy import block_names
@@ -45,11 +46,14 @@ class FullySharded(GradientArrivals):
         gradients: of the shards so far, unless each is taken as it comes.
     """
 
-    def __init__(self, model: nn.Module, policy: DtypePolicy, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, policy: DtypePolicy, world_size: int, device: torch.device, ep_size: int = 1
+    ) -> None:
         self.gradients: list[torch.Tensor] = []
+        experts = check_experts(model, ep_size) if ep_size > 1 else []
         groups = plan_groups(
             model,
-            blocks=block_names(model, None),
+            blocks=[*block_names(model, None), *experts],
             pinned=policy.keep_fp32,
             dtype_of=lambda param, pinned: dtype_at_rest(param, policy, pinned),
             gathered=gathered_modules(model, policy),
@@ -62,7 +66,11 @@ class FullySharded(GradientArrivals):
         self._world_size, self._device = world_size, device
         layers = [model.get_submodule(name) for name in policy.fp8_weights] if world_size > 1 else []
         in_fp8 = {id(layer.weight) for layer in layers}
-        self._groups = [_ParamGroup(group, policy, world_size, in_fp8) for group in groups]
+        dealt = {model.get_submodule(name) for name in experts}
+        self._groups = [
+            _ParamGroup(group, policy, world_size, ep_size if group.modules[0] in dealt else 1, in_fp8)
+            for group in groups
+        ]
         places = {id(param): (group, place) for group in self._groups for place, param in enumerate(group.params)}
         for layer in layers:
             if isinstance(layer, LinearProxy):
@@ -136,7 +144,7 @@ class FullySharded(GradientArrivals):
         if group.all_gather_result is not None or group.unsharded:
             return
         shard_copy = self._empty(group.elements, group.gather) if group.gather != group.store else None
-        received = group.elements * self._world_size if self._world_size > 1 else 0
+        received = group.elements * group.ranks if group.ranks > 1 else 0
         group.all_gather_result = self._empty(received, group.gather)
         if any(group.in_fp8):  # as `FP8Gather` does, but for the collective
             places = group.all_gather_result.view(self._world_size, -1).split(group.shards, dim=1)
@@ -152,7 +160,7 @@ class FullySharded(GradientArrivals):
             return
         if in_forward:
             self._all_gather_result = None  # that of the group before
-        group.unsharded = [self._empty(size * self._world_size, group.gather) for size in group.shards]
+        group.unsharded = [self._empty(size * group.ranks, group.gather) for size in group.shards]
         group.unsharded += group.fp8_received  # which layers multiply as they are
         if in_forward:
             self._all_gather_result = group.all_gather_result
@@ -180,11 +188,11 @@ class FullySharded(GradientArrivals):
         if not grads:
             return
         size = sum(size for _, size in trained)
-        self._reduce_scatter_input = self._empty(size * self._world_size, group.reduce)
+        self._reduce_scatter_input = self._empty(size * group.ranks, group.reduce)
         grads.clear()  # copied into it
         shard = self._empty(size, group.reduce)
-        if self._world_size > 1 and self._device.type == "cpu":
-            self._empty(size * self._world_size, group.reduce)  # gloo's copy
+        if group.ranks > 1 and self._device.type == "cpu":
+            self._empty(size * group.ranks, group.reduce)  # gloo's copy
         if group.reduce != group.store:
             shard = self._empty(size, group.store)
         if self._on_complete is None:
@@ -203,17 +211,23 @@ class _ParamGroup:
     Attributes:
         params, shards: the parameters, and the elements of this rank's shard of each.
         stored: of each, the dtype of the shard, its elements, and whether it is trained.
+        ranks: among which it is sharded: all, and of experts those that have the same.
         store, gather, reduce: dtypes of the shards, of the all-gather and of the reduce-scatter.
         in_fp8: of each parameter, whether it is gathered in e4m3.
         unsharded: weights that are gathered now, then what was received of each in e4m3.
     """
 
-    def __init__(self, group: Group, policy: DtypePolicy, world_size: int, in_fp8: Collection[int]) -> None:
+    def __init__(
+        self, group: Group, policy: DtypePolicy, world_size: int, ep_size: int, in_fp8: Collection[int]
+    ) -> None:
         own = {id(p): p for module in group.members for p in module.parameters(recurse=False)}
         self.modules, self.stays = group.modules, group.stays
         self.params = list(own.values())
         # fully_shard divides the first dimension, and fills up the shards of the last ranks.
+        self.ranks = world_size // ep_size
         self.shards = [-(-p.shape[0] // world_size) * p.shape[1:].numel() for p in self.params]
+        if ep_size > 1:  # experts are divided along a dimension that divides
+            self.shards = [-(-p.numel() // world_size) for p in self.params]
         self.elements = sum(self.shards)
         self.in_fp8 = [id(param) in in_fp8 for param in self.params]
         trained = [p for p in self.params if p.requires_grad] or self.params

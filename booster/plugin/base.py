@@ -168,6 +168,9 @@ class Plugin(ABC):
         """Return the ranks that see different data."""
         return self.group
 
+    ep_size = 1
+    """To how many ranks whole experts are dealt."""
+
     sequence_parallel: SequenceParallel | None = None  # no property, because every backward pass asks
     """What divides sequences among ranks; None where each rank has whole ones."""
 

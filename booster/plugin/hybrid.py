@@ -120,11 +120,6 @@ class HybridParallelPlugin(ShardingPlugin):
                 f"{named} is {tp_size * pp_size * sp_size}, which does not divide the world size {world_size}; choose sizes "
                 "with a product that does"
             )
-        if sp_size > 1 and pp_size > 1:
-            raise ValueError(
-                f"sp_size={sp_size} with pp_size={pp_size}: stages of a pipeline do not know how their batches were cut; use "
-                "pp_size=1"
-            )
         holders = world_size // (tp_size * pp_size)
         if holders % ep_size:
             raise ValueError(
@@ -309,7 +304,7 @@ class HybridParallelPlugin(ShardingPlugin):
             if plan is not None:
                 plan.stages[index].before_reduction = before_reduction
         if self.sequence_parallel is not None:
-            self.sequence_parallel.install(module)
+            self.sequence_parallel.install(roots, None if plan is None else plan.meta_model.module)
         if plan is None:
             return module
         model.register_load_state_dict_pre_hook(LayersLoaded(model.state_dict(), whole))
@@ -320,6 +315,7 @@ class HybridParallelPlugin(ShardingPlugin):
             group=mesh["pp"].get_group(),
             device=device,
             boundary=self._boundary if self._sequence_parallelism else None,
+            sequences=self.sequence_parallel,
         )
         self._pipelines[pipeline] = None
         return pipeline

@@ -363,3 +363,44 @@ def test_experts_and_shared_sequences(ranks2, ranks4, mode):
             for trace in found:
                 assert trace.losses == pytest.approx(expected.losses, rel=1e-5), (mode, kinds)
                 assert trace.norms == pytest.approx(expected.norms, rel=1e-5), (mode, kinds)
+
+
+def balanced(kind, plugin, coefficient=1.0):
+    """Loss and weights after a step on 4 sequences, of which some tokens do not count; alone by the model's own loss."""
+    alone = isinstance(plugin, SingleDevice)
+    model = mixture(kind)
+    model.router_aux_loss_coef = coefficient if alone else 0.0
+    booster = Booster("cpu", "fp32", plugin)
+    model, optimizer, *_ = booster.boost(model, sgd(model.parameters(), 0.1))
+    ids = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(3), dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    batch["attention_mask"][0, 5:] = 0
+    size, rank = booster.plugin.data_parallel_size, booster.plugin.data_parallel_rank
+    batch = booster.shard_sequence({name: x.chunk(size)[rank] for name, x in batch.items()}, shift_labels=True)
+    output = model(**batch, output_router_logits=True)
+    loss = output.loss
+    if not alone:
+        shares = booster.balancing_loss(output.router_logits, 2, batch["attention_mask"])
+        own = output.aux_loss.detach()
+        assert (
+            abs(float(booster.reduce(own)) - float(shares.detach())) > 1e-4
+        )  # the mean of ranks' own losses is another number
+        loss = loss + coefficient * shares
+    booster.backward(loss, optimizer)
+    optimizer.step()
+    return float(booster.reduce(loss.detach())), weights(model)
+
+
+def balanced_beside_one_device(rank, world_size, kind):
+    loss, expected = balanced(kind, SingleDevice())
+    ring = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn", "ep_size": 2}
+    for plugin in (TorchFSDPPlugin(ep_size=2), HybridParallelPlugin(1, 1, **ring)):
+        found, params = balanced(kind, plugin)
+        assert found == pytest.approx(loss, rel=1e-6)
+        for name, weight in expected.items():
+            torch.testing.assert_close(params[name], weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("Mixtral", marks=SLOW), "Qwen3Moe"])
+def test_balancing_losses_are_over_the_tokens_of_all_ranks(ranks2, transformers, kind):
+    ranks2(balanced_beside_one_device, kind)

@@ -4,9 +4,13 @@ from unittest import mock
 
 import pytest
 import torch
+from experts import EXPERTS, TOP_K, WIDTH, Block
 from torch import nn
 
-from benchmarks.estimates import MODELS, both
+from benchmarks.estimates import MODELS, both, high_level
+from booster import Booster
+from booster.memory import measure
+from booster.plugin import TorchFSDPPlugin
 
 CASES = [
     *(
@@ -77,3 +81,68 @@ def test_an_estimate_follows_released_gradients_on_ranks(ranks2, name, precision
     for held, recorded_held, peak, recorded_peak in ranks2(released_on, name, precision, plugin, clip):
         assert held == pytest.approx(recorded_held, rel=0.01)
         assert peak == pytest.approx(recorded_peak, rel=0.03)
+
+
+class Sharer(nn.Module):
+    """Attention, or experts, between layers wide enough for activations to be what counts."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.inp, self.out = nn.Linear(WIDTH, 512), nn.Linear(512, WIDTH)
+        self.blocks = nn.ModuleList([Block(True, range(EXPERTS), False, EXPERTS, TOP_K) for _ in range(2 * experts)])
+        self.heads = nn.Linear(WIDTH, 4 * 96)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        q, k, v = self.heads(x).unflatten(-1, (3, 4, 32)).permute(2, 0, 3, 1, 4)
+        if not self.blocks:
+            q = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(self.inp(x).relu()) + q.sum((1, 3), keepdim=True)[:, 0]
+
+
+def shared_on(rank, world_size, sizes):
+    def parts():
+        torch.manual_seed(0)
+        model = Sharer("ep_size" in sizes)
+        return model, torch.optim.AdamW(model.parameters()), (torch.randn(4, 256, WIDTH), torch.randn(4, 256, WIDTH))
+
+    def mean(output, target):
+        losses = (output - target).square().mean(-1)
+        return booster.token_mean(losses, None) if "sp_size" in sizes else losses.mean()
+
+    ways = {"sequence_parallelism_mode": "all_to_all"} if "sp_size" in sizes else {}
+    booster = Booster("cpu", "fp32", TorchFSDPPlugin(**sizes, **ways))
+    model, optimizer, batch = parts()
+    expected = booster.estimate_memory(
+        model, optimizer, batch, lambda output, target: (output - target).square().mean()
+    )
+    kept = []
+
+    def step():
+        x, y = kept[2]
+        booster.backward(mean(kept[0](x), y), kept[1])
+        kept[1].step()
+
+    def begin():
+        model, optimizer, batch = parts()
+        kept.extend([*booster.boost(model, optimizer)[:2], booster.shard_sequence(batch)])
+        for _ in range(4):
+            step()
+            kept[1].zero_grad()
+        step()
+
+    _, held = high_level(begin, [])
+    measured = measure(kept[0], kept[1])
+    _, freed = high_level(kept[1].zero_grad, [])
+    highest, _ = high_level(step, [])
+    return expected, measured, held, held + freed + highest
+
+
+@pytest.mark.parametrize("sizes", [{"sp_size": 2}, {"ep_size": 2}])
+def test_an_estimate_knows_ranks_that_share_sequences_or_experts(ranks2, sizes):
+    for expected, measured, held, peak in ranks2(shared_on, sizes):
+        assert (expected.states, expected.gradients) == (measured.states, measured.gradients)
+        # Ranks that share sequences keep two states of the random generator, which are 5 kB each whatever the model.
+        assert expected.held == pytest.approx(held, rel=0.001, abs=10_240)
+        assert expected.peak == pytest.approx(peak, rel=0.03)

@@ -13,6 +13,8 @@ def check_like_one_device(found, case, tolerance):
     args, options = case
     own = {name: value for name, value in options.items() if name in ("precision", "length", "overflows", "steps")}
     expected = train(0, 1, *args, **own)
+    held = {name: weight for trace in found for name, weight in trace.weights.items()}  # a stage has its own alone
+    assert held.keys() == expected.weights.keys(), case
     for trace in found:
         assert trace.applied == expected.applied, case
         assert trace.scales == expected.scales, case
@@ -23,7 +25,7 @@ def check_like_one_device(found, case, tolerance):
             if applied:
                 assert trace.norms[step] == pytest.approx(expected.norms[step], rel=tolerance), (case, step)
         for name, weight in trace.weights.items():
-            assert torch.equal(weight, found[0].weights[name]), (case, name)
+            assert torch.equal(weight, held[name]), (case, name)
 
 
 def run(run_on_ranks, world_size, cases, tolerance):
@@ -37,7 +39,12 @@ def test_every_model_equals_one_device(run_on_ranks, mode):
     # 17 and 13 do not divide, so there is padding, on 13 on more than one rank's end.
     sp = {"sp_size": 2, "sequence_parallelism_mode": mode}
     lengths = {"gpt": (16, 17), "encoder": (17,), "bidirectional": (13,), "mistral": (16, 17)}
-    cases = [((model,), {"length": n, "steps": 2, **sp}) for model in MODELS for n in lengths.get(model, (16,))]
+    cases = [
+        ((model,), {"length": n, "steps": 2, **sp})
+        for model in MODELS
+        if "deep" not in model
+        for n in lengths.get(model, (16,))
+    ]
     run(run_on_ranks, 2, cases, 1e-5)
 
 

@@ -25,7 +25,7 @@ class Experts(nn.Module):
         rows, numbers, scales = tokens.repeat_interleave(index.shape[1], 0), index.flatten(), weights.flatten()
         order = numbers.argsort(stable=True)
         rows, numbers = rows[order], numbers[order]
-        counts = torch.bincount(numbers, minlength=self.num_experts)
+        counts = (numbers[:, None] == torch.arange(self.num_experts, dtype=torch.int64, device=numbers.device)).sum(0)
         if self.fused:
             ends = counts.cumsum(0).to(torch.int32)
             hidden = F.grouped_mm(rows.to(self.up.dtype), self.up.mT, offs=ends).relu()

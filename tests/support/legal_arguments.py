@@ -409,6 +409,11 @@ RANGES: dict[str, Predicate] = {
     "Booster.shard_sequence(ignore_index)": whole(-(2**63), 2**63 - 1),
     "Booster.token_mean(losses)": lambda v: isinstance(v, torch.Tensor) and not v.is_complex(),
     "Booster.token_mean(counted)": either(number(0), lambda v: isinstance(v, torch.Tensor) and v.numel() in (1, 8)),
+    "Booster.balancing_loss(router_logits)": lambda v: isinstance(v, torch.Tensor) and v.shape == (8, 4),
+    "Booster.balancing_loss(top_k)": whole(1, 4),
+    "Booster.balancing_loss(attention_mask)": either(
+        nothing, lambda v: isinstance(v, torch.Tensor) and v.numel() == 8 and not v.is_complex()
+    ),
     "pp_size": one_of(1),
     "num_microbatches": whole(1),
     "microbatch_size": whole(1),
@@ -604,6 +609,7 @@ EXAMPLES: dict[str, Examples] = {
         }
     ],
     "Booster.token_mean": [lambda w: {"losses": torch.ones(2, 4)}],
+    "Booster.balancing_loss": [lambda w: {"router_logits": torch.ones(8, 4), "top_k": 2}],
     "Booster.no_sync": [lambda w: {"model": w.model}],
     "Booster.unwrap": [lambda w: {"boosted": w.model}],
     "Booster.prepare_dataloader": [

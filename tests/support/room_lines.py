@@ -16,9 +16,9 @@ BUDGETS = {
     "capture": 1600,
     "checkpoint": 5600,
     "cli": 2600,
-    "common": 2914,
+    "common": 2917,
     "data": 1300,
-    "facade": 3900,
+    "facade": 4000,
     "frozen": 300,
     "integrations": 700,
     "interface": 1800,
@@ -30,13 +30,13 @@ BUDGETS = {
     "nn": 500,
     "number_formats": 600,
     "numerics": 6500,
-    "plugin": 9700,
+    "plugin": 9900,
     "ranks": 500,
     "shards": 3200,
     "tensors": 1500,
     "update": 4700,
 }
-TOTAL = 68_488  # less than all rooms together: not every one of them may use its hundred up
+TOTAL = 68_792  # less than all rooms together: not every one of them may use its hundred up
 LARGEST, SMALLEST = 500, 40  # lines of a file that is rather two nouns, or half a one
 
 

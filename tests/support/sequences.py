@@ -45,11 +45,11 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A small GPT, or with causal=False an encoder, that is given the positions of its tokens."""
 
-    def __init__(self, causal=True, kv_heads=HEADS, window=None, dropout=0.0, checkpoints=False):
+    def __init__(self, causal=True, kv_heads=HEADS, window=None, dropout=0.0, checkpoints=False, blocks=2):
         super().__init__()
         self.window, self.checkpoints = window, checkpoints
         self.embedding, self.position = nn.Embedding(VOCABULARY, DIM), nn.Embedding(64, DIM)
-        self.blocks = nn.ModuleList(Block(causal, kv_heads, window, dropout) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(causal, kv_heads, window, dropout) for _ in range(blocks))
         self.head = nn.Linear(DIM, VOCABULARY)
 
     def forward(self, tokens, positions, mask=None):
@@ -92,6 +92,8 @@ MODELS = {
     "bidirectional": lambda: Decoder(causal=False),
     "window": lambda: Decoder(window=WINDOW),
     "checkpointed": lambda: Decoder(checkpoints=True),
+    "deep": lambda: Decoder(blocks=4),
+    "checkpointed_deep": lambda: Decoder(checkpoints=True, blocks=4),
     "encoder": Encoder,
     "llama": lambda: of_transformers("Llama", num_key_value_heads=2),
     "mistral": lambda: of_transformers("Mistral", num_key_value_heads=2, sliding_window=WINDOW),
@@ -142,7 +144,8 @@ def plugin_for(world_size, kind, **options):
         return SingleDevice()
     if kind == "fsdp":
         return TorchFSDPPlugin(**options)
-    return HybridParallelPlugin(options.pop("tp_size", 1), 1, zero_stage=int(kind == "zero"), **options)
+    sizes = options.pop("tp_size", 1), options.pop("pp_size", 1)
+    return HybridParallelPlugin(*sizes, zero_stage=int(kind == "zero"), **options)
 
 
 def shared(batch, plugin, micro=None):
@@ -161,6 +164,19 @@ def loss_on(booster, model, batch, **options):
     *inputs, labels = booster.shard_sequence(batch, **options)
     losses = F.cross_entropy(model(*inputs).flatten(0, 1).float(), labels.flatten(), reduction="none")
     return booster.token_mean(losses, labels != -100)
+
+
+def loss_in_stages(booster, model, batch, optimizer, **options):
+    """The same by `execute_pipeline`, which runs backward as well."""
+
+    def criterion(output, target):
+        if isinstance(batch, dict):
+            return output["loss"]
+        losses = F.cross_entropy(output.flatten(0, 1).float(), target.flatten(), reduction="none")
+        return booster.token_mean(losses, target != -100)
+
+    cut = booster.shard_sequence(batch, **{"shift_labels": isinstance(batch, dict)} | options)
+    return booster.execute_pipeline(iter([cut]), model, criterion, optimizer)["loss"]
 
 
 def train(
@@ -186,8 +202,12 @@ def train(
         if step in overflows:
             poison_next_backward(optimizer, draw)
         batch = tree_map(lambda each: each.to(device), batch_of(model, step, length))
-        loss = loss_on(booster, net, shared(batch, booster.plugin))
-        booster.backward(loss, optimizer)
+        batch = shared(batch, booster.plugin)
+        if world_size > 1 and {"num_micro_batches", "pp_size"} & set(options):
+            loss = loss_in_stages(booster, net, batch, optimizer)
+        else:
+            loss = loss_on(booster, net, batch)
+            booster.backward(loss, optimizer)
         optimizer.clip_grad_by_norm(0.5)
         result = optimizer.step()
         optimizer.zero_grad()
@@ -195,7 +215,8 @@ def train(
         trace.norms.append(result.grad_norm)
         trace.applied.append(result.applied)
         trace.scales.append(optimizer.loss_scale)
-    for name, param in net.named_parameters():
+    named = net.module.own_parameters().items() if options.get("pp_size", 1) > 1 else net.named_parameters()
+    for name, param in named:
         weight = param.detach()
         trace.weights[name] = (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).float().clone()
     return trace

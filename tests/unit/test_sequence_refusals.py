@@ -23,7 +23,7 @@ LAYER = nn.MultiheadAttention(6, 2, batch_first=True)
 
 
 def in_mode(run, cut=CUT):
-    owner = SimpleNamespace(size=2, group=None, buffers={id(BUFFER)}, attend=lambda q, k, v, mask, **options: q)
+    owner = SimpleNamespace(size=2, group=None, buffers={id(BUFFER)}, attend=lambda q, k, v, mask, call: q)
     with SequenceMode(owner, cut):
         return run()
 

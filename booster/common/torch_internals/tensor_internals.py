@@ -167,6 +167,9 @@ def preserving_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManag
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
+GROUPED_PRODUCTS = (getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None))  # of experts
+
+
 def is_fake_kind(kind: type) -> bool:
     """Return whether `kind` is torch's FakeTensor, which has shapes and no numbers. Imports nothing."""
     module = sys.modules.get("torch._subclasses.fake_tensor")

@@ -19,10 +19,12 @@ In reading order:
 
     exchange.py   moves rows of tokens to ranks and back, with gradients
     experts.py    which modules are experts, and the forward that takes the place of theirs
+    balancing.py  the loss that keeps experts evenly used
     sharding.py   the mesh of experts, and how their parameters become DTensors on it; `fsdp/` and `hybrid.py` ask for it
 """
 
+from booster.plugin.expert_parallel.balancing import balancing_loss
 from booster.plugin.expert_parallel.experts import check_experts, find_experts
 from booster.plugin.expert_parallel.sharding import ExpertSharding
 
-__all__ = ["ExpertSharding", "check_experts", "find_experts"]
+__all__ = ["ExpertSharding", "balancing_loss", "check_experts", "find_experts"]

@@ -43,7 +43,7 @@ class ShardingPlugin(Plugin):
     def __init__(self, wrap_policy: WrapPolicy, reduce_dtype: torch.dtype | None, ep_size: int) -> None:
         self._wrap_policy = wrap_policy
         self._reduce_dtype = reduce_dtype
-        self._ep_size = ep_size
+        self.ep_size = ep_size
         self._meshes: dict[str, DeviceMesh] = {}
         self._placed: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
         self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -61,18 +61,16 @@ class ShardingPlugin(Plugin):
 
     def _experts(self, model: nn.Module, device_type: str) -> ExpertSharding | None:
         """Return how the experts of `model` are divided; None with ep_size=1. Raises ValueError where they cannot be."""
-        if self._ep_size == 1:
+        if self.ep_size == 1:
             return None
         # A collective, the first time.
-        names = check_experts(model, self._ep_size)
-        return ExpertSharding(device_type, self._mesh_sizes(), self._ep_size, names)
+        names = check_experts(model, self.ep_size)
+        return ExpertSharding(device_type, self._mesh_sizes(), self.ep_size, names)
 
     def _blocks(self, model: nn.Module) -> list[str]:
         """Return the names of the modules that are gathered by themselves."""
         blocks = block_names(model, self._wrap_policy)
-        return (
-            blocks if self._ep_size == 1 else [*blocks, *(name for name in find_experts(model) if name not in blocks)]
-        )
+        return blocks if self.ep_size == 1 else [*blocks, *(name for name in find_experts(model) if name not in blocks)]
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -259,8 +257,7 @@ class TorchFSDPPlugin(ShardingPlugin):
         if not self.stores_float32:
             return "single"
         plain = self._options == {"reshard_after_forward": True, "cpu_offload": False} and self._reduce_dtype is None
-        alone = self._replicate_size == self._sp_size == self._ep_size == 1
-        return "fsdp" if plain and self._wrap_policy is None and alone else None
+        return "fsdp" if plain and self._wrap_policy is None and self._replicate_size == 1 else None
 
     def check_device(self, device: torch.device) -> None:
         if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -291,7 +288,7 @@ class TorchFSDPPlugin(ShardingPlugin):
         )
         if self.sequence_parallel is not None:
             SharedRandom(model, device, lambda values: None, copy=dist.get_rank())  # other tokens draw otherwise
-            self.sequence_parallel.install(module)
+            self.sequence_parallel.install([module])
         return module
 
     def switch_refusal(self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy) -> str | None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from booster.common.torch_internals.autograd_internals import without_subclasses
-from booster.common.torch_internals.tensor_internals import FakeTensor, FakeTensorMode, version
+from booster.common.torch_internals.tensor_internals import GROUPED_PRODUCTS, FakeTensor, FakeTensorMode, version
 from booster.model.meta import copy_on_meta
 from booster.plugin.pipeline.split import Split, holders, owners
 from booster.tensors.weak import ForwardProxy, ModuleReference
@@ -133,7 +133,6 @@ Results = dict[Any, Any]
 
 
 _MOST = 4096
-_GROUPED_PRODUCTS = (getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None))
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -169,7 +168,7 @@ class FakeActivation(FakeTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         mode = _mode_of(args) or _mode_of(kwargs.values())
-        if func in _GROUPED_PRODUCTS and args[0].dtype != torch.bfloat16:
+        if func in GROUPED_PRODUCTS and args[0].dtype != torch.bfloat16:
             # The product of experts: kernels on CPUs take every dtype, torch's function of its shapes bfloat16 alone.
             return func(*(arg.bfloat16() for arg in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
         with without_subclasses():

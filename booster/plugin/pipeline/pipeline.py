@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from booster.plugin.pipeline.tied_weights import TiedWeights
 from booster.tensors.micro_batch import MicroBatch
 from booster.tensors.trees import HALF_DTYPES, form, leaves, map_tensors
 
+if TYPE_CHECKING:
+    from booster.plugin.sequence_parallel import SequenceParallel
+
 
 class StagePipeline(PlacedModule):
     """This rank's stages of a model. All ranks of the pipeline run it over micro-batches together; it cannot be called.
@@ -27,7 +31,8 @@ class StagePipeline(PlacedModule):
 
     plan: carried out by `cut`; its stages are on `device`, and sharded. group: the ranks of the pipeline, None for the whole
     world. boundary: maps the shape of a tensor that crosses between stages in the model as planned to its actual shape, for
-    sequence parallelism. A collective over `group` where weights are tied across stages.
+    sequence parallelism. sequences: what cuts batches where ranks share sequences. A collective over `group` where weights are
+    tied across stages.
     """
 
     is_partial = True
@@ -39,6 +44,7 @@ class StagePipeline(PlacedModule):
         group: dist.ProcessGroup | None,
         device: torch.device,
         boundary: Callable[[Shape], Shape] | None = None,
+        sequences: SequenceParallel | None = None,
     ) -> None:
         super().__init__(plan.model)
         plan.register_receiving()
@@ -48,6 +54,9 @@ class StagePipeline(PlacedModule):
         self._group = group
         self._device = device
         self._boundary = boundary
+        self._sequences = sequences
+        for stage in self._stages if sequences is not None else ():
+            stage.began = partial(setattr, sequences, "micro_batch")
         self._mine = {stage.index: stage for stage in self._stages}
         self._runners: dict[bool, tuple[Any, ScheduleRunner, StageIO]] = {}  # by whether they run backward
         self._copies: list[tuple[dict[str, Any], str, nn.Module, nn.Module]] = []  # see `_find_copies`
@@ -145,7 +154,8 @@ class StagePipeline(PlacedModule):
         first = micro_batches[0]
         key = (len(micro_batches), *self._signature(first))
         if backward not in self._runners or self._runners[backward][0] != key:
-            io = infer_shapes(self._plan.meta_model, self._plan.split, first.args, first.kwargs)
+            with nullcontext() if self._sequences is None else self._sequences.joined():
+                io = infer_shapes(self._plan.meta_model, self._plan.split, first.args, first.kwargs)
             runner = ScheduleRunner(
                 self._plan.style,
                 self._stages,
@@ -169,7 +179,9 @@ class StagePipeline(PlacedModule):
         )
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return described, form(call), autocast, self.module.training
+        cut = None if self._sequences is None else self._sequences.cut  # masks are of all its tokens
+        lengths = cut and (cut.length, cut.key_mask is None)
+        return described, form(call), autocast, self.module.training, lengths
 
     def _find_copies(self) -> Iterator[tuple[dict[str, Any], str, nn.Module, nn.Module]]:
         """Yield for each copy of a module: the dict that holds the user's, its name in there, the user's, and the copy."""

@@ -155,7 +155,7 @@ class _ScheduledStage(PipelineStage):
             param, grad = self._kept.pop()
             if param.grad is None:
                 param.grad = grad
-        self._own.current = fwd_chunk_id
+        self._own.begin(fwd_chunk_id)
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *received: torch.Tensor) -> Any:
@@ -169,7 +169,7 @@ class _ScheduledStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        self._own.current = bwd_chunk_id  # for what activation checkpointing computes again
+        self._own.begin(bwd_chunk_id)  # for what activation checkpointing computes again
         apart = not full_backward and num_function_modes() > 0
         with self._in_backward(), _GradientsInModes() if apart else nullcontext():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -179,7 +179,7 @@ class _ScheduledStage(PipelineStage):
             )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        self._own.current = bwd_chunk_id
+        self._own.begin(bwd_chunk_id)
         with self._in_backward():
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 

@@ -48,6 +48,7 @@ class Stage:
         index: of the stage.
         module: the model as this stage has it.
         current: the micro-batch that is computed, or that recomputes activations in its backward.
+        began: called with the number of the micro-batch that becomes current.
         before_reduction: called before data-parallel ranks reduce the gradients of all micro-batches.
     """
 
@@ -55,6 +56,7 @@ class Stage:
         self.index = index
         self.module: nn.Module = nn.Identity()
         self.current = 0
+        self.began: Callable[[int], None] = lambda number: None
         self.before_reduction: Callable[[], None] = lambda: None
         self._split = split
         self._meta_model = meta_model
@@ -74,6 +76,11 @@ class Stage:
     @property
     def target(self) -> Any:
         return self._micro_batches[self.current].target
+
+    def begin(self, micro_batch: int) -> None:
+        """Make `micro_batch` the current one."""
+        self.current = micro_batch
+        self.began(micro_batch)
 
     def prepare(self, io: StageIO, micro_batches: Sequence[MicroBatch]) -> None:
         """Prepare a run over micro-batches of one shape."""

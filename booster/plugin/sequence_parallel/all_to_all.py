@@ -7,13 +7,26 @@ two collectives, forward and backward alike. The ranks then have whole sequences
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from booster.common.torch_internals.tensor_internals import is_fake_kind
 from booster.plugin.sequence_parallel.sequence_cut import SequenceCut
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """One call of `F.scaled_dot_product_attention`, of the ranks of `group` on sequences that were cut as `cut` says."""
+
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    cut: SequenceCut
+    group: dist.ProcessGroup
 
 
 class _Exchange(torch.autograd.Function):
@@ -72,16 +85,7 @@ def gather_tokens(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> t
 
 
 def attend_by_heads(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    cut: SequenceCut,
-    group: dist.ProcessGroup,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: Attention
 ) -> torch.Tensor:
     """Return `F.scaled_dot_product_attention` of this rank's queries and all keys: (batch, heads, local tokens, features).
 
@@ -89,7 +93,8 @@ def attend_by_heads(
         only as often as makes the ranks divide them. mask: (..., rows, keys) of all tokens, or of this rank's as `whole_mask`
         says. Two collectives. Raises RuntimeError for heads that the ranks do not divide.
     """
-    size, heads, key_heads = group.size(), query.shape[1], key.shape[1]
+    cut, group, heads, key_heads = call.cut, call.group, query.shape[1], key.shape[1]
+    size = cut.size
     if heads % size:
         raise RuntimeError(
             f'sequence_parallelism_mode="all_to_all" divides heads among ranks, and attention with {heads} heads does not '
@@ -97,6 +102,8 @@ def attend_by_heads(
         )
     if heads % key_heads:
         raise RuntimeError(f"{heads} heads of queries do not share {key_heads} of keys evenly")
+    if is_fake_kind(type(query)):
+        return shape_of_attention(query, key, value, mask, cut)
     repeats = size // math.gcd(size, key_heads)
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
@@ -108,7 +115,7 @@ def attend_by_heads(
             raise RuntimeError(f"a mask of {tuple(mask.shape)} is not of {heads} heads")
         if mask.dim() > 2 and mask.shape[-3] > 1:
             mask = mask.narrow(-3, group.rank() * (heads // size), heads // size)
-    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    options: dict[str, Any] = {"dropout_p": call.dropout_p, "is_causal": call.is_causal, "scale": call.scale}
     options["enable_gqa"] = query.shape[1] != key.shape[1]
     if cut.documents is None:
         out = F.scaled_dot_product_attention(query, key, value, mask, **options)
@@ -140,6 +147,15 @@ def _by_documents(
             outs.append(F.scaled_dot_product_attention(q, k, v, own, **options))
         rows.append(torch.cat(outs, dim=2))
     return torch.cat(rows)
+
+
+def shape_of_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, cut: SequenceCut
+) -> torch.Tensor:
+    """Return for fake tensors, by which stages of a pipeline learn shapes, what attention returns; nothing is sent."""
+    if mask is not None:
+        row_and_key_sizes(mask, cut)
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1])
 
 
 def whole_mask(mask: torch.Tensor, cut: SequenceCut, group: dist.ProcessGroup) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from booster.common.torch_internals.autograd_internals import function_modes
+from booster.plugin.sequence_parallel.all_to_all import Attention, shape_of_attention
 from booster.plugin.sequence_parallel.sequence_cut import SequenceCut
 
 _ALL = slice(None)
@@ -31,6 +33,19 @@ class CutBatch(Protocol):
 
     @property
     def attend(self) -> Callable[..., torch.Tensor]: ...
+
+
+@dataclass(eq=False)
+class CutShapes:
+    """Ranks that share sequences, of which there are none here: attention of fake tensors, which have shapes alone."""
+
+    size: int
+    buffers: set[int]
+    group: Any = None
+
+    @property
+    def attend(self) -> Callable[..., torch.Tensor]:
+        return lambda query, key, value, mask, call: shape_of_attention(query, key, value, mask, call.cut)
 
 
 class SequenceMode(TorchFunctionMode):
@@ -98,17 +113,8 @@ class SequenceMode(TorchFunctionMode):
         if torch.is_autocast_enabled(query.device.type):  # as it would cast them, but before they are sent
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
-        return self.owner.attend(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            cut=cut,
-            group=self.owner.group,
-        )
+        call = Attention(dropout_p, is_causal, scale, cut, self.owner.group)
+        return self.owner.attend(query, key, value, attn_mask, call)
 
     def _multi_head(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Compute `F.multi_head_attention_forward`; no mode sees the attention inside of it."""

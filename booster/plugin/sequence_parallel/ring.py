@@ -17,32 +17,25 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from booster.common.torch_internals.attention_internals import flash_backward, flash_forward
-from booster.plugin.sequence_parallel.all_to_all import gather_tokens, row_and_key_sizes
+from booster.common.torch_internals.tensor_internals import is_fake_kind
+from booster.plugin.sequence_parallel.all_to_all import Attention, gather_tokens, row_and_key_sizes, shape_of_attention
 from booster.plugin.sequence_parallel.sequence_cut import SequenceCut
 from booster.ranks.messages import communication_device
 from booster.tensors.trees import HALF_DTYPES
 
 
 def attend_in_ring(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    cut: SequenceCut,
-    group: dist.ProcessGroup,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: Attention
 ) -> torch.Tensor:
     """Return `F.scaled_dot_product_attention` of this rank's queries and all keys, as `attend_by_heads` does.
 
     Any number of heads. A collective for each other rank, and one more where keys are masked rank by rank. Raises RuntimeError
     for dropout, and on CUDA for masks and documents.
     """
-    if dropout_p:
+    cut, group = call.cut, call.group
+    if call.dropout_p:
         raise RuntimeError(
-            f'attention with dropout_p={dropout_p} under sequence_parallelism_mode="ring_attn": the kernels that give a '
+            f'attention with dropout_p={call.dropout_p} under sequence_parallelism_mode="ring_attn": the kernels that give a '
             'log-sum-exp drop nothing on a CPU; set the dropout of attention to 0, or choose "all_to_all"'
         )
     if query.shape[1] % key.shape[1]:
@@ -57,7 +50,7 @@ def attend_in_ring(
             'a mask with gradients, such as a learned bias, under sequence_parallelism_mode="ring_attn", where kernels give '
             'none for it; choose "all_to_all"'
         )
-    features = query.shape[-1]
+    features, scale = query.shape[-1], call.scale
     if query.device.type != "cpu":
         if mask is not None or cut.documents is not None or query.dtype not in HALF_DTYPES or features > 256:
             raise RuntimeError(
@@ -67,9 +60,11 @@ def attend_in_ring(
             )
         scale = features**-0.5 if scale is None else scale
         query, key, value = (F.pad(x, (0, -features % 8)) for x in (query, key, value))  # as that kernel wants them
+    if is_fake_kind(type(query)):
+        return shape_of_attention(query, key, value, mask, cut)
     if mask is not None and row_and_key_sizes(mask, cut)[1] == "own":
         mask = _in_order(gather_tokens(mask, mask.dim() - 1, group), cut)
-    blocks = _Blocks(query, key, mask, is_causal, cut)
+    blocks = _Blocks(query, mask, call.is_causal, cut)
     out: torch.Tensor = _Ring.apply(query, key, value, blocks, scale, group)
     return out[..., :features]
 
@@ -83,9 +78,7 @@ def _in_order(mask: torch.Tensor, cut: SequenceCut) -> torch.Tensor:
 class _Blocks:
     """Which of this rank's queries attend to which keys of another rank, and how."""
 
-    def __init__(
-        self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, cut: SequenceCut
-    ) -> None:
+    def __init__(self, query: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, cut: SequenceCut) -> None:
         self.cut, self.is_causal, self.mask = cut, is_causal, mask
         if mask is not None or cut.documents is not None:  # they are copied to the device, which waits
             self._own = cut.positions(query.device)

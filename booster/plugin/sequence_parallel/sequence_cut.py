@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class SequenceCut:
             rank as long; else one.
         documents: for each sequence of the batch the first tokens of its documents, and its length; None: it is one document.
         key_mask: (batch, length), False for tokens that attention does not read; None reads all. For transformers models.
+        counted: (batch,), of each sequence how many labels of this rank count; None where the batch has no labels.
     """
 
     batch_size: int
@@ -31,6 +32,23 @@ class SequenceCut:
     zigzag: bool
     documents: tuple[tuple[int, ...], ...] | None = None
     key_mask: torch.Tensor | None = None
+    counted: torch.Tensor | None = None
+
+    def micro_batches(self, number: int) -> list[SequenceCut]:
+        """Return how each of `number` micro-batches of the batch was cut."""
+        size, left = divmod(self.batch_size, number)
+        if left:
+            raise ValueError(
+                f"{self.batch_size} sequences that shard_sequence cut do not divide into {number} micro-batches"
+            )
+        rows = [slice(first, first + size) for first in range(0, self.batch_size, size)]
+        parts: list[Any] = [
+            [x if x is None else x[at] for x in (self.documents, self.key_mask, self.counted)] for at in rows
+        ]
+        return [
+            replace(self, batch_size=size, documents=own, key_mask=mask, counted=counted)
+            for own, mask, counted in parts
+        ]
 
     @property
     def piece(self) -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -20,6 +23,8 @@ from booster.plugin.sequence_parallel.ring import attend_in_ring
 from booster.plugin.sequence_parallel.sequence_cut import SequenceCut
 from booster.plugin.sequence_parallel.token_batch import shard_batch, token_mean
 from booster.plugin.sequence_parallel.transformers_attention import is_of_transformers, use_own_masks
+from booster.ranks.messages import reduced
+from booster.tensors.trees import tensors
 
 CutMode = Literal["all_to_all", "ring_attn"]
 
@@ -34,6 +39,7 @@ class SequenceParallel:
     Attributes:
         cut: how the last batch was cut; None before the first. Forward passes go by it.
         buffers: ids of the buffers of models; tables of positions are among them.
+        micro_batch: inside `micro_batches`, the number of the one that is computed, or that recomputes activations.
     """
 
     def __init__(self, mode: CutMode, group: dist.ProcessGroup, averaging_group: dist.ProcessGroup | None) -> None:
@@ -42,12 +48,16 @@ class SequenceParallel:
         self.attend = attend_by_heads if mode == "all_to_all" else attend_in_ring
         self.cut: SequenceCut | None = None
         self.buffers: set[int] = set()
+        self._made: list[weakref.ref[torch.Tensor]] = []  # what the last batch was cut to
         self._counts = False  # whether the batch has the number by which its model divides
         self._unweighted = False  # whether what went forward last made a loss of this rank's tokens alone
         # Of forward passes since the last backward pass began, and of those that this one may recompute. Passes in evaluation
         # that forgot torch.no_grad() do not pile up.
         self._forward_cuts: deque[SequenceCut] = deque(maxlen=256)
         self._backward_cuts: list[SequenceCut] = []
+        self.micro_batch = 0
+        self._parts: list[SequenceCut] = []
+        self._divisor: torch.Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         return self  # a process group cannot be copied
@@ -58,17 +68,23 @@ class SequenceParallel:
         """Raise ValueError if `model` has what reads several tokens, or cannot be seen to. Before anything is changed."""
         check_model(model, by_heads=self.mode == "all_to_all", size=self.size, tp_size=tp_size)
 
-    def install(self, module: nn.Module) -> None:
-        """Have the forward passes of the placed `module`, and of its parts where they are recomputed, join attention."""
-        model = bare(module)
-        if is_of_transformers(model):
-            use_own_masks(model)
-        self.buffers |= {id(buffer) for buffer in model.buffers()}
-        region = _Region(self, model)
-        for each in model.modules():
+    def install(self, roots: Sequence[nn.Module], fakes: nn.Module | None = None) -> None:
+        """Have the forward passes of the placed `roots`, and of their parts where they are recomputed, join attention.
+
+        roots: the model, or this rank's stages of it. fakes: a copy of the model whose modules stand for other stages'.
+        """
+        models = [bare(root) for root in roots]
+        for model in (*models, *([] if fakes is None else [bare(fakes)])):
+            if is_of_transformers(model):
+                use_own_masks(model)
+        self.buffers |= {id(buffer) for model in models for buffer in model.buffers()}
+        region = _Region(self, models)
+        # A stage has shallow copies of these modules, which share their hooks.
+        foreign = set() if fakes is None else {id(each._forward_pre_hooks) for each in bare(fakes).modules()}
+        for each in {id(module): module for model in models for module in model.modules()}.values():
             # A leaf of torch computes no attention, but for that of MultiheadAttention, which has children.
-            if (
-                each is model
+            if id(each._forward_pre_hooks) not in foreign and (
+                any(each is model for model in models)
                 or next(each.children(), None) is not None
                 or not type(each).__module__.startswith("torch.")
             ):
@@ -79,16 +95,58 @@ class SequenceParallel:
 
     def shard(self, batch: Any, *, shift_labels: bool, **options: Any) -> Any:
         """Return this rank's part of `batch`; see `shard_batch`, which passes the other options on."""
+        given = {id(tensor) for tensor in tensors(batch)}
+        if any(id(made()) in given for made in self._made):
+            raise ValueError(
+                "this batch was cut by shard_sequence before; give it what the loader gave, once for each batch"
+            )
         zigzag = self.mode == "ring_attn"
         ranks: dict[str, Any] = {"size": self.size, "rank": self.rank, "averaging_group": self._averaging_group}
         made, self.cut = shard_batch(batch, zigzag=zigzag, shift_labels=shift_labels, **ranks, **options)
         self._counts = shift_labels
+        self._made = [weakref.ref(tensor) for tensor in tensors(made) if id(tensor) not in given]
         return made
 
     def token_mean(self, losses: torch.Tensor, counted: torch.Tensor | float | None) -> torch.Tensor:
         """Return the mean of `losses` over the tokens of all ranks; see `Booster.token_mean`."""
         self._unweighted = False
-        return token_mean(losses, counted, self._averaging_group)
+        if not self._parts:
+            return token_mean(losses, counted, self._averaging_group)
+        own = self._parts[self.micro_batch].counted
+        if own is None or self._divisor is None:
+            raise RuntimeError(
+                "token_mean in execute_pipeline divides by the labels of all micro-batches, and shard_sequence found none in "
+                "this batch; name them, b.shard_sequence(batch, labels=...)"
+            )
+        return token_mean(losses, counted, self._averaging_group, (own.sum(), self._divisor))
+
+    @contextmanager
+    def micro_batches(self, cut: SequenceCut | None, parts: Sequence[Any]) -> Iterator[None]:
+        """A context in which the batch that was cut as `cut` says is computed in `parts`; losses are their mean.
+
+        A collective over the ranks that average gradients, where the batch has labels.
+        """
+        if cut is None or len(parts) == 1:
+            yield
+            return
+        cuts, number = cut.micro_batches(len(parts)), len(parts)
+        if cut.counted is not None:
+            count = cut.counted.sum().double().reshape(1)
+            if self._averaging_group is not None:
+                count = reduced(count, dist.ReduceOp.SUM, self._averaging_group).to(cut.counted.device)
+            self._divisor = count[0] / number
+        for part in parts:  # mappings that `divide` made, by which transformers' own loss divides
+            for given in (part.kwargs, part.target) if "num_items_in_batch" in part.kwargs else ():
+                given["num_items_in_batch"] = given["num_items_in_batch"] / number
+        self._parts, self.micro_batch = cuts, 0
+        try:
+            yield
+        finally:
+            self._parts, self.micro_batch, self._divisor = [], 0, None
+
+    def joined(self) -> SequenceMode:
+        """Return a context in which attention is that of the micro-batch that is computed now, or of the batch."""
+        return SequenceMode(self, self._parts[self.micro_batch] if self._parts else self.cut)
 
     def cut_of_pass(self, is_whole: bool) -> SequenceCut | None:
         """Return how the batch was cut of the pass that begins; is_whole: of a model, not of a part of one.
@@ -99,9 +157,11 @@ class SequenceParallel:
         if graph_task() == -1:
             if is_whole and self.cut is not None and torch.is_grad_enabled():
                 self._unweighted = not self._counts
-                if self.cut not in self._forward_cuts:
+                if self.cut not in self._forward_cuts and not self._parts:
                     self._forward_cuts.append(self.cut)
-            return self.cut
+            return self._parts[self.micro_batch] if self._parts else self.cut
+        if self._parts:
+            return self._parts[self.micro_batch]
         found = list(self._forward_cuts) or self._backward_cuts
         alike = {(cut.length, cut.batch_size, cut.documents, id(cut.key_mask)) for cut in found}
         if len(alike) > 1:
@@ -131,8 +191,8 @@ class SequenceParallel:
 class _Region:
     """The hooks around forward passes. Nested ones, and those of a thread that recomputes, enter the mode once."""
 
-    def __init__(self, owner: SequenceParallel, model: nn.Module) -> None:
-        self._owner, self._model = owner, id(model)
+    def __init__(self, owner: SequenceParallel, models: Sequence[nn.Module]) -> None:
+        self._owner, self._models = owner, {id(model) for model in models}
         self._here = threading.local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Region:
@@ -140,18 +200,20 @@ class _Region:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         entered: list[tuple[int, SequenceMode | None]] = self._here.__dict__.setdefault("entered", [])
-        mode = None if entered else SequenceMode(self._owner, self._owner.cut_of_pass(id(module) == self._model))
+        mode = None if entered else SequenceMode(self._owner, self._owner.cut_of_pass(id(module) in self._models))
         if mode is not None:
             mode.__enter__()
         entered.append((id(module), mode))
 
     def exit(self, module: nn.Module, args: Any, output: Any) -> None:
         entered = self._here.__dict__.get("entered", [])
-        if not entered or entered[-1][0] != id(module):  # a hook before ours raised
-            return
-        _, mode = entered.pop()
-        if mode is not None:
-            mode.__exit__(None, None, None)
+        # Not where a hook before ours raised. The end of a stage is no Exception, and leaves modules without their hooks.
+        while any(key == id(module) for key, _ in entered):
+            key, mode = entered.pop()
+            if mode is not None:
+                mode.__exit__(None, None, None)
+            if key == id(module):
+                break
 
 
 def check_sizes(sp_size: int, mode: str | None, tp_size: int | None = None) -> None:

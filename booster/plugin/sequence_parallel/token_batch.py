@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ def shard_batch(
             )
     left = {*whole, "num_items_in_batch"}
     made = cut_entries(named, cut, whole=left, labels=labels, ignore_index=ignore_index)
+    if labels in made and isinstance(made[labels], torch.Tensor):
+        cut = replace(cut, counted=(made[labels] != ignore_index).flatten(1).sum(1))
     if shift_labels:
         made["shift_labels"] = made[labels]  # type: ignore[index] # which a transformers model reads where it would shift
     if is_mapping:
@@ -103,9 +106,15 @@ def _position_ids(cut: SequenceCut, device: torch.device) -> torch.Tensor:
 
 
 def token_mean(
-    losses: torch.Tensor, counted: torch.Tensor | float | None, group: dist.ProcessGroup | None
+    losses: torch.Tensor,
+    counted: torch.Tensor | float | None,
+    group: dist.ProcessGroup | None,
+    known: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return the sum of `losses` over the ranks of `group` divided by their number; None is this rank alone."""
+    """Return the sum of `losses` over the ranks of `group` divided by their number; None is this rank alone.
+
+    known: how many must count here, and by what is divided in place of their number over all ranks. A host read.
+    """
     if counted is None:
         counted = torch.ones_like(losses, dtype=torch.float32)
     if not isinstance(counted, torch.Tensor):
@@ -115,19 +124,28 @@ def token_mean(
             counted = counted.reshape(losses.shape)
         # Not by a product: what does not count may be no number.
         losses = torch.where(counted != 0, losses, 0.0) * (counted if counted.dtype != torch.bool else 1.0)
-    mean: torch.Tensor = _TokenMean.apply(losses.float().sum(), counted.detach().double().sum(), group)
+    own = counted.detach().double().sum()
+    if known is not None and float(own) != float(known[0]):
+        raise RuntimeError(
+            f"token_mean of a micro-batch counts {float(own):g} tokens, and its labels {float(known[0]):g} that are not "
+            "ignore_index: execute_pipeline divides by those of all micro-batches, so give counted=labels != ignore_index"
+        )
+    mean: torch.Tensor = _TokenMean.apply(losses.float().sum(), own, group, None if known is None else known[1])
     return mean
 
 
 class _TokenMean(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, count: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, own: torch.Tensor, count: torch.Tensor, group: Any, divisor: torch.Tensor | None
+    ) -> torch.Tensor:
         both = torch.stack([own.double(), count])
         if group is not None:
             both = reduced(both, dist.ReduceOp.SUM, group).to(own.device)
-        ctx.factor = (1 if group is None else group.size()) / both[1]
-        return (both[0] / both[1]).float()
+        number = both[1] if divisor is None else divisor
+        ctx.factor = (1 if group is None else group.size()) / number
+        return (both[0] / number).float()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return (grad * ctx.factor).float(), None, None
+        return (grad * ctx.factor).float(), None, None, None
