@@ -48,20 +48,24 @@ def calls(function):
     return count, len(files), deepest
 
 
-def whole(precision, make=torch.optim.AdamW, depth=1, **options):
+def whole(precision, make=torch.optim.AdamW, depth=1, norms=False, rows=8, **options):
     """Calls and files of a fifth step: forward, criterion, backward, clip, step, zero_grad.
 
-    depth: of the model, in pairs of layers. options: of `Booster`.
+    depth: of the model, in pairs of layers. norms: whether each has a norm, after an embedding. options: of `Booster`.
     """
     if "torch._dynamo" in sys.modules:  # a process that compiled something looks for more
         torch._dynamo.reset()
     torch.manual_seed(0)
-    hidden = [layer for _ in range(depth) for layer in (nn.Linear(16, 16), nn.ReLU())]
-    layers = nn.Sequential(*hidden, nn.Linear(16, 4))
+    pair = (
+        (lambda: (nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU())) if norms else lambda: (nn.Linear(16, 16), nn.ReLU())
+    )
+    first = [nn.Embedding(32, 16)] if norms else []
+    layers = nn.Sequential(*first, *(layer for _ in range(depth) for layer in pair()), nn.Linear(16, 4))
     options = {"half_products": "native", **options}
     b = Booster("cpu", precision() if callable(precision) else precision, **options)
     model, optimizer, criterion, *_ = b.boost(layers, make(layers.parameters(), 1e-3), nn.CrossEntropyLoss())
-    x, y = torch.randn(8, 16), torch.randint(0, 4, (8,))
+    x = torch.randint(0, 32, (rows,)) if norms else torch.randn(rows, 16)
+    y = torch.randint(0, 4, (rows,))
 
     def step():
         b.backward(criterion(model(x), y), optimizer)

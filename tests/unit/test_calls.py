@@ -66,6 +66,20 @@ def test_products_in_float32_add_few_calls_to_a_step_and_to_each_layer(precision
     assert (many - few) / 4 <= most_of_one, (few, many)
 
 
+# All calls of a step with five norms and an embedding: of native products, and of those in float32 of 8 rows and of 512, which
+# are too many for casts. A norm costs two calls, or four. Where a CPU widens less, there are fewer.
+NORMED = {"bf16": (44, 85, 295), "fp16": (47, 88, 301), "bf16_naive": (88, 125, 331), "fp16_naive": (90, 127, 338)}
+
+
+@pytest.mark.parametrize("choice", ["native", "auto", "float32"])
+@pytest.mark.parametrize("precision", NORMED)
+def test_norms_and_embeddings_add_few_calls_to_a_step(precision, choice):
+    native, few, many = NORMED[precision]
+    for rows, most in ((8, few), (512, many)):
+        found = whole(precision, depth=5, norms=True, rows=rows, half_products=choice)[0]
+        assert found <= (native if choice == "native" else most), (rows, found)
+
+
 # (calls, files, depth). One call is the guard's on the user's own model, in the first 100 steps.
 FORWARD = {
     "fp32": (6, 4, 3),

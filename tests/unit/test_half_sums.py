@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision
+from booster.mixed_precision.half_products import half_sums
 from booster.mixed_precision.half_products.product_choice import HalfProducts
 
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -78,9 +79,10 @@ def context(dtype):
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("dtype", EPS)
-@pytest.mark.parametrize("count", [4096, 60000])
+@pytest.mark.parametrize(("count", "small"), [(4096, -1), (60000, -1), (60000, half_sums.SMALL)])
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_is_taken_many_times_gets_the_whole_sum_of_its_gradients(name, count, dtype):
+def test_what_is_taken_many_times_gets_the_whole_sum_of_its_gradients(name, count, small, dtype, monkeypatch):
+    monkeypatch.setattr(half_sums, "SMALL", small)
     param = nn.Parameter(torch.ones(4, 8, dtype=dtype))
     with context(dtype):
         out = TAKEN[name](param, count)
@@ -184,8 +186,10 @@ def test_sums_are_float32_where_no_product_is_widened_and_torchs_own_where_nativ
 
 @pytest.mark.parametrize("dtype", EPS)
 @pytest.mark.parametrize("weights", ["half", "float32"])
+@pytest.mark.parametrize("small", [-1, 2**18])
 @pytest.mark.parametrize("name", SUMMED)
-def test_a_layer_norm_sums_over_rows_in_float32(name, weights, dtype):
+def test_a_layer_norm_sums_over_rows_in_float32(name, small, weights, dtype, monkeypatch):
+    monkeypatch.setattr(half_sums, "SMALL", small)
     gen = torch.Generator().manual_seed(0)
     inputs = torch.randn(20000, 8, generator=gen).to(dtype).requires_grad_()
     param = nn.Parameter(torch.rand(4, 8, generator=gen).to(dtype if weights == "half" else torch.float32))
@@ -255,7 +259,9 @@ def test_a_half_batch_norm_in_a_model_has_gradients_and_statistics_of_float32():
     assert off <= EPS[torch.bfloat16] * plain.weight.grad.norm()
 
 
-def test_gradients_of_gradients_pass_through_what_is_summed_in_float32():
+@pytest.mark.parametrize("small", [-1, half_sums.SMALL])
+def test_gradients_of_gradients_pass_through_what_is_summed_in_float32(small, monkeypatch):
+    monkeypatch.setattr(half_sums, "SMALL", small)
     gen = torch.Generator().manual_seed(0)
     table = torch.randn(4, 8, generator=gen).to(torch.bfloat16).requires_grad_()
     bias = torch.randn(8, generator=gen).to(torch.bfloat16).requires_grad_()

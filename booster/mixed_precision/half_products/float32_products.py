@@ -18,15 +18,12 @@ from booster.common.torch_internals.autograd_internals import (
 )
 from booster.common.torch_internals.tensor_internals import version
 from booster.mixed_precision import hardware
-from booster.mixed_precision.half_products.half_sums import CONDITIONS, SUMS, is_half, rounded, without_autocast
+from booster.mixed_precision.half_products.half_sums import CONDITIONS, SMALL, SUMS, is_half, rounded, without_autocast
 from booster.mixed_precision.half_products.saved_operands import SavedOperand, SaveOperandsInHalf
 from booster.tensors.cast_regions import CastMode, cast_floats, run_engine
 from booster.tensors.trees import HALF_DTYPES
 from booster.tensors.weak import cast_weak_args
 
-# Elements of an operand that autograd keeps in float32, as it saves it: to keep the half and widen that again costs more time
-# than such a product, and the bytes that it saves are fewer than those of the gradients that come after.
-SMALL = 2**12
 _CASTABLE = HALF_DTYPES | {torch.float32}  # by autocast
 _ROUNDED = {torch.bfloat16: torch.Tensor.bfloat16, torch.float16: torch.Tensor.half}  # half the call that `to` is
 
@@ -122,7 +119,7 @@ class Float32Products(CastMode):
                 # A checkpoint runs it again in backward, and must sum as here.
                 if again and self._training and any(map(is_half, (*args, *kwargs.values()))):
                     self._recomputation.record()
-                return instead(func, args, kwargs)
+                return instead(func, *args, **kwargs)
             # torch runs this function outside of modes, so what a checkpoint recomputes in it would be torch's own product.
             if func is torch.autograd.backward and self.enabled and self._recomputation.seen:
                 with self:
@@ -143,7 +140,7 @@ class Float32Products(CastMode):
             and args[0].layout is not torch.strided
             and self._sums
         ):
-            return rounded(func, args, kwargs)  # torch sums the rows of a sparse matrix in half
+            return rounded(func, *args, **kwargs)  # torch sums the rows of a sparse matrix in half
         if kind not in self._kinds:
             return self._cast_only(func, rule, args, kwargs) if self.casts else func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:

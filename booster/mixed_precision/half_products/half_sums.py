@@ -8,8 +8,8 @@ it once more in backward: gradients are off by its rounding, however small they 
 float32, only what is a half is widened. Forward passes stay torch's own, with what they save, where they are right already; the
 backward pass then runs in float32. See docs/design/half_products.md for the table of what torch adds in half.
 
-`SUMS` says for each function how: a function of (function, args, kwargs) that returns the result. `CONDITIONS` says of some
-when, by a function of (args, kwargs); elsewhere they are torch's own.
+`SUMS` says for each function how: a function of it and its arguments that returns the result; those of every model ask what
+they need without Python calls, and cast few numbers. `CONDITIONS` says of some when, by a function of (args, kwargs).
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from booster.common.torch_internals.autograd_internals import dual_level, interp
 from booster.model.dtensors import is_dtensor
 from booster.tensors.trees import HALF_DTYPES
 
+# Elements of an operand that autograd keeps in float32: to keep the half and widen that again costs more time than such an
+# operation, and the bytes that it saves are fewer than those of the gradients that come after.
+SMALL = 2**12
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-_How = Callable[[Any, Any, Mapping[str, Any]], Any]
+_How = Callable[..., Any]
 
 
 class _Backward32(torch.autograd.Function):
@@ -48,31 +51,43 @@ class _Backward32(torch.autograd.Function):
         return wide.to(ctx.dtype), None
 
 
+class _Embedding(torch.autograd.Function):
+    """Rows of a half table, whose gradients are added up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, table: torch.Tensor, index: torch.Tensor, padding: int | None, by_frequency: bool) -> Any:
+        ctx.save_for_backward(index)
+        ctx.how = len(table), -1 if padding is None else padding % len(table), by_frequency
+        return F.embedding(index, table, padding, scale_grad_by_freq=by_frequency)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # autograd casts gradients to the dtypes of what they are of
+        (index,) = ctx.saved_tensors
+        return torch.ops.aten.embedding_dense_backward(grads[0].float(), index, *ctx.how), None, None, None
+
+
 class _LayerNorm(torch.autograd.Function):
-    """Layer norm of halves with float32 weight and bias, or none: forward as torch has it, backward in float32."""
+    """Layer norm of halves: forward as torch has it, with weight and bias in float32, backward in float32."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        source: torch.Tensor,
-        shape: Sequence[int],
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
+        ctx: Any, source: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float
     ) -> torch.Tensor:
         # torch's forward adds in float32 already; only its backward sums weight and bias gradients in half.
+        weight, bias = weight if weight is None else weight.float(), bias if bias is None else bias.float()
         out, mean, rstd = torch.native_layer_norm(source, shape, weight, bias, eps)
-        ctx.shape, ctx.needs = shape, (ctx.needs_input_grad[0], ctx.needs_input_grad[2], ctx.needs_input_grad[3])
+        ctx.shape = shape
         ctx.save_for_backward(source, mean, rstd, weight, bias)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:  # autograd casts gradients to the dtypes of what they are of
         source, mean, rstd, weight, bias = ctx.saved_tensors
+        needs = ctx.needs_input_grad
         wide, of_weight, of_bias = torch.ops.aten.native_layer_norm_backward(
-            grads[0].float(), source.float(), ctx.shape, mean.float(), rstd.float(), weight, bias, ctx.needs
+            grads[0].float(), source.float(), ctx.shape, mean, rstd, weight, bias, (needs[0], needs[2], needs[3])
         )
-        return (None if wide is None else wide.to(source.dtype)), None, of_weight, of_bias, None
+        return wide, None, of_weight, of_bias, None
 
 
 class _LogSoftmax(torch.autograd.Function):
@@ -93,15 +108,8 @@ class _LogSoftmax(torch.autograd.Function):
 
 def is_half(value: Any) -> bool:
     """Whether `value` is a half-precision tensor on a CPU. DTensors are left to torch, which knows how to shard a function."""
-    return _is_half_tensor(value) and value.device.type == "cpu" and not is_dtensor(value)
-
-
-def _is_half_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES
-
-
-def _wide(value: Any) -> Any:
-    return value.float() if is_half(value) else value
+    halves = isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES and value.is_cpu
+    return halves and (type(value) is torch.Tensor or not is_dtensor(value))
 
 
 def without_autocast(device_type: str, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -117,16 +125,19 @@ def without_autocast(device_type: str, func: Any, args: Any, kwargs: Mapping[str
         torch.set_autocast_enabled(device_type, before)
 
 
-def _whole(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _whole(func: Any, *args: Any, **kwargs: Any) -> Any:
     """All of `func` in float32, forward too."""
-    wide = {key: _wide(value) if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
-    return without_autocast("cpu", func, tuple(map(_wide, args)), wide)
+    wide = [each.float() if isinstance(each, torch.Tensor) and is_half(each) else each for each in args]
+    kwargs = {name: each.float() if is_half(each) else each for name, each in kwargs.items()}
+    return without_autocast("cpu", func, wide, kwargs)
 
 
-def rounded(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def rounded(func: Any, *args: Any, **kwargs: Any) -> Any:
     """All of `func` in float32, and the result rounded to the half dtype of its arguments."""
-    half = next((each.dtype for each in (*args, *kwargs.values()) if is_half(each)), None)
-    return func(*args, **kwargs) if half is None else _whole(func, args, kwargs).to(half)
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, torch.Tensor) and is_half(each):
+            return _whole(func, *args, **kwargs).to(each.dtype)
+    return func(*args, **kwargs)
 
 
 def _first(args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -136,9 +147,9 @@ def _first(args: Any, kwargs: Mapping[str, Any]) -> Any:
 def _in_place(instead: Any) -> _How:
     """How a function adds into its first argument, by `instead`, which returns the sum."""
 
-    def how(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def how(func: Any, *args: Any, **kwargs: Any) -> Any:
         target = _first(args, kwargs)
-        return target.copy_(_whole(instead, args, kwargs)) if is_half(target) else func(*args, **kwargs)
+        return target.copy_(_whole(instead, *args, **kwargs)) if is_half(target) else func(*args, **kwargs)
 
     return how
 
@@ -175,67 +186,74 @@ def _is_sparse(args: Any, kwargs: Mapping[str, Any]) -> bool:
     return _first(args, kwargs).layout is not torch.strided
 
 
-def _log_softmax(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _log_softmax(func: Any, *args: Any, **kwargs: Any) -> Any:
     source = _first(args, kwargs)
     if not is_half(source) or not _is_recorded(source) or kwargs.get("dtype") is not None or len(args) > 2:
         return func(*args, **kwargs)
-    if not _is_eager():
-        return rounded(func, args, kwargs)
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return func(*args, **kwargs) if dim is None else _LogSoftmax.apply(source, dim)
+    if dim is None or _is_cast(source):
+        return func(*args, **kwargs) if dim is None else rounded(func, *args, **kwargs)
+    return _LogSoftmax.apply(source, dim)
 
 
-def _loss(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _loss(func: Any, *args: Any, **kwargs: Any) -> Any:
     """A loss stays float32, as autocast has it on CUDA: a sum over rows is beyond what float16 holds."""
-    scores = args[0] if args else kwargs.get("input", kwargs.get("log_probs"))
-    return _whole(func, args, kwargs) if scores.dtype in HALF_DTYPES else func(*args, **kwargs)
+    scores: Any = args[0] if args else kwargs.get("input", kwargs.get("log_probs"))
+    return _whole(func, *args, **kwargs) if scores.dtype in HALF_DTYPES else func(*args, **kwargs)
 
 
 def _is_recorded(*tensors: Any) -> bool:
     """Whether a backward pass will differentiate with respect to one of `tensors`."""
-    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+    return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
 
 
-def _is_eager() -> bool:
-    """Whether autograd functions run as written: torch.compile, torch.func and forward mode differentiate operations."""
-    return not torch.compiler.is_compiling() and interpreters_around() is None and dual_level() < 0
+def _is_cast(source: torch.Tensor) -> bool:
+    """Whether casts take the place of autograd functions: where these do not run as written, as torch.compile, torch.func and
+    forward mode differentiate operations, and of few numbers."""
+    eager = not torch.compiler.is_compiling() and interpreters_around() is None and dual_level() < 0
+    return not eager or source.numel() <= SMALL
 
 
-def _layer_norm(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    def plain(
-        input: torch.Tensor,  # noqa: A002 - as torch calls it
-        normalized_shape: Any,
-        weight: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        eps: float = 1e-5,
-        cudnn_enable: bool = True,
-    ) -> Any:
-        if not _is_recorded(weight, bias) and not (is_half(input) and _is_recorded(input)):
-            return func(*args, **kwargs)
-        if not is_half(input):
-            return _of_dtensor(func, args, kwargs) if is_dtensor(input) else func(*args, **kwargs)
-        if not _is_recorded(weight, bias):
-            size = input.shape[-1:] if isinstance(normalized_shape, int) else normalized_shape
-            return func(input, normalized_shape, *_wide_affine(input, size, weight, bias), eps)
-        if not _is_eager():
-            return rounded(func, args, kwargs)
+def _layer_norm(
+    func: Any,
+    input: Any,  # noqa: A002 - as torch calls it
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: Any = 1e-5,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    trains = (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
+    records = torch.is_grad_enabled() and (trains or input.requires_grad)
+    sharded = type(input) is not torch.Tensor and is_dtensor(input)
+    if not records or not input.is_cpu or input.dtype not in HALF_DTYPES or (sharded and not trains):
+        return func(input, normalized_shape, weight, bias, eps, *rest, **named)
+    if not trains:
+        size = input.shape[-1:] if isinstance(normalized_shape, int) else normalized_shape
+        return func(input, normalized_shape, *_wide_affine(input, size, weight, bias), eps)
+    # As in `_is_cast`, without the call. And torch knows how to shard casts, not autograd functions of ours.
+    cast = sharded or torch.compiler.is_compiling() or interpreters_around() is not None or dual_level() >= 0
+    if not cast and input.numel() > SMALL:
         shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
-        return _LayerNorm.apply(input, shape, _wide(weight), _wide(bias), eps)
-
-    return plain(*args, **kwargs)
+        return _LayerNorm.apply(input, shape, weight, bias, eps)
+    weight, bias = weight if weight is None else weight.float(), bias if bias is None else bias.float()
+    return func(input.float(), normalized_shape, weight, bias, eps).to(input.dtype)
 
 
 def _wide_affine(source: torch.Tensor, shape: Any, weight: Any, bias: Any) -> tuple[torch.Tensor, Any]:
     """Return `weight`, ones for None, and `bias` in float32: torch then keeps mean and deviation in float32 for backward."""
     ones = torch.ones(tuple(shape), dtype=torch.float32, device=source.device) if weight is None else weight.float()
-    return ones, _wide(bias)
+    return ones, bias if bias is None else bias.float()
 
 
 def _norm(place: int) -> _How:
     """How a norm over space keeps statistics in float32. place: of its weight, before the bias, among arguments."""
 
-    def how(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def how(func: Any, *args: Any, **kwargs: Any) -> Any:
         source, rest = _first(args, kwargs), dict(kwargs)
+        if source.dtype not in HALF_DTYPES:
+            return func(*args, **kwargs)
         given = [*args[place : place + 2], None, None][:2]
         given = [rest.pop(name, each) for name, each in zip(("weight", "bias"), given, strict=True)]
         running = [*args[1:place], *rest.values()]
@@ -246,7 +264,8 @@ def _norm(place: int) -> _How:
             out = func(*args[:place], weight, bias, *args[place + 2 :], **rest)
         else:
             out = func(*args, weight=weight, bias=bias, **rest)
-        if _is_eager():  # where a gradient has another memory order, torch's kernel rounds its mean
+        if not (torch.compiler.is_compiling() or interpreters_around() is not None or dual_level() >= 0):
+            # Where a gradient has another memory order, torch's kernel rounds its mean.
             format = _LAST.get(source.dim(), torch.contiguous_format)
             format = format if source.is_contiguous(memory_format=format) else torch.contiguous_format
             out.register_hook(lambda grad: grad.contiguous(memory_format=format))
@@ -255,62 +274,45 @@ def _norm(place: int) -> _How:
     return how
 
 
-def _of_dtensor(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """All of `func` in float32, of a DTensor first: torch knows how to shard casts, and not autograd functions of ours."""
-    source = _first(args, kwargs)
-    if source.dtype not in HALF_DTYPES or source.device.type != "cpu":
-        return func(*args, **kwargs)
-
-    wide = [each.float() if _is_half_tensor(each) else each for each in args]
-    wide_kwargs = {key: each.float() if _is_half_tensor(each) else each for key, each in kwargs.items()}
-    return func(*wide, **wide_kwargs).to(source.dtype)
-
-
-def _taken(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _taken(func: Any, *args: Any, **kwargs: Any) -> Any:
     """What `func` takes out of a half tensor, its first argument, by indices."""
-    if not args:
-        kwargs = dict(kwargs)
-        args = (kwargs.pop("input"),)
-    source, *rest = args
+    source, *rest = args or (kwargs.pop("input"),)
     if not is_half(source) or not _is_recorded(source):
-        return func(*args, **kwargs)
-    if not _is_eager():
+        return func(source, *rest, **kwargs)
+    if _is_cast(source):
         return func(source.float(), *rest, **kwargs).to(source.dtype)
     return _Backward32.apply(source, lambda each: func(each, *rest, **kwargs))
 
 
 def _repeats(args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether an index may take an element twice: not by masks, slices and numbers."""
-    several = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return any(
-        isinstance(each, list) or (isinstance(each, torch.Tensor) and each.dtype != torch.bool) for each in several
-    )
+    for each in args[1] if isinstance(args[1], tuple) else (args[1],):
+        if isinstance(each, list) or (isinstance(each, torch.Tensor) and each.dtype != torch.bool):
+            return True
+    return False
 
 
-def _embedding(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    def plain(
-        input: torch.Tensor,  # noqa: A002 - as torch calls it
-        weight: torch.Tensor,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> Any:
-        is_sharded = weight.dtype in HALF_DTYPES and weight.device.type == "cpu" and is_dtensor(weight)
-        if not (is_half(weight) or is_sharded) or not _is_recorded(weight) or sparse or max_norm is not None:
-            return func(*args, **kwargs)
-
-        def of(table: torch.Tensor) -> torch.Tensor:
-            return F.embedding(input, table, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
-
-        cast = is_sharded or not _is_eager()
-        return of(weight.float()).to(weight.dtype) if cast else _Backward32.apply(weight, of)
-
-    return plain(*args, **kwargs)
+def _embedding(
+    func: Any,
+    input: Any,  # noqa: A002 - as torch calls it
+    weight: Any,
+    padding_idx: Any = None,
+    max_norm: Any = None,
+    norm_type: Any = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    torchs = sparse or max_norm is not None or not weight.requires_grad or not torch.is_grad_enabled()
+    if torchs or weight.dtype not in HALF_DTYPES or not weight.is_cpu:
+        return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    cast = torch.compiler.is_compiling() or interpreters_around() is not None or dual_level() >= 0
+    few = not cast and weight.numel() <= SMALL and input.numel() * weight.shape[1] <= SMALL
+    if cast or few or is_dtensor(weight):
+        return func(input, weight.float(), padding_idx, None, norm_type, scale_grad_by_freq).to(weight.dtype)
+    return _Embedding.apply(weight, input, padding_idx, scale_grad_by_freq)
 
 
-def _refused(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _refused(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(UNSAFE)
 
 
