@@ -10,8 +10,10 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from booster import Booster
 from booster.plugin.sequence_parallel import check_sizes, shard_batch, token_mean
+from booster.plugin.sequence_parallel.all_to_all import Attention
 from booster.plugin.sequence_parallel.attention_mode import SequenceMode
 from booster.plugin.sequence_parallel.refusals import check_model
+from booster.plugin.sequence_parallel.ring import attend_in_ring
 from booster.plugin.sequence_parallel.sequence_cut import SequenceCut
 
 CUT = SequenceCut(3, 16, 2, 0, zigzag=False)  # three sequences of 16 tokens, 8 on each of two ranks
@@ -204,3 +206,36 @@ def test_the_mean_over_tokens_of_one_process_is_that_of_torch():
     mean.backward()
     assert float(mean.detach()) == pytest.approx(8 / 3)
     assert losses.grad.flatten().tolist() == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])
+
+
+def ring(device="cpu", dtype=torch.float32, features=8, dropout_p=0.0, mask=None, documents=None, value_features=None):
+    q, k = (torch.ones(1, 2, 8, features, dtype=dtype, device=device) for _ in range(2))
+    v = torch.ones(1, 2, 8, value_features or features, dtype=dtype, device=device)
+    cut = SequenceCut(1, 16, 2, 0, True, documents)
+    return attend_in_ring(q, k, v, mask, Attention(dropout_p, True, None, cut, None))
+
+
+# The meta device stands for any that is no CPU.
+RING = {
+    "dropout": ({"dropout_p": 0.1}, "dropout_p=0.1"),
+    "dropout elsewhere": ({"dropout_p": 0.1, "device": "meta", "dtype": torch.bfloat16}, "dropout_p=0.1"),
+    "learned bias": ({"mask": torch.zeros(8, 16).requires_grad_()}, "a mask with gradients"),
+    "values of another size": ({"value_features": 4}, "wants as many"),
+    "a mask elsewhere": (
+        {"mask": torch.ones(8, 16, dtype=torch.bool, device="meta"), "device": "meta", "dtype": torch.bfloat16},
+        "without masks and documents",
+    ),
+    "documents elsewhere": (
+        {"documents": ((0, 5, 16),), "device": "meta", "dtype": torch.bfloat16},
+        "without masks and documents",
+    ),
+    "float32 elsewhere": ({"device": "meta"}, "takes halves"),
+    "many features elsewhere": ({"device": "meta", "dtype": torch.bfloat16, "features": 264}, "up to 256"),
+}
+
+
+@pytest.mark.parametrize("name", RING)
+def test_a_ring_refuses_what_its_kernels_do_not_take_before_anything_is_sent(name):
+    options, words = RING[name]
+    with pytest.raises(RuntimeError, match=words):
+        ring(**options)
