@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from booster.plugin.sequence_parallel.all_to_all import Attention
 from booster.plugin.sequence_parallel.ring import attend_in_ring
 from booster.plugin.sequence_parallel.sequence_cut import SequenceCut
 
@@ -27,8 +28,8 @@ def whole(tensors):
 
 def in_ring(tensors, cut):
     query, key, value = (x.detach().requires_grad_() for x in tensors)
-    options = {"dropout_p": 0.0, "is_causal": True, "scale": None, "cut": cut, "group": dist.group.WORLD}
-    attend_in_ring(query, key, value, None, **options).backward(torch.ones_like(query))
+    call = Attention(0.0, True, None, cut, dist.group.WORLD)
+    attend_in_ring(query, key, value, None, call).backward(torch.ones_like(query))
 
 
 def measured(run, *args):

@@ -19,6 +19,7 @@ from booster.mixed_precision import DelayedScaling, FP8MixedPrecision
 from booster.mixed_precision import FP16NaiveMixedPrecision as FP16Naive
 from booster.mixed_precision import Int8MixedPrecision as Int8
 from booster.plugin.sequence_parallel import ring
+from booster.plugin.sequence_parallel.all_to_all import Attention
 from booster.plugin.sequence_parallel.sequence_cut import SequenceCut
 
 OFFLOADED = {"offload_states": True}
@@ -177,16 +178,16 @@ def test_attention_in_a_ring_calls_the_kernels_of_a_gpu_as_they_want_it_and_wait
 
             monkeypatch.setattr(ring, "_passed_round", passed)
             query, group = query.requires_grad_(), SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
-            options = {"dropout_p": 0.0, "is_causal": True, "scale": None, "cut": cuts[rank], "group": group}
+            call = Attention(0.0, True, None, cuts[rank], group)
             device.syncs = 0
-            out = ring.attend_in_ring(query, key, value, None, **options)
+            out = ring.attend_in_ring(query, key, value, None, call)
             out.backward(grad)
             assert device.syncs == 0
             for found, all_ranks in ((out, expected), (query.grad, q.grad)):
                 torch.testing.assert_close(found.float().cpu(), cuts[rank].cut(all_ranks, 2, 0.0), **near)
             for wrong in ((query.float(), None), (query, torch.ones(1, 1, 16, 16))):
                 with pytest.raises(RuntimeError, match='takes halves in up to 256, .* choose "all_to_all"'):
-                    ring.attend_in_ring(wrong[0], key, value, wrong[1], **options)
+                    ring.attend_in_ring(wrong[0], key, value, wrong[1], call)
         for cut, total in zip(cuts, totals, strict=True):
             for found, all_ranks in zip(total[..., :features], (k.grad, v.grad), strict=True):
                 torch.testing.assert_close(found.cpu(), cut.cut(all_ranks, 2, 0.0), **near)
