@@ -5,46 +5,14 @@ from pathlib import Path
 import pytest
 
 # Of tests/unit and tests/fuzz the files of which a case takes most, so that what repeats another one is worth leaving out.
-DEAR = frozenset(
-    [
-        "adapters",
-        "capturable",
-        "capture",
-        "checkpoint",
-        "checkpoint_faults",
-        "checkpoint_masters",
-        "checkpoint_transaction",
-        "examples",
-        "float_buffers",
-        "fuzz",
-        "gradients_by_hand",
-        "linear",
-        "load_memory",
-        "low_precision",
-        "masters",
-        "masters_compiled",
-        "masters_foreign",
-        "masters_layouts",
-        "masters_resume",
-        "models_in_half",
-        "offload",
-        "optimizers_as_written",
-        "packed_states",
-        "packed_states_wide",
-        "parametrized",
-        "pretended_cuda",
-        "reading_changes_nothing",
-        "release",
-        "replays_change_nothing",
-        "rounded_once",
-        "rounded_weights",
-        "state_dict_hooks",
-        "state_identity",
-        "switch",
-        "unusual_parameters",
-        "update_parity",
-    ]
-)
+DEAR = (
+    "adapters", "capturable", "capture", "checkpoint", "checkpoint_faults", "checkpoint_masters",
+    "checkpoint_transaction", "examples", "float_buffers", "fuzz", "gradients_by_hand", "linear", "load_memory",
+    "low_precision", "masters", "masters_compiled", "masters_foreign", "masters_layouts", "masters_resume",
+    "models_in_half", "offload", "optimizers_as_written", "packed_states", "packed_states_wide", "parametrized",
+    "pretended_cuda", "reading_changes_nothing", "release", "replays_change_nothing", "rounded_once",
+    "rounded_weights", "state_dict_hooks", "state_identity", "switch", "unusual_parameters", "update_parity",
+)  # fmt: skip
 
 
 def tries_values_once(path: Path) -> bool:
