@@ -606,6 +606,11 @@ def unknown_optimizer(rank, world_size, stage):
     for optimizer in (make, lambda params: torch.optim.LBFGS(params)):
         with pytest.raises(ValueError, match=r"call booster.register_elementwise\((Unknown|LBFGS)\) before boost"):
             Job("fp32", zero(stage), make=optimizer)
+    model = nn.Linear(4, 4)
+    before = model.weight.dtype, model.weight.data_ptr()
+    with pytest.raises(ValueError, match="register_elementwise"):
+        Booster("cpu", "bf16_naive", zero(stage)).boost(model, make(model.parameters()))
+    assert (model.weight.dtype, model.weight.data_ptr()) == before, "what is refused changes nothing"
 
     class Registered(torch.optim.SGD):
         pass

@@ -108,6 +108,7 @@ READERS = {
     "state_dict": lambda job: job.model.state_dict(),
     "a submodule": lambda job: job.model.head,
     "unwrap": lambda job: job.booster.unwrap(job.model),
+    "a copy of the model": lambda job: copy.deepcopy(job.model),
     "the own module's forward": lambda job: job.net(torch.zeros(1, DIM, dtype=job.net.head.weight.dtype)),
     "the own module's state_dict": lambda job: job.net.state_dict(),
     "the optimizer's state_dict": lambda job: job.optimizer.state_dict(),

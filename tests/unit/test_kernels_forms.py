@@ -45,12 +45,31 @@ def copied(form, half, working, residual, values=None, random_bits=None):
     """By a kernel: the float32 numbers of `working` and `residual`; or, written there, `values`."""
     from interpreted_forms import load, store
 
-    out = torch.zeros(SIZE) if values is None else values
+    out = torch.zeros(working.numel()) if values is None else values
     residual = working if residual is None else residual
     random_bits = torch.zeros(64, dtype=torch.int32) if random_bits is None else random_bits
     kernel, function = (load, form.load) if values is None else (store, form.store)
-    kernel[(SIZE // 4096,)](working, residual, out, random_bits, FUNCTION=function, HALF=half, TILE=4096)
+    kernel[(working.numel() // 4096,)](working, residual, out, random_bits, FUNCTION=function, HALF=half, TILE=4096)
     return out
+
+
+class Places:
+    """Copies of tensors of 4,096 elements, `offset` elements into memory of somebody else."""
+
+    def __init__(self, offset):
+        self.offset, self.wholes = offset, []
+
+    def __call__(self, tensor):
+        self.wholes.append(torch.full((self.offset + 4096 + 64,), 7, dtype=tensor.dtype))
+        inside = self.wholes[-1][self.offset : self.offset + 4096]
+        return inside.copy_(tensor)
+
+    def kept(self):
+        """Whether nothing was written around them."""
+        return all(
+            bool((whole[: self.offset] == 7).all() and (whole[self.offset + 4096 :] == 7).all())
+            for whole in self.wholes
+        )
 
 
 def alike(found, expected):
@@ -133,3 +152,48 @@ def test_states_are_packed_and_unpacked_to_the_bit(encoding):
         open_[(SIZE // 4096,)](found.codes, scales, out, FUNCTION=form.open, TILE=4096)
         assert same(out * shares, wide)
         values = wide
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_at_odd_addresses_is_that_at_even_ones_and_keeps_what_is_around(name):
+    from booster.kernels.segments import DTYPES
+    from booster.kernels.weights import FORMS as KERNELS
+
+    kind, dtype = FORMS[name]
+    rng, cpu = RoundingRNG(), torch.device("cpu")
+    form = kind(rng) if "24" in name else kind()
+    rng.next()
+    kernel, half, found = KERNELS[kind], DTYPES[dtype], []
+    masters = torch.randn(4096, generator=torch.Generator().manual_seed(2))
+    noise = kind().noise(4096, dtype, cpu) if kernel.noise else None
+    for offset in (0, 1, 3):
+        place, residual = Places(offset), form.allocate(4096, dtype, cpu)
+        working, residual = place(every_half(dtype)[:4096]), None if residual is None else place(residual)
+        beside = residual if noise is None else place(noise)
+        copied(kernel, half, working, beside, place(masters), rng.lanes("weights", cpu))
+        found.append((working, residual, copied(kernel, half, working, residual)))
+        assert place.kept()
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
+
+
+@pytest.mark.parametrize("encoding", ["bf16", "signed", "unsigned", "root_ratio", "ratio"])
+def test_packed_states_at_odd_addresses_are_those_at_even_ones_and_keep_what_is_around(encoding):
+    from interpreted_forms import close, open_
+
+    from booster.kernels.weights import ENCODINGS
+
+    rng, form, found = RoundingRNG(), ENCODINGS[encoding], []
+    rng.next()
+    values = torch.rand(4096, generator=torch.Generator().manual_seed(3))
+    for offset in (0, 1, 3):
+        place, state = Places(offset), QuantizedState(encoding, 4096, values.device)
+        codes, out = place(state.codes), place(torch.zeros(4096))
+        scales = codes if state.scales is None else state.scales
+        lanes = rng.random_bits("exp_avg", values.device).lanes
+        close[(1,)](codes, scales, place(values), lanes, FUNCTION=form.close, TILE=4096)
+        open_[(1,)](codes, scales, out, FUNCTION=form.open, TILE=4096)
+        found.append((codes, state.scales, out))
+        assert place.kept()
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])

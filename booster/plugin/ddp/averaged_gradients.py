@@ -187,7 +187,6 @@ class ReducedModule(BucketedModule, PlacedModule):
         self._synchronise_buffers = synchronise_buffers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReducedModule:
-        self.wait_for_weights()
         module = copy.deepcopy(self.module, memo)
         named = {name: param for name, param in bare(module).named_parameters() if param.requires_grad}
         reducer = AverageReducer(named, group=self._group, bucket_bytes=_OF_COPIES, finds_unused=True)

@@ -187,5 +187,4 @@ class ZeroDDP(BucketedModule, DistributedDataParallel):
             return super().forward(*inputs, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        self.wait_for_weights()
         return {**super().__getstate__(), "layout": None, "slices": None}
