@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler
 
+from booster.checkpoint.parts.optimizers import warn_of_unsaved
 from booster.checkpoint.run_checkpoints import RunCheckpoints
 from booster.common import arguments
 from booster.common.devices import resolve_device
@@ -304,6 +305,8 @@ class Booster(BoosterState):
         # Weakly: an optimizer that the user keeps does not keep a model that was dropped.
         for update in updates_of(wrappers):
             update.models = list(map(weakref.ref, wrapped_models))
+        for wrapper in wrappers:
+            wrapper.after_first = warn_of_unsaved
         for place, one in enumerate(wrapped_models):
             # What belongs to all models of a list is kept with the first.
             own = (boosted_criterion, wrappers) if place == 0 else (None, [])

@@ -72,6 +72,7 @@ class OptimizerWrapper(Optimizer):
             self._update = make_update(context)
         self._clip_grad_norm = context.options.clip_grad_norm
         self._forbidden: str | None = None
+        self.after_first: Callable[[OptimizerWrapper], None] | None = None  # called once, after a step that was applied
         remove_guards(context.optimizer)  # those of a boosted one before this
         self._own_step = OwnStepGuard(context.optimizer, self)
         self.accumulating = False
@@ -174,6 +175,9 @@ class OptimizerWrapper(Optimizer):
                     history.sync()
             else:
                 history.sync(result)
+            if self.after_first is not None and history.num_applied:
+                self.after_first, action = None, self.after_first
+                action(self)
             return result
         except Exception as error:
             leave_pass(error)

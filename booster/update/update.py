@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,6 +19,8 @@ from booster.update.gradients import WHOLE, Gradients
 from booster.update.in_backward import OptimizerInBackward
 from booster.update.optimizer_state import OptimizerState
 from booster.update.outcome import LazyStepFields, StepFields, StepResult
+
+_logger = logging.getLogger(__name__)
 
 
 class Update:
@@ -38,6 +41,7 @@ class Update:
         self.shards = gradients.shards
         self.names = gradients.parameters.names
         self.models: list[weakref.ref[nn.Module]] = []
+        self._said_idle = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "models": []}
@@ -85,7 +89,8 @@ class Update:
         return result
 
     def _refuse_strangers(self, nowhere: bool) -> None:
-        """Raise RuntimeError if parameters that came into the model after boost have gradients, and none of these has one.
+        """Raise RuntimeError if parameters that came into the model after boost have gradients, and none of these has one; tell
+        once of others that have.
 
         nowhere: on no rank.
         """
@@ -95,6 +100,11 @@ class Update:
         if not nowhere and any(param.requires_grad and param in self.names for _, param in named):
             return
         strangers = [name for name, param in named if param.grad is not None and param not in self.names]
+        others = [name for name, param in named if param.grad is not None]
+        if others and not strangers and not self._said_idle:
+            self._said_idle = True  # as where optimizers of one model take turns, this may be meant
+            what = f"a step of {type(self.optimizer).__name__} changed nothing: none of its parameters has a gradient"
+            _logger.warning("%s, and others of its model have: %s. This is said once", what, listed(others, 3))
         if strangers:
             raise RuntimeError(
                 f"no parameter of the optimizer has a gradient, and {listed(strangers, 3)} of its model, which came into the "

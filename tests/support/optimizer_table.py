@@ -524,7 +524,7 @@ def averaged(row: Row, precision: str, placement: str, folder: Path) -> str:
         run.train(range(HALF))
         run.booster.save(folder, run.model, run.optimizer, extra={"average": run.average.state_dict()})
     except Exception as error:
-        return f"refused: {words(error)}"
+        return f"fails in its own code: {words(error)}"
     run.train(range(HALF, STEPS))
     end, right = _held(run.average), _held(run.right)
     off = float((end - right).norm() / (right - run.start).norm())
@@ -682,6 +682,9 @@ precision, were made on a CPU with torch {torch} and the defaults of `Booster`, 
   plain torch found that it treats every element by itself, with the options of the row.
 - **but**: yes in all but these. Without it, what is said holds for all six. A number leads to [the words](#words). `-` was not
   tried.
+- **refused**: by this library, by name, before a weight changed. **not saved**: it trains, and a WARNING says so after its
+  first step. **fails in its own code**: an average does so, of half weights or of shards, and this library is not asked. [What
+  works there](../guides/averages.md).
 
 In float32, {float32:.0%} of the way that training goes is near enough. In half it is twice what a loop of plain torch ends off,
 the rounding of half weights, and {margin:.0%}. 8-bit states end where `bf16_naive` does, but for what rounding
@@ -708,7 +711,11 @@ def page() -> str:
         precisions=", ".join(PRECISIONS),
         float32=FLOAT32,
         margin=MARGIN,
-        pins=" \\\n    ".join(textwrap.wrap(" ".join(f"{each}=={stored['versions'][each]}" for each in packages), 90)),
+        pins=" \\\n    ".join(
+            textwrap.wrap(
+                " ".join(f"{each}=={stored['versions'][each]}" for each in packages), 90, break_on_hyphens=False
+            )
+        ),
     )
     for package in packages:
         text += (
@@ -746,7 +753,12 @@ def _mark(found: dict[str, str], said: dict[str, int]) -> str:
         if result == "-":
             return result
         label = next(
-            (each for each in ("refused", "not saved", "does not resume") if result.startswith(each)), "not right"
+            (
+                each
+                for each in ("refused", "not saved", "does not resume", "fails in its own code")
+                if result.startswith(each)
+            ),
+            "not right",
         )
         label = "yes" if result.startswith("freed") else label
         return f"{label} [{said.setdefault(result, len(said) + 1)}](#words)"

@@ -760,6 +760,71 @@ def test_an_optimizer_without_groups_is_refused_with_the_one_that_it_is_put_arou
         Booster("cpu", "fp32").boost(model, made)
 
 
+@booster.register_elementwise
+class Keeping(torch.optim.SGD):
+    """Keeps something in its state or its group, in the first step."""
+
+    def __init__(self, params, kept, where="state"):
+        super().__init__(params, lr=0.1)
+        self.kept, self.where = kept, where
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            if self.where == "group":
+                group["kept"] = self.kept
+            for param in group["params"]:
+                self.state[param]["kept"] = self.kept if self.where == "state" else 1
+
+
+@pytest.mark.parametrize(
+    ("kept", "where", "precision", "said"),
+    [
+        (Schedule(), "state", "fp32", "its state 'kept' is a Schedule, which a checkpoint does not hold"),
+        (Schedule(), "group", "bf16_naive", "its group/kept is a Schedule"),
+        ([torch.zeros(2)], "state", "bf16_naive", "its state 'kept' is a container of tensors"),
+        ([torch.zeros(2)], "state", "fp32", None),
+        ({"a": [1, "b"]}, "state", "bf16_naive", None),
+    ],
+)
+def test_what_no_checkpoint_could_hold_is_told_after_the_first_applied_step(
+    tmp_path, caplog, kept, where, precision, said
+):
+    model = nn.Linear(4, 3)
+    b = Booster("cpu", precision, skip_nonfinite=True)
+    model, optimizer, *_ = b.boost(model, Keeping(model.parameters(), kept, where))
+    heard = lambda: [line for line in caplog.messages if "saving it will raise" in line]  # noqa: E731
+    for factor in (math.inf, 1.0, 1.0):
+        b.backward(factor * model(torch.ones(2, 4)).float().sum(), optimizer)
+        assert optimizer.step().applied is (factor == 1.0)
+        optimizer.zero_grad()
+        assert len(heard()) == (said is not None and optimizer.num_applied > 0)
+    assert all(line.startswith("Keeping trains, but") and said in line for line in heard())
+    if said is None:
+        b.save(tmp_path / "checkpoint", model, optimizer)
+    else:
+        with pytest.raises((TypeError, booster.checkpoint.CheckpointError), match="Keeping|container"):
+            b.save(tmp_path / "checkpoint", model, optimizer)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+def test_a_step_without_a_gradient_is_told_once_where_others_of_its_model_have_one(caplog, precision):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    b = Booster("cpu", precision)
+    boosted, optimizer, *_ = b.boost(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    optimizer.step()  # where nothing has a gradient there is nothing to tell
+    for frozen in (False, True):
+        assert not caplog.messages
+        model[0].requires_grad_(not frozen)
+        b.backward(boosted(torch.ones(2, 4)).float().sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.step()  # what the second layer has is there still
+    (said,) = caplog.messages
+    assert "a step of SGD changed nothing" in said
+    assert "others of its model have: 1.weight, 1.bias" in said
+
+
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 def test_entries_of_a_state_can_be_replaced_added_and_deleted(states):
     model = nn.Linear(40, 30)
