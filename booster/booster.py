@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler
 
-from booster.checkpoint.parts.optimizers import warn_of_unsaved
 from booster.checkpoint.run_checkpoints import RunCheckpoints
+from booster.checkpoint.unsaved_states import warn_of_unsaved
 from booster.common import arguments
 from booster.common.devices import resolve_device
 from booster.common.hang_watchdog import PATIENCE, start_watchdog

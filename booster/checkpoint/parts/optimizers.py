@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -16,21 +15,19 @@ from booster.checkpoint.objects import Objects, user_module
 from booster.checkpoint.parts.part import LoadContext, Part, SaveContext, Step
 from booster.checkpoint.saved_checkpoint import SavedCheckpoint
 from booster.checkpoint.snapshots import may_refuse
-from booster.checkpoint.state_tree import BESIDE, encode, has_order, reference, references
+from booster.checkpoint.state_tree import BESIDE, has_order, reference, references
+from booster.checkpoint.unsaved_states import has_tensors, is_cut
 from booster.common.text import listed
-from booster.common.untrusted_files import printable
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.masters.masters import has_half_elements
-from booster.masters.quantized_state import QuantizedState
 from booster.model.dtensors import local_shard
 from booster.model.modules import bare
-from booster.model.optimizer_kinds import has_torch_form, inner_optimizers, kind_of
+from booster.model.optimizer_kinds import has_torch_form, inner_optimizers
 from booster.shards.flat_shard import FlatShard
-from booster.tensors.trees import is_container, tensors
+from booster.tensors.trees import tensors
 from booster.update.state_dict import IN_MODEL, PARAMETERS, STATE_KEY
 from booster.update.state_loading import Reading, check_own
 
-_logger = logging.getLogger(__name__)
 _INNER = "inner"
 
 
@@ -304,42 +301,8 @@ def _cut_within_containers(optimizer: OptimizerWrapper, states: Mapping[str, Map
     return [
         name
         for name, param in _by_name(optimizer).items()
-        if _is_cut(optimizer, param) and any(map(_has_tensors, states.get(name, {}).values()))
+        if is_cut(optimizer, param) and any(map(has_tensors, states.get(name, {}).values()))
     ]
-
-
-def _is_cut(optimizer: OptimizerWrapper, param: torch.Tensor) -> bool:
-    update = update_of(optimizer)
-    in_parts = update.optimizer_state.has_masters or update.shards.shard_of(param) is not param
-    return in_parts and kind_of(optimizer.unwrap()) == "elementwise"
-
-
-def _has_tensors(value: Any) -> bool:
-    return is_container(value) and next(tensors(value), None) is not None
-
-
-def warn_of_unsaved(optimizer: OptimizerWrapper) -> None:
-    """Log a WARNING if no checkpoint will hold what `optimizer` keeps, as its first step left it. Gathers and copies nothing.
-
-    An optimizer with a state_dict() of its own may save other things than it keeps: of that nothing is said."""
-    own = optimizer.unwrap()
-    if type(own).state_dict is not Optimizer.state_dict:
-        return
-    cut = any(_is_cut(optimizer, param) for param in _by_name(optimizer).values())
-    try:
-        for state in own.state.values():
-            for key, value in state.items() if isinstance(state, Mapping) else ():
-                if cut and _has_tensors(value):
-                    raise TypeError(
-                        f"its state {key!r} is a container of tensors, of which ranks or buckets have parts"
-                    )
-                if not isinstance(value, QuantizedState):
-                    encode(value, f"its state {key!r}", {})
-        for group in own.param_groups:
-            encode({key: value for key, value in group.items() if key != "params"}, "its group", {})
-    except TypeError as error:
-        name = type(own).__name__
-        _logger.warning("%s", printable(f"{name} trains, but saving it will raise, and nothing be written: {error}"))
 
 
 def masters_behind(objects: Objects, optimizers: Mapping[str, Any]) -> dict[str, str]:
