@@ -47,7 +47,7 @@ from booster.interface.model import (
     guard_raw_calls,
     remove_raw_call_guard,
 )
-from booster.interface.optimizer import OptimizerWrapper, updates_of
+from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule
 from booster.plugin import Plugin, SingleDevice
@@ -303,10 +303,9 @@ class Booster(BoosterState):
         ]
         wrapped_models: list[ModelWrapper] = [boosted] if isinstance(model, nn.Module) else boosted
         # Weakly: an optimizer that the user keeps does not keep a model that was dropped.
-        for update in updates_of(wrappers):
-            update.models = list(map(weakref.ref, wrapped_models))
-        for wrapper in wrappers:
-            wrapper.after_first = warn_of_unsaved
+        for each in wrappers:
+            update_of(each).models = list(map(weakref.ref, wrapped_models))
+            each.after_first = warn_of_unsaved
         for place, one in enumerate(wrapped_models):
             # What belongs to all models of a list is kept with the first.
             own = (boosted_criterion, wrappers) if place == 0 else (None, [])

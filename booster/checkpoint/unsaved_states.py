@@ -32,12 +32,10 @@ def has_tensors(value: Any) -> bool:
 
 
 def warn_of_unsaved(optimizer: OptimizerWrapper) -> None:
-    """Log a WARNING if no checkpoint will hold what `optimizer` keeps, as its first step left it. Gathers and copies nothing.
-
-    An optimizer with a state_dict() of its own may save other things than it keeps: of that nothing is said."""
+    """Log a WARNING if no checkpoint will hold what `optimizer` keeps, as its first step left it. No collective."""
     own = optimizer.unwrap()
     if type(own).state_dict is not Optimizer.state_dict:
-        return
+        return  # it may save other things than it keeps
     cut = any(is_cut(optimizer, param) for group in own.param_groups for param in group["params"])
     try:
         for state in own.state.values():
@@ -51,5 +49,5 @@ def warn_of_unsaved(optimizer: OptimizerWrapper) -> None:
         for group in own.param_groups:
             encode({key: value for key, value in group.items() if key != "params"}, "its group", {})
     except TypeError as error:
-        name = type(own).__name__
-        _logger.warning("%s", printable(f"{name} trains, but saving it will raise, and nothing be written: {error}"))
+        what = f"{type(own).__name__} trains, but saving it will raise, and nothing be written: {error}"
+        _logger.warning("%s", printable(what))

@@ -72,7 +72,7 @@ class OptimizerWrapper(Optimizer):
             self._update = make_update(context)
         self._clip_grad_norm = context.options.clip_grad_norm
         self._forbidden: str | None = None
-        self.after_first: Callable[[OptimizerWrapper], None] | None = None  # called once, after a step that was applied
+        self.after_first: Callable[[OptimizerWrapper], Any] | None = None  # called after an applied step, once
         remove_guards(context.optimizer)  # those of a boosted one before this
         self._own_step = OwnStepGuard(context.optimizer, self)
         self.accumulating = False
@@ -175,9 +175,8 @@ class OptimizerWrapper(Optimizer):
                     history.sync()
             else:
                 history.sync(result)
-            if self.after_first is not None and history.num_applied:
-                self.after_first, action = None, self.after_first
-                action(self)
+            if history.num_applied and self.after_first is not None:
+                self.after_first = self.after_first(self)
             return result
         except Exception as error:
             leave_pass(error)
@@ -372,8 +371,7 @@ class OptimizerWrapper(Optimizer):
         finally:
             self._own_step.stepping = False
             self.forget_weights()
-            # Autocast keeps half copies of weights, which the method may have written.
-            torch.clear_autocast_cache()
+            torch.clear_autocast_cache()  # of half copies of weights, which the method may have written
         if changed:
             self._history.progress += 1  # what follows progress goes on
         return result

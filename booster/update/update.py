@@ -89,8 +89,7 @@ class Update:
         return result
 
     def _refuse_strangers(self, nowhere: bool) -> None:
-        """Raise RuntimeError if parameters that came into the model after boost have gradients, and none of these has one; tell
-        once of others that have.
+        """Where none of these has a gradient: raise RuntimeError if parameters that came after boost have, tell once of others.
 
         nowhere: on no rank.
         """
