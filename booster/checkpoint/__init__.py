@@ -21,9 +21,8 @@ The files, in the order of a save and then of a load:
     run_checkpoints.py   `RunCheckpoints`, what saves of one `Booster` share: a thread that writes, signals to stop.
     objects.py           what the user gave, by kind and name; what a load returns.
     parts/               what a checkpoint says of models, optimizers, loaders and the rest: one class each, for both ways.
-    unsaved_states.py    what an optimizer keeps that no checkpoint holds, told after its first step.
     saving.py            collects tensors and tree of all ranks, decides which rank writes what, writes and publishes.
-    agree.py             ranks that fail together.
+    agree.py             ranks that fail together. unsaved_states.py: states that no checkpoint holds, told in time.
     folder.py, lock.py   names and renames of folders; the right to write one, among several jobs.
     manifest.py          the manifest, its form and its hash; `CheckpointError`. hashing.py: hashes of files.
     state_tree.py        values to JSON with references for tensors, and back; the form of state.json.
