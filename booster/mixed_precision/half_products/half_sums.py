@@ -133,9 +133,11 @@ def _whole(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def rounded(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """All of `func` in float32, and the result rounded to the half dtype of its arguments."""
+    """All of `func` in float32, and the result rounded to the half dtype of its arguments; in the `dtype` that is asked for."""
     for each in (*args, *kwargs.values()):
-        if isinstance(each, torch.Tensor) and is_half(each):
+        if isinstance(each, torch.Tensor) and is_half(each) and kwargs.get("dtype") is None:
+            if (into := kwargs.pop("out", None)) is not None:
+                return into.copy_(_whole(func, *args, **kwargs))
             return _whole(func, *args, **kwargs).to(each.dtype)
     return func(*args, **kwargs)
 
@@ -181,6 +183,10 @@ def _replicates(args: Any, kwargs: Mapping[str, Any]) -> bool:
     return (args[2] if len(args) > 2 else kwargs.get("mode", "constant")) == "replicate"
 
 
+def _is_antialiased(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    return bool(args[6] if len(args) > 6 else kwargs.get("antialias", False))
+
+
 def _is_sparse(args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Sparse tensors hold an element several times until they are summed."""
     return _first(args, kwargs).layout is not torch.strided
@@ -198,7 +204,7 @@ def _log_softmax(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _loss(func: Any, *args: Any, **kwargs: Any) -> Any:
     """A loss stays float32, as autocast has it on CUDA: a sum over rows is beyond what float16 holds."""
-    scores: Any = args[0] if args else kwargs.get("input", kwargs.get("log_probs"))
+    scores: Any = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
     return _whole(func, *args, **kwargs) if scores.dtype in HALF_DTYPES else func(*args, **kwargs)
 
 
@@ -353,6 +359,11 @@ def _named(how: Any, names: str, *holders: Any) -> dict[Any, Any]:
     return {getattr(holder, name): how for name in names.split() for holder in holders if hasattr(holder, name)}
 
 
+_LOSSES = (
+    "binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss gaussian_nll_loss hinge_embedding_loss "
+    "huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss poisson_nll_loss "
+    "multilabel_soft_margin_loss smooth_l1_loss soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss"
+)
 SUMS: Mapping[Any, _How] = {
     **_named(_layer_norm, "layer_norm", F, torch),
     **_named(_norm(3), "batch_norm instance_norm", F),
@@ -371,12 +382,11 @@ SUMS: Mapping[Any, _How] = {
     torch.Tensor.put_: _in_place(torch.put),
     torch.Tensor.scatter_reduce_: _in_place(torch.scatter_reduce),
     **_named(rounded, "mm addmm sum", torch.sparse),
-    **_named(_loss, "nll_loss cross_entropy", F),
+    **_named(_loss, _LOSSES, F, torch),
     # Of which torch has no half kernel on a CPU, or none of use.
     **_named(rounded, "matrix_exp", torch, torch.linalg, torch.Tensor),
-    **_named(rounded, "cdist", torch),
-    **_named(rounded, "pdist avg_pool3d", F),
-    **_named(_loss, "ctc_loss multi_margin_loss multilabel_margin_loss", F),
+    **_named(rounded, "cdist prod logsumexp"),
+    **_named(rounded, "pdist avg_pool3d interpolate cosine_similarity", F, torch),
     F.binary_cross_entropy: _refused,
 }
 CONDITIONS: Mapping[Any, Callable[[Any, Mapping[str, Any]], bool]] = {
@@ -386,5 +396,6 @@ CONDITIONS: Mapping[Any, Callable[[Any, Mapping[str, Any]], bool]] = {
     **_named(_is_large_float16, "avg_pool1d avg_pool2d lp_pool1d lp_pool2d", F),
     **_named(_enlarges, "adaptive_avg_pool1d adaptive_avg_pool2d", F),
     F.pad: _replicates,
+    F.interpolate: _is_antialiased,
     **_named(_is_sparse, "coalesce to_dense", torch.Tensor),
 }
