@@ -103,23 +103,27 @@ def end_iteration(module: Any) -> None:
         # Gradients that were on their way are lost.
         module.reset_iter_state()
     else:
-        _end_iteration_of_2_11(module._get_fsdp_state())
+        _end_iteration_of_2_12(module._get_fsdp_state())
 
 
-def _end_iteration_of_2_11(root: Any) -> None:
+def _end_iteration_of_2_12(root: Any) -> None:
     """Do what `reset_iter_state` of later torch does: wait for what is on its way, and forget where the passes were."""
     shared, passes = root._comm_ctx, root._state_ctx
     idle = type(root._training_state).IDLE
     wait = root._device_handle.current_stream().wait_event
-    for kept in (shared.all_gather_state, shared.reduce_scatter_state):
+    several = getattr(shared, "reduce_scatter_states", None)  # from torch 2.12 on
+    for kept in (shared.all_gather_state, *([shared.reduce_scatter_state] if several is None else several)):
         if kept is not None and kept.event is not None:
             wait(kept.event)
-    shared.all_gather_state = shared.reduce_scatter_state = None
+    shared.all_gather_state = None
+    if several is None:
+        shared.reduce_scatter_state = None
+    else:
+        several.clear()
     for state in passes.all_states:
         state._modules_to_run_forward.clear()
         state._training_state = idle
-        group = state._fsdp_param_group
-        if group is not None:
+        for group in groups_of(state):
             group.finalize_backward()  # waits for reductions, copies to the host and a gather that was not used
             if group._reshard_after_forward_event is not None:
                 wait(group._reshard_after_forward_event)
