@@ -289,6 +289,7 @@ class Booster(BoosterState):
         )
         owners = refusals.scheduler_owners(lr_scheduler, optimizer, self._boosted.optimizers)
         loader = refusals.boosted_loader(dataloader, self._boosted.loaders, device=self.device, plugin=self.plugin)
+        refusals.check_alike(models, self.precision, self.plugin.group)
         # Before anything is changed: a later switch goes back to this.
         built = [BeforeBoost(one, self._boosted.dtypes()) for one in models]
         boosted, boosted_optimizer, boosted_criterion = self.precision.configure(

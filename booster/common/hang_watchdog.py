@@ -42,10 +42,8 @@ _STARTERS: Mapping[str, tuple[str, ...]] = {"cli/": (), "launch.py": ("launch_no
 
 _FORWARD = ("forward", "_run")  # of a boosted model
 # Calls that all ranks make alike in a step.
-_STEPS = (
-    "backward step accumulate no_sync zero_grad execute_pipeline unscale_grads clip_grad_by_norm clip_grad_by_value"
-)
-_PASSES = frozenset(("the model's forward()", *(f"{name}()" for name in _STEPS.split())))
+_STEP = "backward step accumulate no_sync zero_grad execute_pipeline unscale_grads clip_grad_by_norm clip_grad_by_value"
+_PASSES = frozenset(("the model's forward()", *(f"{name}()" for name in _STEP.split())))
 _REPORTED = "_booster_left_a_pass"  # attribute of an exception
 _LOST = ("onnection ", "pair closure", "Broken pipe")  # what gloo says where another rank has gone
 

@@ -26,6 +26,7 @@ from booster.model.modules import bare
 from booster.model.optimizer_kinds import inner_optimizers, kind_of, unknown
 from booster.model.params import as_one_module, describe_optimizer_wrapper
 from booster.plugin import Plugin
+from booster.ranks import agreement
 from booster.update.context import UpdateOptions
 
 _logger = logging.getLogger(__name__)
@@ -150,6 +151,26 @@ def check_boost(
         check_released(optimizer, options)
     if shares:
         check_shared(optimizers, whole)
+
+
+def check_alike(models: Sequence[nn.Module], precision: MixedPrecision, group: dist.ProcessGroup | None) -> None:
+    """Raise ValueError, on all ranks of `group`, unless these are alike but for values and devices; a small collective."""
+    form = [["mixed_precision", type(precision).__name__]]
+    for name, param in as_one_module(models).named_parameters():
+        shape = "no shape" if nn.parameter.is_lazy(param) else tuple(param.shape)
+        form.append([name, f"{shape} {param.dtype}{'' if param.requires_grad else ' frozen'}"])
+    # Else a rank would wait for a gradient that another one does not send, or receive too few bytes.
+    if group is None or agreement.are_alike(repr(form), group):
+        return
+    forms = agreement.gather(form, group)
+    rank = next(rank for rank, each in enumerate(forms) if each != forms[0])
+    first, other = dict(forms[0]), dict(forms[rank])
+    names = [name for name in first | other if first.get(name) != other.get(name)]
+    found = [f"{name} is {first.get(name, 'missing')} on rank 0 and {other.get(name, 'missing')}" for name in names]
+    raise ValueError(
+        f"ranks boost unlike models: {listed(found, 3) or 'parameters in another order'} on rank {rank}. Build the same model, "
+        "and freeze the same parameters, on every rank, before boost()"
+    )
 
 
 def check_model(model: Any, boosted: Collection[nn.Module], plugin: Plugin) -> None:

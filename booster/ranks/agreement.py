@@ -65,13 +65,12 @@ def all_or_none(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
         raise ValueError(f"nothing was done on this rank either, because {'; '.join(failed)}")
 
 
-def require_alike(text: str, what: str, group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError on every rank of `group` unless all have the same `text`. what: its subject, for the message."""
+def are_alike(text: str, group: dist.ProcessGroup | None) -> bool:
+    """Return whether all ranks of `group` have the same `text`."""
     # Six bytes, which a float64 holds exactly: one message, however long the text.
     code = float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big"))
     least, most = min_and_max(code, group)
-    if least != most:
-        raise ValueError(f"ranks differ in {what}; pass states of one kind, saved under one layout, on every rank")
+    return least == most
 
 
 # ---------------------------------------------------------------------- numbers that a step decides by

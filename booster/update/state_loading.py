@@ -78,7 +78,8 @@ def read_state(update: Update, history: StepHistory, state_dict: Any, fill: Fill
             )
         # Weights of the model may be written between reading and taking over.
         moved = _moved(update, state, rest)
-    agreement.require_alike(repr(moved), "the tensors that change their layout among ranks", update.gradients.group)
+    if not agreement.are_alike(repr(moved), update.gradients.group):
+        raise ValueError("ranks differ in the tensors that change their layout; pass states of one kind on every rank")
     before, scale = implementation(optimizer), scaler.state_dict()
     # The optimizer's own load may refuse half-way.
     snapshot = StateSnapshot([optimizer], numbers=False, random=False)

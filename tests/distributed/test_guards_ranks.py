@@ -255,3 +255,34 @@ def test_a_step_names_parameters_that_came_into_the_model_after_boost_on_every_p
     for found in ranks2(refused_strangers):
         for case, said in found.items():
             assert "no parameter of the optimizer has a gradient, and 0.weight, 0.bias, 2.weight" in said, (case, said)
+
+
+UNLIKE = {
+    "frozen": r"0\.weight is \(8, 8\) torch\.float32 on rank 0 and \(8, 8\) torch\.float32 frozen on rank 1",
+    "shape": r"2\.weight is \(4, 8\) torch\.float32 on rank 0 and \(5, 8\) torch\.float32, 2\.bias is .* on rank 1",
+    "missing": r"2\.bias is \(4,\) torch\.float32 on rank 0 and missing on rank 1",
+    "order": "parameters in another order on rank 1",
+    "precision": "mixed_precision is FP32 on rank 0 and BF16MixedPrecision on rank 1",
+}
+
+
+def boosts_unlike(rank, world_size, plugin):
+    found = {}
+    for what in UNLIKE:
+        other = what if rank == 1 else ""
+        net = nn.Sequential(
+            nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5 if other == "shape" else 4, bias=other != "missing")
+        )
+        net[0].weight.requires_grad_(other != "frozen")
+        if other == "order":
+            net[2]._parameters = dict(reversed(net[2]._parameters.items()))
+        booster = Booster("cpu", "bf16" if other == "precision" else "fp32", PLUGINS[plugin]())
+        with pytest.raises(ValueError, match=f"ranks boost unlike models: {UNLIKE[what]}"):
+            booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        found[what] = any(type(param) is not nn.Parameter for param in net.parameters())
+    return found
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "zero2", "fsdp", "tp"])
+def test_models_that_are_not_alike_on_ranks_are_refused_before_anything_is_placed(ranks2, plugin):
+    assert [set(found.values()) for found in ranks2(boosts_unlike, plugin)] == [{False}] * 2

@@ -111,15 +111,12 @@ def _end_iteration_of_2_12(root: Any) -> None:
     shared, passes = root._comm_ctx, root._state_ctx
     idle = type(root._training_state).IDLE
     wait = root._device_handle.current_stream().wait_event
-    several = getattr(shared, "reduce_scatter_states", None)  # from torch 2.12 on
-    for kept in (shared.all_gather_state, *([shared.reduce_scatter_state] if several is None else several)):
+    reductions = getattr(shared, "reduce_scatter_states", None)  # from torch 2.12 on
+    for kept in (shared.all_gather_state, *(reductions or [vars(shared).get("reduce_scatter_state")])):
         if kept is not None and kept.event is not None:
             wait(kept.event)
     shared.all_gather_state = None
-    if several is None:
-        shared.reduce_scatter_state = None
-    else:
-        several.clear()
+    vars(shared).update({"reduce_scatter_state": None} if reductions is None else {"reduce_scatter_states": []})
     for state in passes.all_states:
         state._modules_to_run_forward.clear()
         state._training_state = idle
