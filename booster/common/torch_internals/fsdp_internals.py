@@ -115,8 +115,8 @@ def _end_iteration_of_2_12(root: Any) -> None:
     for kept in (shared.all_gather_state, *(reductions or [vars(shared).get("reduce_scatter_state")])):
         if kept is not None and kept.event is not None:
             wait(kept.event)
-    shared.all_gather_state = None
-    vars(shared).update({"reduce_scatter_state": None} if reductions is None else {"reduce_scatter_states": []})
+    forgotten: dict[str, Any] = {"reduce_scatter_state": None} if reductions is None else {"reduce_scatter_states": []}
+    vars(shared).update(forgotten, all_gather_state=None)
     for state in passes.all_states:
         state._modules_to_run_forward.clear()
         state._training_state = idle
