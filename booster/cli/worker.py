@@ -32,6 +32,11 @@ _ADVICE = (
     "your own; a rank must not leave a loop by a condition that others do not meet."
 )
 
+_ON_SHARDS = (
+    "Weights that ranks divide are DTensors, each rank's shard, outside of the forward of their module, and this code brought "
+    "one together with a plain tensor. docs/guides/averages.md has averages and copies of weights that work on every plugin."
+)
+
 _TRIES = 20  # a process that is being killed may still make a file
 
 
@@ -72,9 +77,11 @@ def main() -> None:
         error.__traceback__ = own
         interrupted = isinstance(error, KeyboardInterrupt)
         if not interrupted:  # Ctrl-C comes from the launcher, which knows
-            advice = f"{_ADVICE}\n" if any(text in str(error) for text in _CUT_OFF) else ""
+            is_cut_off = any(text in str(error) for text in _CUT_OFF)
+            on_shards = f"{_ON_SHARDS}\n" if "mixed torch.Tensor and DTensor" in str(error) else ""
+            advice = f"{_ADVICE}\n" if is_cut_off else on_shards
             callstack = "".join(traceback.format_exception(type(error), error, own))
-            _record(f"{type(error).__name__}: {error}", callstack + advice, is_cut_off=bool(advice))
+            _record(f"{type(error).__name__}: {error}", callstack + advice, is_cut_off=is_cut_off)
         # What the interpreter does with an uncaught exception, without the frames above the script.
         sys.excepthook(type(error), error, own)
         sys.exit(130 if interrupted else 1)

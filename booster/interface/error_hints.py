@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
+from traceback import walk_tb
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from booster.common.frames import raised_in, where_raised
 from booster.common.text import dtype_name, listed
 from booster.model.dtensors import is_dtensor, is_part
-from booster.tensors.trees import HALF_DTYPES
+from booster.tensors.trees import HALF_DTYPES, tensors
 from booster.update.state_dict import STATE_KEY
 from booster.update.update import Update
 
@@ -86,7 +87,16 @@ def _hint_of_shards(error: Exception, name: str, model: nn.Module) -> str | None
     )
 
 
-_MIXED_DTYPES = re.compile(r"same dtype|expected scalar type|should be the same|dtype.* mismatch", re.IGNORECASE)
+_MIXED_DTYPES = re.compile(
+    r"same dtype|mixed dtype|expected scalar type|should be the same|dtype.* mismatch", re.IGNORECASE
+)
+
+
+def _has_other_states(error: Exception) -> bool:
+    """Return whether a recurrent layer raised `error` that had first states of another dtype than its input."""
+    frames = (frame.f_locals for frame, _ in walk_tb(error.__traceback__))
+    given = (tensors((values.get("input"), values.get("hx"))) for values in frames)
+    return "primitive descriptor" in str(error) and any(len({each.dtype for each in some}) > 1 for some in given)
 
 
 def _hint_of_dtypes(error: Exception, precision: object, wanted: torch.dtype | None) -> str | None:
@@ -98,7 +108,7 @@ def _hint_of_dtypes(error: Exception, precision: object, wanted: torch.dtype | N
             f"{error}: at {where_raised(error)} torch's product of groups takes halves in rows of a multiple of 8 numbers; "
             "give experts such sizes, or have them multiplied one by one: model.set_experts_implementation('eager')"
         )
-    if not _MIXED_DTYPES.search(str(error)):
+    if not _MIXED_DTYPES.search(str(error)) and not _has_other_states(error):
         return None
     if compute in HALF_DTYPES:
         return (

@@ -21,7 +21,7 @@ from booster.interface.call_log import CallLog
 from booster.interface.error_hints import hint
 from booster.interface.transparent import TransparentModule
 from booster.model.dtensors import is_part
-from booster.model.modules import bare, fast_path_off, wait_for_weights
+from booster.model.modules import bare, fast_path_off, is_fully_sharded, is_placed, wait_for_weights
 from booster.tensors.cast_regions import both, cast_floats, cast_inputs, region
 from booster.tensors.trees import HALF_DTYPES, tensors
 from booster.tensors.weak import reading_weakly, strip_weak
@@ -136,15 +136,22 @@ class PrecisionModule(TransparentModule):
         return self._cast(tree, self._output_dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if any(map(is_part, self.module.parameters())):
+        if any(map(is_part, self.module.parameters())) or (
+            is_placed(self.module) and not isinstance(self.module, nn.parallel.DistributedDataParallel)
+        ):
             raise RuntimeError(
-                "torch.save and pickle of a model that is divided among ranks would write this rank's shard of each weight; "
+                "torch.save and pickle of a model that ranks share would write this rank's shard of what is divided; "
                 "write whole weights with b.save_model(model, path), or a checkpoint with b.save, which all ranks call"
             )
         return super().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrecisionModule:
         wait_for_weights(self.module)
+        if is_fully_sharded(self.module):
+            raise RuntimeError(
+                "a model that fully_shard divides is not copied. Copy it before boost, and boost the copy too, as a target "
+                "network: target = copy.deepcopy(net); target, *_ = b.boost(target); averages: docs/guides/averages.md"
+            )
         memo[id(self._precision)] = self._precision  # one strategy may serve several models
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone

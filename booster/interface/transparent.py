@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ from booster.common import arguments
 from booster.common.frames import called_by, called_from
 from booster.common.torch_internals.tensor_internals import SWAPS_TENSORS
 from booster.model.dtensors import is_part
-from booster.model.modules import bare, is_placed, unwrap_placed, wait_for_weights
+from booster.model.modules import bare, is_fully_sharded, is_placed, unwrap_placed, wait_for_weights
 
 _logger = logging.getLogger(__name__)
 _KNOW_PARTS = ("torch.distributed.checkpoint", "booster.")
@@ -37,7 +38,7 @@ class TransparentModule(nn.Module):
         # Torch's functions of reparametrization write into this dict: it is where they can be refused.
         self.__dict__["_parameters"] = _NoParameters()
         self.module = module
-        self.register_load_state_dict_pre_hook(_add_prefix)
+        nn.Module.register_load_state_dict_pre_hook(self, _add_prefix)
 
     def unwrap(self) -> nn.Module:
         """The user's model, as it was given to `boost`; a `torch.compile` wrapper of the user's stays."""
@@ -66,8 +67,8 @@ class TransparentModule(nn.Module):
         """As torch, through a plugin's wrapper, which may keep its own gradients; also between forward and backward."""
         arguments.flag("set_to_none", set_to_none)
         self.module.zero_grad(*(() if set_to_none else (False,)))  # a class may have a zero_grad() without arguments
-        module, fsdp = bare(self.module), sys.modules.get("torch.distributed.fsdp")
-        if fsdp is not None and any(isinstance(child, fsdp.FSDPModule) for child in module.modules()):
+        module = bare(self.module)
+        if is_fully_sharded(module):
             from booster.shards.fully_sharded import (
                 clear_unsharded_grads,  # which imports FSDP, a second for no use elsewhere
             )
@@ -202,6 +203,30 @@ class TransparentModule(nn.Module):
     def _wrap_method(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         """What the attribute `name`, a bound method of the user's model, is to those who read it through the wrapper."""
         return method
+
+
+def _as_overridden(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that is the user's own where the model overrides `nn.Module`'s method `name`, and else `default`."""
+    of_torch = getattr(nn.Module, name)
+
+    @functools.wraps(default)
+    def method(self: TransparentModule, *args: Any, **kwargs: Any) -> Any:
+        own = bare(self.module)
+        if name not in own.__dict__ and getattr(type(own), name) is of_torch:
+            return default(self, *args, **kwargs)
+        returned = getattr(self._whole(), name)(*args, **kwargs)
+        return self if returned is own else returned
+
+    return method
+
+
+# The others do more than the user's method: they switch what plugins wrapped around it, or clear what plugins keep.
+# Torch calls those of the extra state by itself, and asks by identity whether a class has them.
+_MORE_THAN_OWN = {"forward", "train", "eval", "state_dict", "load_state_dict", "zero_grad", "extra_repr"}
+_MORE_THAN_OWN |= {"get_extra_state", "set_extra_state"}
+for _name, _method in inspect.getmembers(TransparentModule, inspect.isfunction):
+    if not _name.startswith("_") and _name not in _MORE_THAN_OWN and hasattr(nn.Module, _name):
+        setattr(TransparentModule, _name, _as_overridden(_name, _method))
 
 
 class _NoParameters(dict[str, Any]):

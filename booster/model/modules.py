@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -76,6 +77,12 @@ def unwrap_placed(module: nn.Module) -> nn.Module:
 def is_placed(module: Any) -> bool:
     """Return whether `module` is what a plugin wrapped around another."""
     return isinstance(module, (nn.parallel.DistributedDataParallel, PlacedModule))
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Return whether torch's `fully_shard` divides `module` or a part of it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(child, fsdp.FSDPModule) for child in module.modules())
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:

@@ -165,6 +165,11 @@ def run_backward(
         if isinstance(error, RuntimeError) and "sparse" in str(error):
             for member in members:
                 member.parameters.refuse_sparse_halves()
+        if isinstance(error, NotImplementedError) and "Sparse" in str(error):  # torch's words of ranks do not say whose
+            raise RuntimeError(
+                "a gradient is sparse, as F.embedding(..., sparse=True) makes it, and ranks cannot average it; write "
+                "sparse=False. Under TorchDDPPlugin nn.Embedding(..., sparse=True) can be trained"
+            ) from error
         raise
     if not released:
         for member in members:

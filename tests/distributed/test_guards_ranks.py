@@ -1,6 +1,7 @@
 """What a user may still hold besides the boosted objects, on several ranks: see tests/unit/test_guards.py."""
 
 import contextlib
+import copy
 import io
 import logging
 import warnings
@@ -183,6 +184,15 @@ class MeetsParts(nn.Module):
         return self.second(self.first(made))
 
 
+class SparseByFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, 4))
+
+    def forward(self, index):
+        return nn.functional.embedding(index, self.table, sparse=True)
+
+
 def meets(rank, world_size):
     torch.manual_seed(0)
     for how in ("new_zeros", "average"):
@@ -192,6 +202,15 @@ def meets(rank, world_size):
             model(torch.randn(4, 8))
     with pytest.raises(RuntimeError, match=r"whole weights with b.save_model\(model, path\)"):
         torch.save(model, io.BytesIO())
+    with pytest.raises(RuntimeError, match="Copy it before boost, and boost the copy too"):
+        copy.deepcopy(model)
+    for plugin in (TorchFSDPPlugin(), TorchDDPPlugin(), LowLevelZeroPlugin(stage=2)):
+        b = Booster("cpu", "bf16", plugin)
+        model, optimizer, *_ = b.boost(table := SparseByFunction(), torch.optim.SGD(table.parameters()))
+        with pytest.raises(RuntimeError, match="sparse=False"):
+            b.backward(model(torch.tensor([1, 2])).sum(), optimizer)
+    with pytest.raises(RuntimeError, match=r"whole weights with b.save_model\(model, path\)"):
+        torch.save(model, io.BytesIO())  # ZeRO-2's wrapper keeps gradients
     for kind in (TorchFSDPPlugin, lambda: HybridParallelPlugin(1, 1)):
         table = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
         with pytest.raises(ValueError, match="sparse=True of 0 in Sequential makes sparse gradients"):

@@ -1,10 +1,16 @@
 """Who of several ranks that ended is said to have failed first."""
 
+import json
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import booster.cli
 from booster.cli.failure_report import report_failures
 
 SECOND = 10**9
@@ -94,3 +100,14 @@ def test_a_rank_that_left_a_traceback_is_told_by_that_last(capsys):
     broken = failure(0, 1, (100.6 * SECOND, True, 1), TRACEBACK)
     assert report_failures({0: broken, 1: raised}, {}, **MACHINE) == 1
     assert capsys.readouterr().err.rstrip().endswith("ValueError: the reason")
+
+
+def test_an_error_of_shards_in_the_users_own_code_comes_with_where_it_is_explained(tmp_path):
+    script, report = tmp_path / "train.py", tmp_path / "error.json"
+    script.write_text("raise RuntimeError('aten.add.Tensor got mixed torch.Tensor and DTensor, need to convert')")
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(report)}
+    worker = Path(booster.cli.__file__).with_name("worker.py")
+    assert subprocess.run([sys.executable, worker, script], env=environment, capture_output=True).returncode == 1
+    extra = json.loads(report.read_text())["message"]["extraInfo"]
+    assert extra["py_callstack"].endswith("copies of weights that work on every plugin.\n")
+    assert not extra["is_cut_off"]

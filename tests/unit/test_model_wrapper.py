@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import inspect
 import io
 import shutil
 import threading
@@ -729,6 +730,28 @@ def test_methods_of_torch_that_a_class_overrides_keep_its_own_arguments():
     assert model.to(torch.float64) is model
 
 
+# register_backward_hook is its modern name; extra_repr is for print; zero_grad clears what plugins keep, and takes no more.
+NOT_OWN = {"forward", "register_backward_hook", "extra_repr", "zero_grad", "get_extra_state", "set_extra_state"}
+METHODS = {name for name, _ in inspect.getmembers(nn.Module, inspect.isfunction) if name[0] != "_"} - NOT_OWN
+
+
+def test_every_method_of_torch_that_a_class_overrides_is_its_own():
+    for name in sorted(METHODS):
+
+        def own(self, *args, wanted=None, name=name, **kwargs):
+            return getattr(nn.Linear, name)(self, *args, **kwargs) if wanted is None else wanted
+
+        net = type("Own", (nn.Linear,), {name: own})(2, 2)
+        model, *_ = Booster("cpu", "bf16").boost(net)
+        assert getattr(model, name)(wanted={"theirs": 1}) == {"theirs": 1}, name
+        if name != "state_dict":
+            assert getattr(model, name)(wanted=net) in (model, net), name
+        net = nn.Linear(2, 2)
+        model, *_ = Booster("cpu", "bf16").boost(net)
+        setattr(net, name, lambda *args: {"of": "the instance"})
+        assert getattr(model, name)() == {"of": "the instance"}, name
+
+
 class MakesTensors(nn.Module):
     def __init__(self):
         super().__init__()
@@ -752,6 +775,27 @@ def test_a_tensor_that_forward_makes_in_float32_is_named_by_its_line(precision):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         model(torch.ones(1, 5))
     assert "default_dtype" not in str(caught.value)
+    norm, *_ = Booster("cpu", precision).boost(nn.Sequential(Widens(), nn.LayerNorm(4)))
+    with pytest.raises(RuntimeError, match="expect parameter to have scalar type of Float: weights are"):
+        norm(torch.ones(1, 4))
+
+
+class Widens(nn.Module):
+    def forward(self, x):
+        return x * torch.ones(4)
+
+
+@pytest.mark.parametrize("of_states", [torch.float32, torch.bfloat16])
+def test_first_states_of_another_dtype_are_told_from_a_layer_that_torch_does_not_train(of_states):
+    class Refused(nn.Module):
+        def forward(self, input):
+            hx = torch.zeros(2, 4, dtype=of_states)
+            raise RuntimeError(f"could not create a primitive descriptor for the LSTM, {hx.shape}")
+
+    model, *_ = Booster("cpu", "bf16_naive").boost(Refused())
+    with pytest.raises(RuntimeError, match="could not create a primitive descriptor") as caught:
+        model(torch.ones(2, 4))
+    assert ("forward gave one of them a tensor of another dtype" in str(caught.value)) == (of_states == torch.float32)
 
 
 # ---- transformers ----
