@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from booster.checkpoint.manifest import CheckpointError, Tensor, dtype_of
-from booster.checkpoint.tensor_file import Entry, entries_of, entry_of, read_box
+from booster.checkpoint.tensor_file import Entry, bytes_of, entries_of, entry_of, fill_from, read_box
 from booster.checkpoint.tensor_layout import HeldTensor, is_boxes
 from booster.common.untrusted_files import open_regular
 from booster.interface.optimizer import OptimizerWrapper, update_of
@@ -45,6 +45,9 @@ class LateReads:
         self._folder, self._tensors = folder, tensors
         self._wanted: dict[str, _Late] = {}
         self._entries: dict[str, dict[str, Entry]] = {}
+        # By parameter and dtype: states of a parameter are laid out alike, and a DTensor takes long to make.
+        self._layouts: dict[Any, tuple[HeldTensor, FlatShard, tuple[int, ...]]] = {}
+        self._runs: dict[str, list[tuple[int, int, Path, int]] | None] = {}  # see `_find_runs`
         self.problems: list[str] = []
 
     def request(
@@ -54,19 +57,22 @@ class LateReads:
         update, tensor = update_of(optimizer), self._tensors[name]
         if tensor.shape != tuple(param.shape) or not update.optimizer_state.can_be_filled(param):
             return None
-        dtype, meta = dtype_of(tensor), torch.device("meta")
-        flat, local = update.shards.states.empty_shard(param, dtype, meta), local_shard(param)
-        like = torch.empty(local.shape, dtype=dtype, device=meta)
-        origin = (0,) * param.dim()
-        if is_dtensor(param):
-            if not is_boxes(param):  # as those of a fused projection
+        if (param, tensor.dtype) not in self._layouts:
+            dtype, meta = dtype_of(tensor), torch.device("meta")
+            flat, local = update.shards.states.empty_shard(param, dtype, meta), local_shard(param)
+            like = torch.empty(local.shape, dtype=dtype, device=meta)
+            origin = (0,) * param.dim()
+            if is_dtensor(param):
+                if not is_boxes(param):  # as those of a fused projection
+                    return None
+                origin = tuple(param.__create_chunk_list__()[0].offsets)  # type: ignore[attr-defined]
+            held = flat or FlatShard(like.view(-1), 0, local.shape, local.stride())
+            if flat is None and not held.values.numel():
                 return None
-            origin = tuple(param.__create_chunk_list__()[0].offsets)  # type: ignore[attr-defined]
-        held = flat or FlatShard(like.view(-1), 0, local.shape, local.stride())
-        if flat is None and not held.values.numel():
-            return None
+            self._layouts[param, tensor.dtype] = flat or dtensor_around(like, param), held, origin
+        placeholder, held, origin = self._layouts[param, tensor.dtype]
         self._wanted[name] = _Late(optimizer, param, key, held, origin)
-        return flat or dtensor_around(like, param)
+        return placeholder
 
     def __contains__(self, name: object) -> bool:
         return name in self._wanted
@@ -110,9 +116,43 @@ class LateReads:
 
     def _read(self, name: str, start: int, into: torch.Tensor) -> torch.Tensor:
         """Read what this rank has of a tensor, from `start` on, into 1-dim memory, and return it; into meta memory nothing."""
+        dtype = self._wanted[name].held.dtype
+        if name not in self._runs:
+            self._runs[name] = self._find_runs(name)
+        if into.is_meta:
+            return into
+        straight = into.is_cpu and into.dtype == dtype and into.is_contiguous()
+        values = into if straight else torch.empty(into.shape, dtype=dtype)
+        runs, memory, width = self._runs[name], bytes_of(values), dtype.itemsize
+        for place, numel, path, begin in runs or ():
+            first, stop = max(place, start), min(place + numel, start + values.numel())
+            if first < stop:
+                with open_regular(path) as file:
+                    file.seek(begin + (first - place) * width)
+                    fill_from(file, memory[(first - start) * width : (stop - start) * width], path, name)
+        for entry, inside, here in self._parts(name, start, values) if runs is None else ():
+            with open_regular(entry.file) as file:
+                read_box(file, entry, inside, here)
+        return into if straight else into.copy_(values)
+
+    def _find_runs(self, name: str) -> list[tuple[int, int, Path, int]] | None:
+        """Return elements that follow each other here and in a file, as (the first here, how many, the file, its first byte).
+
+        None where some do not. To cut boxes for each bucket anew takes longer than to read them. Compares every header.
+        """
+        found, in_runs = [], True
+        for entry, inside, here in self._parts(name, 0, self._wanted[name].held.values):
+            there = torch.empty(entry.shape, dtype=entry.dtype, device="meta")[inside]
+            in_runs &= there.is_contiguous() and here.is_contiguous()
+            begin = entry.start + there.storage_offset() * entry.dtype.itemsize
+            found.append((here.storage_offset(), here.numel(), entry.file, begin))
+        return found if in_runs else None
+
+    def _parts(
+        self, name: str, start: int, values: torch.Tensor
+    ) -> Iterator[tuple[Entry, tuple[slice, ...], torch.Tensor]]:
+        """Yield entries of files, their box, and the view of `values` that takes it: what this rank has from `start` on."""
         (*_, held, origin), tensor = self._wanted[name], self._tensors[name]
-        straight = into.is_meta or (into.is_cpu and into.dtype == held.dtype)
-        values = into if straight else torch.empty(into.shape, dtype=held.dtype)
         for begin, sizes, view in FlatShard(values, held.start + start, held.shape, held.stride).boxes():
             box = [range(o + b, o + b + n) for o, b, n in zip(origin, begin, sizes, strict=True)]
             for chunk in tensor.chunks:
@@ -126,12 +166,9 @@ class LateReads:
                 if chunk.file not in self._entries:
                     self._entries[chunk.file] = entries_of(path)
                 entry = entry_of(self._entries[chunk.file], path, chunk, held.dtype)
-                inside = [slice(e.start - o, e.stop - o) for e, o in zip(both, chunk.offsets, strict=True)]
+                inside = tuple(slice(e.start - o, e.stop - o) for e, o in zip(both, chunk.offsets, strict=True))
                 here = tuple(slice(e.start - own.start, e.stop - own.start) for e, own in zip(both, box, strict=True))
-                if not into.is_meta:
-                    with open_regular(path) as file:
-                        read_box(file, entry, inside, view[here])
-        return into if straight else into.copy_(values)
+                yield entry, inside, view[here]
 
     def end(self) -> bool:
         """Return whether anything was late. Raises CheckpointError for what could not be read."""

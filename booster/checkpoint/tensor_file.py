@@ -126,13 +126,14 @@ def pieces(opened: IO[bytes], entry: Entry, unit: int = 1) -> Iterator[torch.Ten
     for start in range(0, entry.numel, step):
         # One buffer for all pieces: a file may be larger than memory.
         view = memoryview(buffer)[: min(step, entry.numel - start) * width]
-        _fill(opened, view, entry)
+        fill_from(opened, view, entry.file, entry.name)
         yield torch.frombuffer(view, dtype=entry.dtype)
 
 
-def _fill(opened: IO[bytes], memory: memoryview, entry: Entry) -> None:
+def fill_from(opened: IO[bytes], memory: memoryview, file: Path, name: str) -> None:
+    """Read bytes of the tensor `name` from where `opened` is; raises CheckpointError where `file` ends before."""
     if opened.readinto(memory) != len(memory):  # type: ignore[attr-defined]
-        raise CheckpointError(f"{entry.file} ended while {entry.name} was read")
+        raise CheckpointError(f"{file} ended while {name} was read")
 
 
 def read_entry(opened: IO[bytes], entry: Entry, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -140,7 +141,7 @@ def read_entry(opened: IO[bytes], entry: Entry, into: torch.Tensor | None = None
     whole = torch.empty(entry.shape, dtype=entry.dtype) if into is None else into
     if can_be_read_into(whole, entry.shape, entry.dtype):
         opened.seek(entry.start)
-        _fill(opened, bytes_of(whole), entry)
+        fill_from(opened, bytes_of(whole), entry.file, entry.name)
         return whole
     flat, start = whole.view(-1), 0
     for piece in pieces(opened, entry):

@@ -236,13 +236,15 @@ class ZeroShards(Shards):
                 before = self._versions.get(bucket)
                 if not owned.isdisjoint(map(id, bucket.params)):
                     layout.pending_all_gathers.add(bucket.data, bucket.gather(layout.group))  # type: ignore[arg-type]
-                if one_by_one or not self._overlaps:
+                if one_by_one:
                     self.wait_for_weights()
                 for place, param in enumerate(bucket.params) if before is not None else ():
                     used = place in bucket.reduced if self._reduced else param.grad is not None
                     if (used or id(param) in in_backward) and id(param) in owned and version(param) == before[place]:  # type: ignore[index]
                         changed.append(param)
         self._stepped_in_backward.clear()
+        if not self._overlaps:
+            self.wait_for_weights()
         # A graph that was kept over the step is stale on all ranks, whether or not it was this one's step that wrote here.
         torch.autograd.graph.increment_version(changed)
 

@@ -1,9 +1,12 @@
 """A save that fails on one rank, or loses one, is an error on every rank within seconds, and the old checkpoint stays."""
 
+import errno
 import json
 import os
+import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,22 +37,41 @@ def failing(monkeypatch, act):
     monkeypatch.setattr(of_tensors, "write_tensors", write_tensors)
 
 
-def full_disk():
-    raise OSError(28, "No space left on device")
+def raising(number):
+    def act(folder):
+        raise OSError(number, os.strerror(number))
+
+    return act
 
 
-def saves_twice(rank, world_size, layout, victim, folder):
+def without_staging(folder):
+    for path in Path(folder).glob(".step-*.writing-*/"):
+        shutil.rmtree(path)
+
+
+# By what happens to the folder: how, and what the error says.
+FAULTS = {
+    "full": (raising(errno.ENOSPC), "on rank {victim}: OSError: .*No space left on device"),
+    "read-only": (raising(errno.EROFS), "on rank {victim}: OSError: .*Read-only file system"),
+    "staging removed": (without_staging, "No such file or directory"),
+    "removed": (shutil.rmtree, "No such file or directory"),
+}
+
+
+def saves_twice(rank, world_size, layout, victim, folder, fault="full"):
+    act, message = FAULTS[fault]
     run = Run("fp16_naive", layout)
     run.train(1)
     run.save(folder, step=1)
     run.train(1)
     with pytest.MonkeyPatch.context() as patch:
         if rank == victim:
-            failing(patch, full_disk)
-        with pytest.raises(CheckpointError, match=f"on rank {victim}: OSError: .*No space left on device"):
+            failing(patch, partial(act, folder))
+        with pytest.raises(CheckpointError, match=message.format(victim=victim)):
             run.save(folder, step=2)
     torch.distributed.barrier()  # the first rank has cleared up
-    before = sorted(os.listdir(folder))
+    before = sorted(os.listdir(folder)) if os.path.exists(folder) else []
+    assert not [each for name in before for each in damage(Path(folder, name))]
     torch.distributed.barrier()
     run.save(folder, step=2)  # the ranks are in step with each other
     return before, damage(latest(folder))
@@ -61,6 +83,15 @@ def saves_twice(rank, world_size, layout, victim, folder):
 def test_a_full_disk_on_one_rank_is_an_error_on_all(ranks2, tmp_path, layout, victim):
     assert ranks2(saves_twice, layout, victim, str(tmp_path)) == [(STEPS[:1], [])] * 2
     assert sorted(os.listdir(tmp_path)) == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("fault", list(FAULTS)[1:])
+def test_a_folder_that_fails_or_goes_is_an_error_on_all_and_the_next_save_is_whole(ranks2, tmp_path, fault, victim):
+    left = [] if fault == "removed" else STEPS[:1]
+    assert ranks2(saves_twice, "FSDP", victim, str(tmp_path / "run"), fault) == [(left, [])] * 2
+    assert sorted(os.listdir(tmp_path / "run")) == [*left, STEPS[1]]
 
 
 def one_dies(rank, world_size, victim, folder):
