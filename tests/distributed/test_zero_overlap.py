@@ -200,3 +200,33 @@ def first_use(rank, world_size):
 
 def test_forward_waits_for_a_weight_when_it_is_first_used(ranks2):
     ranks2(first_use)
+
+
+def gathered(rank, world_size):
+    """Starts and waits of all-gathers in a step without overlap, in order; and the number of buckets."""
+    job, seen, gather = Job("fp32", stage=2), [], FlatParameters.gather
+
+    class Noted:
+        def __init__(self, work):
+            self._work = work
+
+        def wait(self):
+            seen.append("wait")
+            self._work.wait()
+
+    def noted(bucket, group):
+        seen.append("start")
+        return [Noted(work) for work in gather(bucket, group)]
+
+    FlatParameters.gather = noted
+    try:
+        job.step(0, rank)
+    finally:
+        FlatParameters.gather = gather
+    return seen, len(job.layout().buckets)
+
+
+def test_a_step_without_overlap_starts_every_all_gather_before_it_waits(ranks2):
+    for seen, number in ranks2(gathered):
+        assert number > 2
+        assert seen == ["start"] * number + ["wait"] * number

@@ -341,10 +341,9 @@ def by_elements(row: Row) -> bool:
     return bool((whole - apart).norm() < 1e-4 * (whole - flat).norm())
 
 
-def cell(row: Row, precision: str, placement: str, folder: Path) -> str:
-    """ "yes", or what is not so; a refusal begins with "refused: ", and what holds after `register_elementwise`, where that is
-    asked for and right, with "registered: "."""
-    found = _cell(row, precision, placement, folder)
+def registered_where_asked(make: Any, row: Row, *args: Any) -> str:
+    """What `make` finds; with "registered: ", what it finds after `register_elementwise`, where that is asked for and right."""
+    found = make(row, *args)
     if "is not known to treat every element by itself" not in found:
         return found
     if row.path not in BY_ELEMENTS:
@@ -354,9 +353,14 @@ def cell(row: Row, precision: str, placement: str, folder: Path) -> str:
     cls = type(row.make(net()))
     booster.register_elementwise(cls)
     try:
-        return f"registered: {_cell(row, precision, placement, folder)}"
+        return f"registered: {make(row, *args)}"
     finally:
         optimizer_kinds._registered.pop(cls)  # the other cells of this class do without
+
+
+def cell(row: Row, precision: str, placement: str, folder: Path) -> str:
+    """ "yes", or what is not so; a refusal begins with "refused: "; see `registered_where_asked`."""
+    return registered_where_asked(_cell, row, precision, placement, folder)
 
 
 def _cell(row: Row, precision: str, placement: str, folder: Path) -> str:
@@ -442,7 +446,11 @@ def _keeps_itself(row: Row) -> bool:
 
 def resumed(row: Row, precision: str, placement: str, folder: Path) -> str:
     """ "yes" where new objects that load a checkpoint end in the same bits ten steps later, or what refuses, and where; all
-    else is a fault."""
+    else is a fault. See `registered_where_asked`."""
+    return registered_where_asked(_resumed, row, precision, placement, folder)
+
+
+def _resumed(row: Row, precision: str, placement: str, folder: Path) -> str:
     where = "boost"
     try:
         run = Run(row, precision, placement)
@@ -610,7 +618,7 @@ def work(wanted: list[tuple[int, str, str]], of: Any = None) -> None:
         if ranks:
             each: list[Any] = [None] * 2
             dist.all_gather_object(each, found)
-            found = next((one for one in each if one != "yes"), "yes")
+            found = next((one for one in each if one not in ("yes", "registered: yes")), each[0])
         if not ranks or dist.get_rank() == 0:
             print(json.dumps([number, precision, placement, found]), flush=True)
 

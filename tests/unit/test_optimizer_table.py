@@ -66,6 +66,7 @@ CROSSED = [(number, row) for number, row in enumerate(ROWS) if row.kind == "opti
 
 def resumes_or_is_refused(row, result):
     """Whether a run goes on to the bit, or boost or save say by name what is not kept."""
+    result = result.removeprefix("registered: ")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages, on their own code
         name = type(row.make(net())).__name__  # of some packages a class is called otherwise in them
