@@ -144,8 +144,8 @@ class LateReads:
         for entry, inside, here in self._parts(name, 0, self._wanted[name].held.values):
             there = torch.empty(entry.shape, dtype=entry.dtype, device="meta")[inside]
             in_runs &= there.is_contiguous() and here.is_contiguous()
-            begin = entry.start + there.storage_offset() * entry.dtype.itemsize
-            found.append((here.storage_offset(), here.numel(), entry.file, begin))
+            begin = entry.start + int(there.storage_offset()) * entry.dtype.itemsize
+            found.append((int(here.storage_offset()), here.numel(), entry.file, begin))
         return found if in_runs else None
 
     def _parts(
