@@ -136,6 +136,7 @@ def launch_from_torch(
                     f"{name}={os.environ[name]} says that this is one of several tasks, but RANK and WORLD_SIZE are not set; "
                     f"call booster.{function}(host, port) instead of launch_from_torch()"
                 )
+        # A store in memory: no port is opened for one process.
         start(0, 1, options["backend"], 0, options["seed"], store=dist.HashStore(), timeout=options["timeout"])
         return
     rank, world_size, local_rank = _place_by(_TORCH)
@@ -200,6 +201,7 @@ def await_address(name: str, host: str) -> None:
         try:
             if not bare:
                 raise OSError("it is empty")
+            # Both families: an IPv6 name must not be refused on a machine without IPv4.
             socket.getaddrinfo(bare, None)
             return
         except (OSError, UnicodeError) as error:
@@ -262,12 +264,14 @@ def start(
     seed_everything(seed)
     # A group that is open when the interpreter ends may abort the process after all work is done.
     atexit.register(close_group)
+    # Last: it watches a group that is there.
     start_watchdog(PATIENCE)
 
 
 def close_group() -> None:
     """Leave the process group, if there is one, in the order that ends well."""
     # An open gloo group can abort a process at its end, live garbage with it; after an error peers may hang in closing it.
+    # `last_type` is set where the interpreter ends by an error.
     if dist.is_initialized() and not hasattr(sys, "last_type"):
         gc.collect()
         dist.destroy_process_group()
@@ -351,6 +355,7 @@ def _merged(
         if key not in given:
             nearest = difflib.get_close_matches(str(key), list(given), n=1, cutoff=0.0)[0]
             raise ValueError(f"config key {key!r} is unknown; did you mean {nearest!r}? Legal keys: {sorted(given)}")
+        # An argument at its default cannot be told from one that was left out.
         if given[key] != defaults[key] and given[key] != value:
             raise ValueError(f"{key}={given[key]!r} was passed, but config says {key}={value!r}; keep one of them")
         given[key] = value
@@ -473,6 +478,7 @@ def _rank(
     timeout: float | None,
     meeting: str,
 ) -> None:
+    # OpenMP's threads of the parent are not in a fork: the first parallel loop would wait for them.
     torch.set_num_threads(1)
     start(rank, world_size, backend, rank, seed, init_method=meeting, timeout=timeout)
     function(*args)

@@ -110,6 +110,7 @@ class HostRule(LossScaler):
         return self.host.describe()
 
     def update(self, found_inf: torch.Tensor) -> None:
+        # The step before is counted now: its copy had a whole step's time, so nothing waits.
         self._found, before = HostCopy(found_inf), self._found
         if before is not None:
             self._host.update(before())
@@ -183,6 +184,7 @@ class DynamicScale(LossScaler):
             self._growth_tracker = 0
             if self.hysteresis > 1:  # else there is nothing to count
                 self._hysteresis_tracker += 1
+            # The count goes on after a backoff, so that every further overflow backs off until the scale grows.
             if self.hysteresis == 1 or self._hysteresis_tracker >= self.hysteresis:
                 # Not above the present scale: one that was loaded may lie below the minimum.
                 self._scale = max(_float32(self._scale * self.backoff_factor), min(self.floor, self._scale))
@@ -194,6 +196,7 @@ class DynamicScale(LossScaler):
             scale = _float32(self._scale * self.growth_factor)
             if self.max_scale is not None:
                 scale = min(scale, max(self.max_scale, self._scale))
+            # As torch's kernel: a scale that would be inf stays where it is.
             if math.isfinite(scale):
                 self._scale = scale
 
@@ -201,6 +204,7 @@ class DynamicScale(LossScaler):
         """A `DeviceScale` on `device`, unless a subclass overrides the rule."""
         classes = type(self).__mro__
         subclasses = classes[: classes.index(DynamicScale)]
+        # A subclass that changes the rule keeps it, on the host; tensors would follow the rule of this class.
         own = any(name in vars(base) for base in subclasses for name in _RULE)
         return super().on_device(device) if own else DeviceScale(self, device)
 
@@ -251,6 +255,7 @@ class DeviceScale(LossScaler):
         self._device = device
         self._zero = torch.zeros((), dtype=torch.int64, device=device)
         self._growth, self._backoff = (
+            # In float64, so that the product is rounded to float32 once, as on the host.
             torch.tensor(factor, dtype=torch.float64, device=device)
             for factor in (host.growth_factor, host.backoff_factor)
         )
@@ -295,6 +300,7 @@ class DeviceScale(LossScaler):
     def update(self, found_inf: torch.Tensor) -> None:
         # On a device each line is a launch, and so is each number that is not there.
         options, before, found = self._options, self.tensor, found_inf.reshape(())
+        # One launch of torch's kernel where its rule is the same; the lines below need about ten.
         if self._as_torch:
             clean, self.tensor = self._growth_tracker.to(torch.int32), before.clone()
             update_scale_(
@@ -374,6 +380,7 @@ def _read_state(state: dict[str, Any]) -> tuple[float, int, int]:
             "torch.amp.GradScaler gave"
         )
     scale = state["scale"]
+    # The second is the name in a GradScaler's state.
     growth = state.get("growth_tracker", state.get("_growth_tracker", 0))
     hysteresis = state.get("hysteresis_tracker", 0)
     if not arguments.is_number(scale) or not _is_scale(float(scale)):

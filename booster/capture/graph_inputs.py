@@ -20,6 +20,7 @@ from booster.update.gradients import Gradients
 
 _ADDRESS = torch.Tensor.data_ptr
 _TENSORS = ("_parameters", "_buffers")
+# Rates that are numbers are read from memory by the graph (`LRBuffers`), so a change of them needs no new one.
 _READ = ("lr", "initial_lr")
 
 
@@ -46,6 +47,8 @@ class TensorAddresses:
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, TensorAddresses)
+            # Weights are compared by address, since `p.data = ...` keeps the tensor; states by identity, since they are
+            # replaced whole.
             and self._addresses == other._addresses
             and len(self._held) == len(other._held)
             and all(map(is_, self._held, other._held))
@@ -71,6 +74,7 @@ def difference(before: Any, now: Any) -> str | None:
         return None
     if before[0] != now[0]:
         return "weights or states were put elsewhere, as by loading them,"
+    # By their text, because options may be tensors or lists, which neither hash nor compare as one.
     texts = [{(name, repr(value)) for name, value in options} for _, options in (before, now)]
     names = sorted({name for name, _ in texts[0] ^ texts[1]})
     return f"{', '.join(names) or 'groups'} of a group of parameters changed, which graphs hold as numbers,"
@@ -108,6 +112,7 @@ class GradientLayout:
     def apply(self) -> None:
         """Have the gradients be and carry this again, with nothing read of them."""
         for each, kept, joint in zip(self._all, self._kept, self._joint, strict=True):
+            # Optimizers that shared a decision when the graph was recorded have to share one object again: it counts once.
             if self._partners(each) != joint:
                 decision = JointDecision([self._all[index] for index in joint])
                 for index in joint:
@@ -153,6 +158,8 @@ class StaticScalars:
         """Have the scales read that memory, and give away copies of it alone, since a replay writes it."""
         for scaler, buffers in zip(self._scalers, self._buffers, strict=True):
             scaler.hold_tensors(*buffers)
+            # A replay writes the buffers in place; a scale that somebody keeps from this step must not change with the next
+            # one.
             scaler.lend(buffers[0])
 
 

@@ -125,6 +125,7 @@ class LRLookahead:
 
     def count(self, applied: torch.Tensor) -> None:
         """Go on by one where a step was `applied`, 0-dim."""
+        # On the device, since it alone knows at once whether the step was made.
         self._place.add_(applied).remainder_(AHEAD)
 
     # ------------------------------------------------------------------ on the host
@@ -135,6 +136,7 @@ class LRLookahead:
         if len(now) != self.row.numel():
             self._make(len(now))
             self._ahead = []
+        # Somebody wrote a rate by hand: what was foreseen from the old one is dropped.
         if not self._ahead or self._ahead[0] != now:
             self._ahead, self._copies = [now], None
             self._write(self._known, [now])
@@ -220,6 +222,7 @@ class LRLookahead:
         written = [(group, new, old) for group, new, old in zip(self.groups, now, before, strict=True) if new != old]
         for group, _, old in written:
             group["lr"] = old
+        # The write came before the last step was launched and after those before it were.
         last = history.waiting.pop()
         history.sync()
         for group, new, _ in written:
@@ -249,6 +252,7 @@ class _ScheduleCopies:
     def __init__(self, schedules: Sequence[Any], optimizer: OptimizerWrapper) -> None:
         if any("step" in vars(schedule) for schedule in schedules):
             raise ValueError("somebody replaced a schedule's step, and that of a copy might step the schedule itself")
+        # Schedules hold their optimizer: the memo below gives copies this in its place.
         self._groups = _GroupsProxy(optimizer.unwrap().param_groups)
         memo: dict[int, Any] = {id(each): self._groups for each in (optimizer, optimizer.unwrap())}
         self._schedules = [copy.deepcopy(schedule, memo) for schedule in schedules]

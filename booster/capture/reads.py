@@ -70,6 +70,7 @@ class Reads:
         self._snapshot = snapshot
         self._origin = origin
         self._device = device
+        # With the storage itself, so that no other one gets its address meanwhile.
         self._host = {storage_key(tensor): tensor.untyped_storage() for tensor in on_host}
 
     @contextmanager
@@ -120,6 +121,7 @@ class _Calls(TorchFunctionMode):
             return func(*args, **kwargs)
         given = list(tensors((args, kwargs)))
         there = bool(given) and not all(map(self._reads.lies_on_host, given))
+        # On a GPU the same call makes a tensor there, and without a device one of the host.
         names_device = kwargs.get("device") is not None or name == "new_tensor"
         if name in _SILENT and there:
             self._reads.add(_SAID[name])
@@ -150,6 +152,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Before it runs: what it writes is put back after the trial.
         for tensor in tensors(list(written(func, args, kwargs))):
             if _plain(tensor):
                 self._snapshot.memory.keep(tensor)
@@ -188,6 +191,7 @@ def _waits(func: Any, args: Sequence[Any]) -> bool:
     """Return whether a host waits for the result of an operation, or for its size."""
     name = func.overloadpacket.__name__
     if name in _BY_MASKS:
+        # How many elements a mask picks is known on the device alone.
         masks = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         return masks and (name == "index" or args[2].numel() != 1)  # of one number: a masked fill
     return name == "_linalg_check_errors" or not _WAITING.isdisjoint(func.tags)

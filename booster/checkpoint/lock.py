@@ -52,6 +52,7 @@ class LockHolder:
     @property
     def age(self) -> float:
         """Seconds since its last heartbeat."""
+        # Not this host's clock: ages are compared with times that the server of a network file system wrote.
         with tempfile.TemporaryFile(dir=self.path.parent) as probe:  # has the file system's time, and mostly no name
             return max(0.0, os.fstat(probe.fileno()).st_mtime - self.changed)
 
@@ -62,6 +63,7 @@ class LockHolder:
 
     @property
     def is_alive(self) -> bool:
+        # Of a pid that was given to another process since, the heartbeat still says that its holder is gone.
         return (not self.is_here or _runs(self.pid)) and self.age < DEAD
 
     def __str__(self) -> str:
@@ -85,6 +87,7 @@ class Lock:
                 raise CheckpointError(
                     f"{self._path} should say who writes {final}, and cannot be read: {error}. Remove it if no job made it"
                 ) from error
+            # The lock may go between the failed open and this read: then the loop tries again.
             if holder is not None and _is_or_falls_dead(holder):
                 remove_lock(holder)
             elif holder is not None:
@@ -109,6 +112,7 @@ class Lock:
 
     def release(self) -> None:
         """Let others write. A lock that cannot be removed is made old, and a WARNING."""
+        # First, so that no heartbeat makes the lock young again while it is removed.
         self._ended.set()
         self._thread.join()
         try:
@@ -183,6 +187,7 @@ def read_lock(path: Path) -> LockHolder | None:
 
 def remove_lock(dead: LockHolder) -> None:
     """Remove the lock of `dead`, if it still holds it."""
+    # Renamed first: between a look at the lock and its removal another process may have taken it over.
     aside = dead.path.with_name(f"{dead.path.name.removesuffix('.lock')}-{secrets.token_hex(6)}")
     try:
         dead.path.rename(aside)  # of several who do this one succeeds
@@ -190,6 +195,7 @@ def remove_lock(dead: LockHolder) -> None:
         return
     found = read_lock(aside)
     if found is not None and found.nonce != dead.nonce:  # of one who took over since
+        # A link fails where somebody has made the next lock meanwhile, in place of writing over it.
         os.link(aside, dead.path)
     aside.unlink(missing_ok=True)
 
@@ -197,6 +203,7 @@ def remove_lock(dead: LockHolder) -> None:
 def _pid_space() -> str:
     """Return what differs between machines, boots of one, and containers with pids of their own; empty where nothing says."""
     try:
+        # A pid says something only within one boot of one machine and one namespace of pids.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

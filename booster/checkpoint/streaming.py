@@ -89,6 +89,7 @@ def stream(
     that another process cuts short meanwhile leaves the model as it was in the first half; in the second the error says that
     weights hold parts of it. What is to be packed is read twice, first to see that all of it is finite.
     """
+    # What the files were is noted first, and compared twice: another process may write them meanwhile.
     before, files = check_unchanged(path), weight_files(path)
     if others := [str(file) for file in files if not is_safetensors(file)]:
         raise CheckpointError(
@@ -111,6 +112,7 @@ def stream(
         for step in steps:
             _refuse_nonfinite(opened[step.entry.file], step)
         check_unchanged(path, before)
+        # In the order of the files, so that a disk reads them from beginning to end.
         steps.sort(key=lambda step: (str(step.entry.file), step.entry.start))
         # All memory first: between weights that stay, what is only needed for a while would leave holes.
         new = {step: _memory_for(step, device) for step in steps if step.is_new}
@@ -125,6 +127,7 @@ def stream(
                     target = torch.empty_like(target, dtype=cast(Any, step.stored))
                 _read(opened[step.entry.file], step, target)
                 if target.dtype == step.tensor.dtype:
+                    # The bytes were read past autograd: a graph that saved this weight has to notice.
                     mark_written([step.tensor])
                 else:
                     step.tensor.data = target
@@ -154,6 +157,7 @@ def _plan(
     params = {id(param) for param in model.parameters()}
     steps, problems, used = [], [], set()
     for tensor, places in tensor_places(model, buffers=True).items():
+        # Buffers that are not persistent are in no file, and are computed where the model is built.
         saved = [place for place in places if place.own not in place.holder._non_persistent_buffers_set]
         names = [place.name for place in saved if place.name in entries]
         used |= set(names)
@@ -208,6 +212,7 @@ def _can_freeze(places: list[TensorPlace], kept: KeptModules) -> bool:
     holder = places[0].holder
     return (
         type(holder) is nn.Linear
+        # Somebody put another forward on this instance, which would be lost with the layer.
         and "forward" not in vars(holder)
         and all(place.holder is holder and place.own == "weight" for place in places)
         and not any(kept.contains(place.name.removesuffix(".weight")) for place in places)
@@ -297,4 +302,5 @@ def _same(a: Entry, b: Entry) -> bool:
         return False
     with open_regular(a.file) as one, open_regular(b.file) as other:
         pairs = zip(pieces(one, a), pieces(other, b), strict=True)
+        # By bytes: NaN of equal bits are equal here.
         return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)

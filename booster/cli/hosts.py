@@ -118,6 +118,7 @@ class _Node:
             env=environment,
             start_new_session=True,  # Ctrl-C comes here only; the nodes are then ended in order
         )
+        # The first line is the environment; all after it are requests to stop, and the end of the stream ends the node.
         if command.is_remote and process.stdin is not None:
             with suppress(BrokenPipeError):  # ssh has ended, and its status says why
                 process.stdin.write(json.dumps(dict(command.environment)).encode() + b"\n")
@@ -146,6 +147,7 @@ def _relay(stream: BinaryIO, report: list[bytes]) -> None:
         if line.startswith(REPORT_START.encode()):
             report.clear()
             report.append(line)
+        # A traceback has an end; what a job prints after it may not.
         elif report and len(report) < _KEPT_LINES:
             report.append(line)
 
@@ -159,6 +161,7 @@ def _first_failure(nodes: Sequence[_Node]) -> int | None:
                 return index
         if all(status == 0 for status in statuses):
             return None
+        # Polled, because a wait for one process would miss that another one failed.
         time.sleep(0.1)
 
 

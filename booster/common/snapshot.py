@@ -52,6 +52,7 @@ class MemorySnapshot:
     def keep(self, tensor: torch.Tensor) -> None:
         """Copy all of the storage of `tensor`, unless that was done."""
         storage = tensor.untyped_storage()
+        # Whole storages: other tensors that are views of them are written by the same operations.
         if storage_key(tensor) not in self._kept and storage.nbytes():
             self._kept[storage_key(tensor)] = (storage, storage.clone())
 
@@ -80,6 +81,7 @@ class ContainerSnapshot:
     def restore(self) -> None:
         for container, before in self._kept.values():
             if isinstance(container, list):
+                # In place: others hold these very objects.
                 container[:] = before
                 continue
             container.clear()
@@ -138,6 +140,7 @@ class StateSnapshot:
         if isinstance(each, torch.Tensor):
             if self._numbers and type(each) in (torch.Tensor, nn.Parameter) and each.layout is torch.strided:
                 self.memory.keep(each)
+            # What autograd computed has a history instead of a `.grad`, and is freed with its graph.
             if not each.is_leaf:
                 return []
             self._gradients[id(each)] = (each, each.grad)
@@ -146,6 +149,7 @@ class StateSnapshot:
             return self._containers.keep(each)
         if isinstance(each, tuple):
             return list(each)
+        # Objects of others are not walked: their attributes may lead to everything there is.
         ours = type(each).__module__.startswith("booster.") and not isinstance(each, type)
         if ours and not hasattr(each, "__dict__"):  # a quantized state: its slots never change, its tensors do
             return [getattr(each, name, None) for name in getattr(type(each), "__slots__", ())]

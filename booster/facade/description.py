@@ -103,6 +103,7 @@ def describe(model: nn.Module) -> Description:
         if isinstance(vars(module).get("forward"), Float32Forward)
         for child in module.modules()
     }
+    # A tied tensor is in memory once, so its bytes count with one of its holders.
     first = {id(tensor): places[0].holder for tensor, places in tensor_places(inner, buffers=True).items()}
     rows = []
     for name, module in inner.named_modules():
@@ -144,6 +145,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _numbers(module: nn.Module, param: torch.Tensor) -> int:
     local = local_shard(param)
     if isinstance(module, FrozenLinear) and module.form is not None and param is module.weight:
+        # A row of a packed weight is bytes of codes and scales, not one number each.
         return local.shape[0] * module.in_features
     return local.numel()
 
@@ -170,6 +172,7 @@ def _computes(
         return _listed([policy.compute])
     if multiplying and products is not None:
         return products
+    # autocast leaves what is no product in the dtype that arrives.
     if policy.compute is not None or (isinstance(module, FrozenLinear) and policy.param is None):
         return "as its input"
     return wide

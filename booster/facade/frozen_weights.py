@@ -117,6 +117,7 @@ def enable_lora(
         raise ValueError(
             f"this {type(model).__name__} has adapters already; boost it as it is, or give the model inside"
         )
+    # A folder has its own configuration, so one beside it would be ignored.
     if (pretrained_dir is None) == (lora_config is None):
         raise ValueError(
             "enable_lora takes lora_config, for new adapters, or pretrained_dir, a folder of save_lora, for those of before: "
@@ -158,6 +159,7 @@ def freeze_linears(model: nn.Module, form: Form | torch.dtype, trained: tuple[st
     Raises ValueError where there is nothing to store.
     """
     shared = {place.holder for found in tensor_places(model).values() if len(found) > 1 for place in found}
+    # What makes logits stays wide: its rounding is the error of every log-probability.
     head = getattr(model, "get_output_embeddings", lambda: None)()
     layers = {
         name: module
@@ -168,6 +170,7 @@ def freeze_linears(model: nn.Module, form: Form | torch.dtype, trained: tuple[st
     }
     if not layers:
         raise ValueError(f"this {type(model).__name__} has no linear layer to store in {form}; leave storage_dtype out")
+    # One after another, so that two forms of all weights are never in memory.
     for name, linear in layers.items():
         weight = linear.weight.detach()
         stored = form.pack(weight) if isinstance(form, Form) else weight.to(form)

@@ -43,6 +43,7 @@ def check_plugin(plugin: Any) -> None:
             f"plugin must be a booster.plugin.Plugin or None, got {plugin!r}{hint}; there are SingleDevice(), "
             "TorchDDPPlugin(), TorchFSDPPlugin(), LowLevelZeroPlugin() and HybridParallelPlugin(tp_size, pp_size)"
         )
+    # Each process would train a model of its own in silence, and its checkpoints would write over the others'.
     if plugin is None and not dist.is_initialized() and environment_world_size() > 1:
         raise RuntimeError(
             f"this job was launched with WORLD_SIZE={environment_world_size()}, but Booster has no plugin and there is no "
@@ -76,6 +77,7 @@ def check_phases(phases: Sequence[MixedPrecision], plugin: Plugin) -> None:
     """Raise ValueError if a run on `plugin` cannot go over from one of `phases` to another, whatever the model."""
     if len(phases) == 1:
         return
+    # The placement comes first: its reason holds whatever precisions are named.
     reasons = (plugin.fixed_dtypes, *(phase.switch_refusal for phase in phases))
     if (why := next(filter(None, reasons), None)) is not None:
         raise ValueError(
@@ -92,6 +94,7 @@ def check_release(options: UpdateOptions, precision: MixedPrecision, plugin: Plu
     refusal = plugin.release_refusal or precision.release_refusal
     if options.fused_optimizer == "compile":
         refusal = 'fused_optimizer="compile" compiles a step of all gradients at once; leave it True'
+    # Asked of the scaler, not of the precision's name: a float16 with a static scale of 1 may do it.
     if mode == "previous_norm" and precision.make_scaler().enabled:
         refusal = (
             "an overflow would be found after other parameters were stepped, and under a loss scale overflows are ordinary; "
@@ -220,6 +223,7 @@ def boosted_loader(
     """Wrap `loader`, or raise if it is in `boosted` or not sharded; that of `prepare_dataloader` is wrapped already. Small
     collectives on several ranks."""
     if plugin.group is not None:
+        # Before anything is wrapped, since all ranks compare here, and all of them have to come.
         given = loader.unwrap() if isinstance(loader, DataLoaderWrapper) else loader
         place, num_places = plugin.data_parallel_rank, plugin.data_parallel_size
         check_dealt(given, place=place, num_places=num_places, group=plugin.group)
@@ -238,6 +242,7 @@ def check_criterion(criterion: Any, plugin: Plugin) -> None:
     """Raise unless `criterion` is None or a function or module that `plugin` can serve."""
     if criterion is None:
         return
+    # A wrapper is a module as well, so it would pass all checks below, and cast twice.
     if isinstance(criterion, (ModelWrapper, CriterionWrapper)):
         raise RuntimeError("this criterion is boosted already; pass the original, or None")
     refuse_torchscript(criterion, "criterion")
@@ -282,6 +287,7 @@ def check_optimizer(
         if wrapper:
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {wrapper}")
         arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+    # A subclass of Optimizer whose `__init__` never called that of its base.
     if not hasattr(optimizer, "param_groups"):
         inner = " or ".join(type(each).__name__ for each in inner_optimizers(optimizer).values())
         cure = (
@@ -295,6 +301,7 @@ def check_optimizer(
     own = {id(param) for param in model.parameters()}
     held = [param for group in optimizer.param_groups for param in group["params"]]
     strangers = [tuple(param.shape) for param in held if id(param) not in known]
+    # Some of another model are legal, as in a GAN; none of this one is a mistake.
     if held and not any(id(param) in own for param in held):
         raise ValueError(
             f"none of the optimizer's {len(held)} parameters belong to the model {type(bare(model)).__name__}: it would "

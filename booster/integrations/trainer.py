@@ -15,7 +15,7 @@ import functools
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,9 +26,6 @@ from booster.integrations.trainer_job import TrainerJob, accelerator_around
 from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule, make
 from booster.mixed_precision.schedule import Phase
 from booster.plugin import Plugin, SingleDevice, TorchDDPPlugin
-
-if TYPE_CHECKING:
-    pass
 
 _DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU")
 _LAUNCH_ONCE_A_DEVICE = (
@@ -55,6 +52,7 @@ def precision_of(given: Given | None, args: Any) -> MixedPrecision | PrecisionSc
         precision = given
     else:
         precision = make(given if given is not None or not flags else flags[0])
+    # By type: `fp16=True` and an object with options of its own for float16 say the same.
     if flags and type(precision) is not type(make(flags[0])):
         raise ValueError(
             f"mixed_precision={given!r} and {flags[0]}=True of {type(args).__name__} contradict each other; set "
@@ -84,6 +82,7 @@ def plugin_of(given: Plugin | None, args: Any, *, num_processes: int, checkpoint
     if given is None:
         if num_processes == 1:
             return SingleDevice()
+        # As the Trainer does: with recomputed activations DDP would mark parameters ready twice.
         return TorchDDPPlugin(**({"find_unused_parameters": not checkpointed} | options))
     if options:
         own = [name for name, ours in _DDP.items() if ours in options]
@@ -107,6 +106,7 @@ def check_arguments(
     has_reference: the Trainer was given a reference model, which does not train.
     """
     of_numbers = (each for precision in phases for each in _of_numbers(args, precision, has_reference))
+    # All at once, each once: phases of a schedule may refuse the same.
     refused = dict.fromkeys([*_of_others(args, accelerator, model), *of_numbers, *_of_optimizers(args)])
     if refused:
         raise ValueError(f"a boosted Trainer cannot honour {'; '.join(refused)}")
@@ -182,6 +182,7 @@ def boosted_trainer(trainer: T) -> T:
 
     if not (isinstance(trainer, type) and issubclass(trainer, transformers.Trainer)):
         raise TypeError(arguments.refusal("trainer", trainer, "transformers.Trainer or a subclass of it"))
+    # A second pass would boost a model that is boosted already, with an unclear error in the middle of train().
     if hasattr(trainer, "booster"):
         raise TypeError(f"{trainer.__name__} is boosted already; give the class that it was made of")
     return cast(T, _boosted_class(cast(Any, trainer)))
@@ -212,6 +213,7 @@ def _boosted_class(trainer: Any) -> Any:
             self._has_reference = any(isinstance(each, nn.Module) for each in (*args[1:], kwargs.get("ref_model")))
             self._whole_weights: dict[str, Any] | None = None
             super().__init__(*args, **kwargs)
+            # First, since callbacks that read gradients have to find them unscaled.
             self.callback_handler.callbacks.insert(0, _callback_class()(self))
 
         @property
@@ -220,6 +222,7 @@ def _boosted_class(trainer: Any) -> Any:
             return self.trained_by_booster.booster
 
         def create_accelerator_and_postprocess(self) -> None:
+            # The Trainer makes its own first: that reads the environment and begins the process group.
             super().create_accelerator_and_postprocess()
             plain = self.accelerator
             self.trained_by_booster = TrainerJob(
@@ -233,6 +236,7 @@ def _boosted_class(trainer: Any) -> Any:
             super().log(logs, start_time)
 
         def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            # All ranks gather here; the Trainer then calls `_save` on the ranks that write alone.
             self._whole_weights = self.trained_by_booster.whole_weights()
             try:
                 super().save_model(output_dir, _internal_call)

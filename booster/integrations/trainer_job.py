@@ -55,6 +55,8 @@ class TrainerJob:
                 raise RuntimeError(
                     "this optimizer was boosted with another model; set trainer.optimizer = None to have a new one made"
                 )
+            # A Trainer that trains again, as after `find_batch_size`, may have left gradients of a pass that ran out of
+            # memory.
             optimizer.zero_grad()
             return self.model, optimizer
         if model is None:
@@ -174,6 +176,7 @@ class TrainerJob:
 
     def _check_all(self, parameters: Iterable[torch.Tensor], method: str) -> None:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        # Parameters without a gradient are no part of a norm, whoever they belong to.
         strange = {id(param) for param in given if param.grad is not None} - self._params
         if not strange:
             return
@@ -232,6 +235,7 @@ def generate_together(model: nn.Module) -> None:
 def id_of_memory(tensor: Any) -> int:
     """Return what identifies a sharded weight: the address of this rank's shard, or the tensor where that is empty."""
     local = tensor.to_local()
+    # Empty shards of several weights may all have the address 0.
     return local.data_ptr() if local.numel() else id(tensor)
 
 
@@ -239,6 +243,7 @@ def accelerator_around(plain: Any, trained: TrainerJob, owner: Any) -> Any:
     """Return an Accelerator that knows what `plain` does, and the passes of `trained`, for the model of the Trainer `owner`."""
     kind = _accelerator_class()
     own = kind.__new__(kind)
+    # The attributes of the Trainer's own: making another Accelerator would read arguments and environment anew.
     vars(own).update(vars(plain), trained=trained, owner=owner, scaler=None, native_amp=False)
     return own
 
@@ -280,6 +285,7 @@ def _accelerator_class() -> Any:
                 raise ValueError(
                     "prepare_model() of a boosted Trainer is for evaluation_mode=True; prepare(model, optimizer) trains"
                 )
+            # What trains is boosted as a whole later; a second boost for evaluation would cast its weights.
             if self.trained.is_trained(model) or model is self.owner.model:
                 return model
             return self.trained.prepare_evaluated(model)

@@ -99,6 +99,7 @@ class PrecisionModule(TransparentModule):
             )
         wanted = self._input_dtype
         if wanted is not None:  # outside of the region: its function modes would see the cast
+            # To half, finite numbers that are too large stay finite, as a mask of the smallest number must.
             cast = self._cast if wanted is torch.float32 else self._cast_in
             args, kwargs = cast(args, wanted), (cast(kwargs, wanted) if kwargs else kwargs)
         try:
@@ -146,6 +147,7 @@ class PrecisionModule(TransparentModule):
         return super().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrecisionModule:
+        # Weights may still be on their way from the last step's all-gather.
         wait_for_weights(self.module)
         if is_fully_sharded(self.module):
             raise RuntimeError(
@@ -169,6 +171,7 @@ class PrecisionModule(TransparentModule):
                 if advice is None:
                     raise
                 raise RuntimeError(advice) from error
+            # What a generator computes needs the region when it runs, not when it is made.
             if isinstance(output, Generator):
                 return self._stream(output, name)
             return self._finish(output, name)
@@ -187,6 +190,7 @@ class PrecisionModule(TransparentModule):
                 yield self._finish(output, name)
 
     def _finish(self, output: Any, name: str) -> Any:
+        # Only what wraps the model reduces gradients, and a method passes it by.
         if self.module is not self.unwrap() and any(tensor.grad_fn is not None for tensor in tensors(output)):
             raise RuntimeError(
                 f"model.{name}() returned tensors with gradients, but {type(self.module).__name__} synchronises only "
@@ -254,6 +258,7 @@ class ModelWrapper(PrecisionModule):
         self._extras.pins = other._extras.pins
         self.module = other.module
         # Those of the user's stay.
+        # By key, so that hooks which the user registered keep their places and order.
         for key in hooks:
             self._forward_pre_hooks.pop(key, None)
         self._forward_pre_hooks.update(other._forward_pre_hooks)
@@ -297,6 +302,7 @@ def precision_of(model: PrecisionModule) -> ForwardPrecision:
 def boosted_wrapper(model: nn.Module, method: str) -> ModelWrapper:
     """The boosted model that `model` is, perhaps inside a `torch.compile` wrapper; raises TypeError if it is none."""
     while not isinstance(model, ModelWrapper):
+        # The name that `torch.compile` gives the module in its wrapper.
         inner = getattr(model, "_modules", {}).get("_orig_mod")
         if inner is None:
             raise TypeError(

@@ -42,6 +42,7 @@ Options = tuple[tuple[str, Any], ...]
 def like_torch(rule: Rule, optimizer: Optimizer, masters: Masters | None, device: torch.device) -> str | None:
     """Return None where steps of `optimizer` by kernels are those of torch on `device`, else what differs."""
     dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
+    # Copies to the host change no number, and a trial has no pinned memory to spend.
     options = None if masters is None else dataclasses.replace(masters.options, offload=False)
     for group in optimizer.param_groups:
         # Once in a process for a rule, its flags, forms and device: a trial compiles and takes seconds.
@@ -59,6 +60,7 @@ def _tried(
         torchs, ours = (_Trial(rule, dict(group), masters, dtypes, device, by_kernels=way) for way in (False, True))
         for number, factor in enumerate(STEPS):
             if number:
+                # Each step starts from the same numbers, so that an ulp of the last one does not grow.
                 ours.copy_from(torchs)
             for trial in (torchs, ours):
                 trial.step(number, factor)
@@ -82,6 +84,7 @@ def _typical(kind: type[Optimizer], group: Mapping[str, Any]) -> Options:
         elif name == "lr":
             found.append((name, 1e-2))
         elif isinstance(value, (int, float)):
+            # Zero stays zero: it is compiled into another kernel.
             found.append((name, value if not value else typical if isinstance(typical, float) and typical else 0.1))
         elif typical is not inspect.Parameter.empty:
             found.append((name, typical))

@@ -40,6 +40,7 @@ class KernelNorms(DeviceNorms):
         self._supported, self._counts_zeros = supported, supported.steps.counts_zeros
 
     def read(self, gradients: Gradients, norm_type: float) -> tuple[Any, Any]:
+        # The kernel adds up squares and nothing else; torch reads other norms.
         tables = self._supported.tables(gradients.params()) if norm_type == 2.0 else None
         if tables is None:
             return super().read(gradients, norm_type)
@@ -58,6 +59,7 @@ class KernelNorms(DeviceNorms):
         sums, zeros = tables.first.measure(counts_zeros=self._counts_zeros)
         partials, counts = [sums], [zeros]
         if len(tables.each) > 1:
+            # One number from each device goes to the first, where the decision is made.
             totals = [_added_up(sums)]
             for table in tables.each[1:]:
                 with current(table.device):
@@ -90,6 +92,7 @@ class KernelNorms(DeviceNorms):
             norms = tensor_norms(gradient_values(params), 2.0, torch.float64)
         squares = norms.square()
         if self.shards.sharded:
+            # What several ranks hold would be added up once by each of them.
             copies = torch.tensor(self.shards.num_replicas_of(params), dtype=torch.float64).to(norms.device)
             squares = agreement.all_reduce((squares / copies).sum(), self.group, dist.ReduceOp.SUM).view(1)
         return TorchReading(list(params), norms, squares, self.zeros_by_torch(params) if self._counts_zeros else None)
@@ -103,6 +106,7 @@ class KernelNorms(DeviceNorms):
         return list(map(_VERSION, map(_GRAD, tables.params)))
 
     def clipped(self, norm: torch.Tensor, max_norm: float, factor: Any) -> torch.Tensor:
+        # The kernel compares in float64 with a number of the host; a tensor as bound is read by torch.
         if norm.dtype != torch.float64 or not isinstance(max_norm, float):
             return super().clipped(norm, max_norm, factor)
         found = torch.empty_like(norm)
@@ -188,6 +192,7 @@ class KernelReading:
     @cached_property
     def params(self) -> list[torch.Tensor]:
         """Whose gradients were read."""
+        # A parameter that lies across buckets is in the tables once for each piece.
         return list(dict.fromkeys(self._tables.params))
 
     def norm(self, carried: torch.Tensor | None, pending: torch.Tensor | None) -> torch.Tensor:

@@ -94,8 +94,10 @@ class Segments:
     def holds(self) -> bool:
         """Return whether states, weights and flags are what and where they were."""
         state = self._optimizer.state
+        # Cheapest first: this runs in every step, and `load_state_dict` replaces the whole state.
         if state is not self._state or list(map(_ADDRESS, self._tensors)) != self._addresses:
             return False
+        # By identity, because a user may put other dicts, or other tensors at the same address, in their places.
         for owner, own in self._owners:
             if state.get(owner) is not own:
                 return False
@@ -139,6 +141,7 @@ class Segments:
         self._tensors += bucket.params
         of_bucket: Any = None
         for index, (piece, weights) in enumerate(zip(bucket.pieces, bucket.working(), strict=True)):
+            # A flat bucket has one handle and one set of states for all pieces; a whole one has a handle for each parameter.
             if bucket.whole or of_bucket is None:
                 handle = bucket.handles[index if bucket.whole else 0]
                 own, count = self._own(bucket.group, handle, weights)
@@ -193,6 +196,7 @@ class Segments:
         if self._rule.begins_by_torch(self._optimizer.param_groups[group]) and any(
             own.get(name) is None for name in names
         ):
+            # Only torch knows what such states begin with; the second step is by kernels.
             raise Unsupported("a first step, which makes states that do not begin at zero")
         return names
 
@@ -215,9 +219,11 @@ class Segments:
     def _make_states(self, bucket: Bucket, own: dict[str, Any], names: Sequence[str]) -> None:
         """Give a flat `bucket` the states that it lacks, zero, where they are between steps."""
         missing = [] if bucket.whole else [name for name in names if own.get(name) is None]
+        # A ratio is encoded by another state, which has to be there first.
         for name in ratios_last(missing):
             encoding = None
             if bucket.quantizer is not None:
+                # The quantizer asks for shape and dtype alone, so no memory is taken.
                 like = torch.empty(bucket.size, dtype=torch.float32, device="meta")
                 encoding = bucket.quantizer.encoding_of(name, like, bucket, own)
             if encoding is None:
@@ -269,5 +275,6 @@ def addresses_of(states: Sequence[Any], offset: int) -> tuple[tuple[int, ...], t
         tensor = value.codes if isinstance(value, QuantizedState) else value
         codes.append(tensor.data_ptr() + offset * tensor.element_size())
         there = isinstance(value, QuantizedState) and value.scales is not None
+        # A scale is two bytes for 32 codes.
         scales.append(value.scales.data_ptr() + offset // 32 * 2 if there else 0)
     return tuple(codes), tuple(scales)

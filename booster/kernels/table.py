@@ -77,9 +77,11 @@ class Table:
             """What tells which kernel a segment is stepped by; each offloaded bucket has its own launches."""
             each = segments[place]
             forms = id(each.form), tuple(map(id, each.encodings))
+            # Its states arrive one bucket after another, so each is launched when its own are there.
             bucket = offloaded.get(id(each.bucket), -1)
             return bucket, each.flags, *forms, each.names, each.half, gradients[place]
 
+        # Segments of one kernel next to each other are one launch; within it their order stays.
         self._order = sorted(range(len(segments)), key=lambda place: (kernel_of(place), place))
         self._segments = [segments[place] for place in self._order]
         self.params = [each.param for each in self._segments]
@@ -136,12 +138,14 @@ class Table:
         new = [[residual_address(residual, each.offset), *codes, *scales] for each, codes, scales in moved]
         columns = [RESIDUAL, *(STATES + part + i for part in (0, MOST_STATES) for i in range(len(states or ())))]
         at = (torch.tensor(each, dtype=torch.int64) for each in ([[place] for place, _ in own], columns))
+        # One indexed write on the host, then one copy: a copy for each address would be a launch each.
         self._rows[tuple(at)] = torch.tensor(new, dtype=torch.int64)
         self.rows = self._there(self._rows)
 
     def measure(self, *, counts_zeros: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launch what reads all gradients; returns sums of squares, float64, and counts of zeros, int32 or None, one for each
         tile."""
+        # In float64, which no sum of squares of float32 numbers overflows.
         partials = torch.empty(self.num_tiles, dtype=torch.float64, device=self.device)
         zeros = torch.empty(self.num_tiles, dtype=torch.int32, device=self.device) if counts_zeros else None
         if self.num_tiles:

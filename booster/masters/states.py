@@ -77,6 +77,7 @@ class StateView(Mapping[Any, State]):
             self._piece(bucket, index) for bucket, index in self._places[param] if _handle(bucket, index) in self._state
         ]
         own = _assemble(self._layouts[param], sorted(pieces, key=lambda piece: piece[0])) if pieces else {}
+        # A bucket that is whole has the user's own dict for its parameter: writes need no way back.
         if self._put is None or not own or pieces[0][0] < 0:
             return own
         shared = [self._state[bucket.handles[0]] for bucket, _ in self._places[param]]
@@ -84,11 +85,13 @@ class StateView(Mapping[Any, State]):
 
         def put(key: str, *now: Any) -> None:
             """Set the entry `key`, or delete it where nothing else is given."""
+            # After a step this copy is old: writing it back would undo that step's state.
             if self._steps() != at:
                 raise RuntimeError(
                     f"the state {key!r} was written to after another step, and what optimizer.state gave is a copy of before "
                     f"it; ask optimizer.state[param][{key!r}] for it again"
                 )
+            # All entries go back together, since packed states of one bucket are quantized together.
             own = {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in self[param].items()}
             own.pop(key, None)
             self[param] = own | dict(zip([key], now, strict=False))
@@ -197,6 +200,7 @@ class WrittenThrough(torch.Tensor):
             result = func(*args, **(kwargs or {}))
             given = [own for own in tensors((args, kwargs or {})) if isinstance(own, cls)]
             for own in given:
+                # In-place operations are many; the version counter counts every one of them.
                 if version(own) != own._seen:
                     own._seen = version(own)
                     own._put(own._whole)
@@ -204,6 +208,7 @@ class WrittenThrough(torch.Tensor):
             def linked(made: torch.Tensor) -> torch.Tensor:
                 if isinstance(made, cls) or made.layout != torch.strided:
                     return made
+                # A view of the copy, such as `state["exp_avg"][0]`, has to write through as well.
                 memory = made.untyped_storage().data_ptr()
                 own = next((own for own in given if own.untyped_storage().data_ptr() == memory), None)
                 return made if own is None else cls.of(made, own._whole, own._put)
@@ -278,6 +283,7 @@ def state_of_bucket(
             continue
         dtype = torch.float32 if value.is_floating_point() else value.dtype
         device = value.device if not value.is_meta else bucket.device if bucket.host is None else torch.device("cpu")
+        # What a load replaces is written over in place: two copies of all states might not fit.
         there = old.pop(key, None)
         if not isinstance(there, torch.Tensor) or (there.shape, there.dtype) != ((bucket.size,), dtype):
             there = torch.zeros(bucket.size, dtype=dtype, device=device)
@@ -343,5 +349,6 @@ def as_of_master(own: State, param: torch.Tensor) -> State:
 
 def _comparable(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
+        # By value: buckets are cut by what differs, such as the step of parameters that joined later.
         return str(value.dtype), str(value.tolist())
     return repr(value)

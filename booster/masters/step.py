@@ -169,6 +169,7 @@ class MasterStep:
 
         Raises RuntimeError where groups lack what has a master."""
         self.masters.register_params()
+        # A parameter that left the groups would keep its master, and come back with an old one.
         if self.masters.num_removed:
             self.masters.refuse_removed()
         plain = self.plain()
@@ -213,6 +214,7 @@ class MasterStep:
         restricted = list(map(Restricted, repeat(optimizer), optimizer.param_groups))
         self.step_those(buckets, plain, scalars, restricted)
         if type(optimizer) not in KNOWN:
+            # Optimizers that count steps in a group have to count in every group, as a step at once does.
             for only in restricted:
                 only.step_if_nothing_was()
 
@@ -259,6 +261,7 @@ class MasterStep:
     def prefetches(self, buckets: Sequence[Bucket]) -> dict[HostMemory, Prefetch]:
         """Begin to prefetch offloaded states, in the order in which `step_those` reads them."""
         travelling: dict[HostMemory, list[Bucket]] = {}
+        # The order in which they are stepped below: the next one travels while this one is stepped.
         for bucket in sorted(buckets, key=lambda bucket: bucket.group):
             if bucket.host is not None:
                 travelling.setdefault(bucket.host, []).append(bucket)
@@ -274,6 +277,7 @@ class MasterStep:
                 nullcontext() if bucket.quantizer is None else bucket.quantizer.opened(bucket, state, named, grads)
             )
             with in_float32:
+                # After states are unpacked, because packed states may use the gradients' memory as scratch until here.
                 bucket.gather(self.masters.gradient_of, grads)
                 bucket.attach(masters, grads)
                 self._call([grads], scalars)
@@ -283,6 +287,7 @@ class MasterStep:
 
     def _step_plain(self, params: list[torch.Tensor], scalars: StepScalars) -> None:
         start_late_momentum(self.masters.optimizer)
+        # Put back at the end: hooks and users read `.grad` after a step.
         grads: list[Any] = [param.grad for param in params]
         copies = grads
         if not scalars.grad_scale_is_one:
@@ -318,6 +323,7 @@ class MasterStep:
 
     def _step_whole(self, grad_scale: Any, closure: Callable[[], Any] | None) -> Any:
         optimizer, buckets = self.masters.optimizer, self.masters.buckets
+        # An optimizer that looks at all parameters at once, such as LBFGS, gets float32 ones for all.
         swap = _Swapped(optimizer, {p.param: h for b in buckets for p, h in zip(b.pieces, b.handles, strict=True)})
         values = [bucket.read_masters(bucket.scratch(), bucket.scratch()) for bucket in buckets]
         for bucket, value in zip(buckets, values, strict=True):

@@ -46,11 +46,13 @@ class MasterGradualStep(GradualStep):
         masters = self._whole.masters
         self._follow_buckets()
         # A bucket has one parameter, or several that are in no other.
+        # A parameter that is cut over several buckets is stepped with all of them.
         lists = {tuple(bucket.params): None for bucket in masters.buckets}
         return [list(params) for params in lists]
 
     def begin(self) -> None:
         super().begin()
+        # Once for all parts of a step, so that rounding draws what a step at once would.
         self._whole.masters.rng.next()
 
     def _step(self, params: Sequence[torch.Tensor], grad_scale: float) -> None:
@@ -102,6 +104,7 @@ class MasterApplication(Application):
             return super().step_on_device(gradients, params, scalars)
         if scalars.found_inf is None or not self.must_know(gradients, scalars):
             self.whole.step(scalars)
+        # The host has to know here, as for sparse gradients: it waits, and steps or does not.
         elif not bool(scalars.found_inf):
             self.whole.step(StepScalars(scalars.number))
         return False
@@ -128,6 +131,7 @@ class MasterApplication(Application):
             return super().call(gradients, method, keep=keep)
         if gradients is None:
             return self.whole.call(method, None)
+        # apex's O2 adds float32 gradients up elsewhere; a method would find `.grad` of the last pass alone.
         if self.masters.gradient_of is not own_gradient:
             raise RuntimeError(
                 f"a method of {type(self.optimizer).__name__} other than step() was called between backward and step, and this "
@@ -185,6 +189,7 @@ class ReportingDecision(HostDecision):
 
     def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
         gradients = self.gradients
+        # Read before the step, which moves it.
         before = gradients.scaler.scale
         released = gradients.in_backward is not None and gradients.in_backward.uncounted
         zeros = (

@@ -153,6 +153,7 @@ def estimate(
     gradient_shards, state_shards = (world_size if sharded else 1 for sharded in PLUGINS[plugin])
     fully_sharded = plugin == "fsdp"
     device = checked_device(device)
+    # A copy, because the device that is estimated for is written into it.
     own = copy.copy(make(precision, "precision"))
     own._device = device  # which need not be there, nor run it
     arguments.choice("release_gradients", release_gradients, (False, "exact", "previous_norm"))
@@ -190,6 +191,7 @@ def estimate(
 
     in_backward = None
     if release_gradients:
+        # A norm or an overflow is known after a first pass only; the second one steps.
         twice = release_gradients == "exact" and (clips or own.make_scaler().enabled)
         in_backward = StepsInBackward(twice, PIECE, step_of)
     shards = world_size if fully_sharded else None
@@ -212,6 +214,7 @@ def estimate(
         peak=0,
         host=step.host,
     )
+    # The end of the passes may be higher than the step, so both are compared below.
     highest = passes.highest
     if plugin == "zero2" and passes.gradients > _ZERO_BUCKETS * bucket_bytes:
         highest = int(passes.highest - passes.gradients + gradients + _ZERO_BUCKETS * bucket_bytes)
@@ -324,6 +327,7 @@ def _goes_backward(device: torch.device) -> bool:
     """Whether autograd, which may ask the driver for streams, goes backward over tensors without memory on `device`."""
     try:
         with tensor_internals.FakeTensorMode():
+            # The smallest backward there is: a build without a driver raises here, and not in the user's model.
             torch.ones((), dtype=torch.float32, device=device, requires_grad=True).mul(2.0).backward()
     except RuntimeError:
         return False

@@ -62,6 +62,7 @@ def show(
         from rich.table import Table
     except ImportError as error:
         raise ImportError("the table is drawn by rich: pip install rich; or use --json, which needs nothing") from error
+    # rich takes 80 columns for a file or pipe, which would cut the names of precisions.
     console = console or Console(width=shutil.get_terminal_size((_FILE_WIDTH, 24)).columns)
     columns = [name for name in _COLUMNS if any(getattr(each, name) for each in estimates)]
     wide = max(len(each.name) for each in estimates) + sum(max(len(name), 9) + 2 for name in columns) + 22
@@ -113,6 +114,7 @@ def picture(estimates: Sequence[Estimate], path: str | Path, *, limit: int | Non
     except ImportError as error:
         raise ImportError("a picture needs matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(9, 1.4 + 0.36 * len(estimates)), layout="constrained")
+    # Without pyplot, which would choose a window system and keep the figure.
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     labels = [each.name for each in estimates]
@@ -148,6 +150,7 @@ def picture(estimates: Sequence[Estimate], path: str | Path, *, limit: int | Non
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color("#d8dee4")
     figure.legend(fontsize=8, loc="outside lower left", ncols=4, frameon=False, labelcolor=_INK)
+    # Drawn whole first: an error of matplotlib leaves no half file.
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=150, format=Path(path).suffix[1:] or None)
     replace_regular(Path(path), drawn.getvalue())

@@ -78,6 +78,7 @@ class FullySharded(GradientArrivals):
         for group in self._groups:
             for module in group.modules:
                 module.register_forward_pre_hook(partial(self._before_forward, group), with_kwargs=True)
+            # A group of several modules is gathered before its first, and freed after its last.
             for module in group.modules[-1:]:
                 module.register_forward_hook(partial(self._after_forward, group))
 
@@ -114,6 +115,7 @@ class FullySharded(GradientArrivals):
         given = [tensor for tensor in trees.tensors((args, kwargs)) if tensor.requires_grad]
         if not given or not torch.is_grad_enabled():
             return None
+        # Gradients of the inputs come last in a module's backward: torch reduces its group then.
         same = dict(zip(map(id, given), _AfterBackward.apply(lambda: self._reduce(group), *given), strict=True))
         return trees.map_tensors(lambda tensor: same.get(id(tensor), tensor), (args, kwargs))
 
@@ -136,6 +138,7 @@ class FullySharded(GradientArrivals):
         group.gathered_in_backward = True
         self._all_gather(group)
         self._copy_out(group, in_forward=False)
+        # What forward used before is what backward wants next.
         place = self._forward_order.index(group) if group in self._forward_order else 0
         if place:
             self._all_gather(self._forward_order[place - 1])
@@ -143,6 +146,7 @@ class FullySharded(GradientArrivals):
     def _all_gather(self, group: _ParamGroup) -> None:
         if group.all_gather_result is not None or group.unsharded:
             return
+        # Kept until the end of this call only: torch frees it when the collective is done.
         shard_copy = self._empty(group.elements, group.gather) if group.gather != group.store else None
         received = group.elements * group.ranks if group.ranks > 1 else 0
         group.all_gather_result = self._empty(received, group.gather)

@@ -62,7 +62,9 @@ def measure(model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
         gradients += _bytes([param.grad for param in update.gradients.params() if param.grad is not None], seen)
     device = next((param.device for param in params), torch.device("cpu"))
     masters, of_optimizer = kept_tensors(optimizer)
+    # Counters of no dimensions are on the host by torch's own choice, and are not what was offloaded.
     away = [t for t in (*masters, *of_optimizer) if t.dim() and t.device.type != device.type]
+    # First, so that the two below count what is left.
     host = _bytes(away, seen)
     kept, states = _bytes(masters, seen), _bytes(of_optimizer, seen)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
@@ -108,6 +110,7 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.now
         out = func(*args, **(kwargs or {}))
+        # What a kernel takes beyond its results is freed before anybody could look at it.
         self.highest = max(self.highest, before + kernel_memory(func, args, out))
         for tensor in trees.tensors(out):
             self._track(tensor, counts=True)
@@ -116,6 +119,7 @@ class StorageTracker(TorchDispatchMode):
     def _track(self, tensor: torch.Tensor, *, counts: bool) -> None:
         for part in dense_parts(tensor):
             storage = part.untyped_storage()
+            # Fake tensors have no address; an id is good until the storage is freed, when it is dropped.
             key = id(storage)
             if key in self._seen and self._seen[key]() is storage:
                 continue

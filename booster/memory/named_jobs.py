@@ -95,6 +95,7 @@ def named_parts(what: str) -> dict[str, Any]:
         return _checked(what, made)
     if not isinstance(made, (tuple, list)) or len(made) != 4:
         raise ValueError(f"{what} returned {arguments.described(made)}; {_ASKED}")
+    # The model of this first call is dropped before another is made: two of them might not fit.
     _, _, batch, criterion = made
     made = None
     latest: list[Any] = []
@@ -116,6 +117,7 @@ def _checked(what: str, names: Mapping[str, Any]) -> dict[str, Any]:
 def _of_timm(name: str, size: int) -> Job:
     import timm
 
+    # timm's own error for a wrong name is a traceback through its factory.
     if not timm.is_model(name):
         raise ValueError(f"timm has no model {name!r}; timm.list_models() lists them")
     with torch.device("meta"):
@@ -128,6 +130,7 @@ def _of_timm(name: str, size: int) -> Job:
 def _of_transformers(name: str, size: int) -> Job:
     transformers: Any = importlib.import_module("transformers")
     known = transformers.CONFIG_MAPPING
+    # A type of model that transformers knows needs no download.
     config = known[name]() if name in known else transformers.AutoConfig.from_pretrained(name)
     with torch.device("meta"):
         model, data = _model_and_data(transformers, config, size)
@@ -172,6 +175,7 @@ def _of_file(path: Path) -> Any:
 
 def _imported(name: str) -> Any:
     here = str(Path.cwd())
+    # `python -m` puts the working directory there, an installed command does not.
     added = here not in sys.path and "" not in sys.path
     if added:
         sys.path.insert(0, here)

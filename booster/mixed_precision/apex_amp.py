@@ -78,6 +78,7 @@ class Session:
         self.registered = Registered()
         others = 0
         for gradients in list(self._gradients):
+            # As in apex, where one state serves all: optimizers of before move on with the new scales.
             if gradients.scaler.is_alike(precision.scales):
                 gradients.scaler = precision.scales
             else:
@@ -216,10 +217,12 @@ def initialize(
     for optimizer in given_optimizers:
         precision.check_optimizer(optimizer, given_models, device)
     _session.check_entry(precision, device.type)
+    # After all checks: an optimizer that was refused may be given again.
     _session.claim(given_optimizers)
     _session.start(precision)
     precision.bind(device)
     boosted = [precision.configure(model)[0] for model in given_models]
+    # Read after `configure`, which may have replaced parameters by half ones.
     names: dict[torch.Tensor, str] = {p: name for model in boosted for name, p in model.named_parameters()}
     wrapped = [_wrap(optimizer, precision, names) for optimizer in given_optimizers]
     for optimizer in wrapped:
@@ -267,11 +270,13 @@ def scale_loss(
     given = optimizers if several else [optimizers]
     members = [_gradients_of(optimizer) for optimizer in given]
     own = [member.scaler[loss_id] for member in members] or [precision.scales[loss_id]]
+    # The smallest, because one loss is multiplied for all optimizers.
     scale = min((one.scale for one in own if not one.is_null), default=1.0)
     this = BackwardPass(members, loss_id=loss_id, delayed=delay_unscale, checked=not delay_overflow_check)
     for member in members:
         member.before_backward(scale, this)
     try:
+        # In float32: a half loss would overflow under its own scale.
         yield loss.float() if scale == 1.0 else loss.float() * scale
     except BaseException:
         for member in members:

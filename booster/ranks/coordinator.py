@@ -63,6 +63,7 @@ class DistCoordinator:
         if local_rank is None:
             local_rank = environment_local_rank() if launched else 0
         if local_rank is None:
+            # Ranks of one machine are numbered in the order of the world, as launchers do.
             hosts = gather_bytes(socket.gethostname().encode(), dist.group.WORLD)
             local_rank = hosts[: self.rank].count(hosts[self.rank])
         self.local_rank: int = local_rank
@@ -108,6 +109,7 @@ class DistCoordinator:
             )
         rank = self.rank if group is None else dist.get_rank(group)
         if rank != executor_rank:
+            # The broadcast is the wait: it comes when the executor has left the body.
             if not self._told(True, executor_rank, group):
                 raise RuntimeError(
                     f"priority_execution: rank {executor_rank} failed in the body, so rank {rank} did not enter it; "
@@ -115,6 +117,7 @@ class DistCoordinator:
                 )
             yield
             return
+        # Sent also where the body raises, so that nobody waits for a rank that is gone.
         succeeded = False
         try:
             yield

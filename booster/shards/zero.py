@@ -93,6 +93,7 @@ class ZeroShards(Shards):
         self._held = [list(params) for params in lists]
         given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]] = []
         try:
+            # Groups change seldom: a group was added, or a parameter taken out or unfrozen.
             if len(self._groups) != len(self._held) or not all(map(GroupShards.holds, self._groups, self._held)):
                 self._groups = [GroupShards(params, self.shard_of, self.slot_of) for params in self._held]
             groups = self._groups
@@ -112,6 +113,7 @@ class ZeroShards(Shards):
                     else:
                         grad = self._gradient(param, shard, slot)
                     shard.grad = grad
+                    # With the address, by which a shard whose data was replaced is found afterwards.
                     given.append((param, shard, grad, shard.data_ptr()))
             yield
         finally:
@@ -119,6 +121,7 @@ class ZeroShards(Shards):
                 params[:] = held
             self._held = None
             for param, shard, grad, address in given:
+                # An optimizer, or a hook of one, put another gradient there: it goes where the true one is.
                 if shard.grad is not grad:
                     self._replace_gradient(param, grad, shard.grad)
                 shard.grad = None
@@ -266,6 +269,7 @@ class ZeroShards(Shards):
             if param.grad is None or shard is param:
                 continue
             own = self._gradient(param, shard)
+            # This rank's elements were divided by the step already, the others not.
             preserved = None if own is None else own.clone()
             param.grad.div_(divisor)
             if own is not None and preserved is not None:
@@ -336,6 +340,7 @@ class ZeroShards(Shards):
         """Return the slot of `param`; None if it is not sharded."""
         if param in self._slots:
             return self._slots[param]
+        # Looked for once for each parameter; layouts do not change while shards live.
         found = next((place for layout in self._layouts if (place := layout.locate(param)) is not None), None)
         if found is not None:
             self._slots[param] = BucketSlot(*found)
@@ -373,6 +378,7 @@ class ZeroShards(Shards):
         if param.grad is None:
             return None
         if param.grad.stride() != param.stride() and not (param.grad.is_contiguous() and param.is_contiguous()):
+            # Flat slices of gradient and parameter name the same elements only in one memory order.
             param.grad = torch.empty_like(param, requires_grad=False).copy_(param.grad)
         return self.local_slice(param.grad, param).detach()
 

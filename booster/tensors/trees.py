@@ -118,6 +118,7 @@ def _items(tree: Any) -> list[Any] | None:
     if isinstance(tree, Mapping):  # before dataclasses: a ModelOutput is both, and its items are what it has
         return [tree[key] for key in tree]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, torch.nn.Module)):
+        # Fields that nobody set have no attribute: they are left out here and in the copy.
         return [getattr(tree, name) for name in _set_fields(tree)]
     return None
 
@@ -133,6 +134,7 @@ def _with_items(tree: Any, items: list[Any]) -> Any:
     if type(tree) in (list, set):
         return type(tree)(items)
     clone = copy.copy(tree)  # keeps the type, and attributes of a subclass
+    # Item by item, since a subclass may take other arguments, and a deque has a length of its own.
     if isinstance(tree, (list, deque, UserList)):
         for position, item in enumerate(items):
             clone[position] = item
@@ -170,6 +172,7 @@ def _mapping_like(tree: Mapping[Any, Any], items: list[Any]) -> Mapping[Any, Any
             return clone
     try:
         made: Any = type(tree)(new)  # type: ignore[call-arg]
+        # A class may drop or convert what it is made of; then a plain dict is nearer to the original.
         alike = list(made) == list(new) and all(made[key] is item for key, item in new.items())
     except Exception:  # of the user's class, which need not take a mapping
         alike = False

@@ -114,6 +114,7 @@ class StepScalars:
                 param.grad = grad
         if found is not None:
             for tensor, old in zip(written, before, strict=True):
+                # By `where`, since 0 * inf would carry a NaN of the skipped step into what is kept.
                 tensor.copy_(torch.where(found > 0, old, tensor))
 
 
@@ -321,6 +322,7 @@ class FusedKernel:
         found = [*params, *map(_GRAD, params), *held]
         first = bool(params) and id(params[0])
         # Costs no Python call for a parameter that is contiguous, and what it was.
+        # Taken out until the look is done: an error must not leave what was found before.
         num, alike = self._known.pop(first, (-1, None))
         # On a CPU the kernels themselves raise where memory was freed.
         freed = bool(params) and params[0].is_cuda and not all(map(_ADDRESS, chain(params, held)))
@@ -356,6 +358,7 @@ class FusedKernel:
         tensors = {f"state {name!r}": own[name] for name in row.states if isinstance(own.get(name), torch.Tensor)}
         tensors |= {"gradient": grad}
         wrong = {what: tuple(value.shape) for what, value in tensors.items() if value.shape != param.shape}
+        # Counters are read as one number: a vector there would be read beyond its end or taken for its first element.
         wrong |= {
             f"state {name!r}": tuple(own[name].shape)
             for name in row.counts
@@ -397,11 +400,13 @@ class FusedKernel:
         """Have the optimizer as it was before `switch_to_fused`, where that switched it."""
         if not self.switched:
             return
+        # Groups that are added later follow the defaults.
         self.optimizer.defaults["fused"] = None
         for group in self.optimizer.param_groups:
             group["fused"] = None
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
+                # Torch's default implementation counts on the host, and would wait for the device in every step.
                 state["step"] = state["step"].cpu()
         set_fused_flags(self.optimizer, False)
 
@@ -456,6 +461,7 @@ def start_late_momentum(optimizer: Optimizer) -> None:
         state = optimizer.state
         params = [param for param in group["params"] if param.grad is not None]
         late = [param for param in params if state.get(param, {}).get("momentum_buffer") is None]
+        # Where all begin together torch starts them right by itself.
         if late and len(late) < len(params):
             for param in late:
                 state[param]["momentum_buffer"] = torch.zeros_like(param)

@@ -52,6 +52,7 @@ class JointDecision:
     def decide(self, found: Any) -> None:
         """Take the decision for all: `found` is a bool, or a 0-dim tensor."""
         self.found = found
+        # Losses and culprits are kept where there may be a skip to report: on a device that is not known yet.
         if found is not False:
             self._losses = [loss for member in self.members for loss in member.losses]
             self._blame = [member.norms.nonfinite_params(member) for member in self.members]
@@ -130,6 +131,7 @@ def run_backward(
     inputs = None if inputs is None else _checked_inputs(inputs)
     if members[0].check_loss is not None:
         check_first(loss, members)
+    # Gradients of a pass that others follow are sums that are not complete, so nothing is stepped in it.
     released = not delayed and any(map(_IN_BACKWARD, members))
     if released:
         for member in members:
@@ -146,8 +148,10 @@ def run_backward(
     elif seed == 1.0:
         gradient = None
     else:
+        # The scale seeds the backward pass in place of a product with the loss: one node less, and no float16 loss overflows.
         gradient = torch.full_like(loss, seed, requires_grad=False)
 
+    # Who listens gets the loss by its weight in the mean over the group, not by that of one micro-batch.
     shown = loss if weight == 1.0 else loss.detach() * weight
     try:
         if released:
@@ -160,6 +164,7 @@ def run_backward(
         else:
             with region(context):
                 torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
+    # KeyboardInterrupt too: gradients that were set aside would be lost with it.
     except BaseException as error:
         abandon_backward(this)
         if isinstance(error, RuntimeError) and "sparse" in str(error):
@@ -196,6 +201,7 @@ def begin_backward(
     scale: Any = None
     for member in members:
         if member.scaler.enabled:
+            # The smallest of all, because one scaled loss has to overflow in none of their gradients.
             own = member.scale_for(loss_id)
             scale = own if scale is None else _smaller(scale, own)
     if scale is None:

@@ -122,6 +122,7 @@ class Gradients:
 
     def snapshot(self) -> dict[str, Any]:
         """Return what is carried to the next step, by name, for `restore`; tensors in it are not copied."""
+        # References alone: whoever restores them runs nothing that writes to these in between.
         values = {name: getattr(self, name) for name in _CARRIED_ON}
         return {name: list(value) if type(value) is list else value for name, value in values.items()}
 
@@ -184,6 +185,7 @@ class Gradients:
             replica_check.num_passes += 1
             if replica_check.num_passes == replica_check.due:
                 replica_check.check(self.shards)
+        # Seldom, because version counters of all parameters are read.
         is_due = self.scaler.enabled and (self._num_steps < FIRST or self._num_steps % EVERY == 0)
         if is_due and self.scale is not None and not _same(self.scale, 1.0):
             self.mutation_check = GradMutationCheck(self.parameters.held())
@@ -217,6 +219,7 @@ class Gradients:
         scale = 1.0 if self.scale is None else self.scale
         if self.factor is None:
             return scale
+        # A clip to 0 leaves nothing: dividing by inf makes every gradient 0.
         return scale / self.factor if isinstance(self.factor, torch.Tensor) or self.factor else math.inf
 
     def params(self) -> list[torch.Tensor]:
@@ -262,6 +265,7 @@ class Gradients:
         with torch.no_grad():
             read, norm = self.norms.read(self, norm_type)
         self.read.append(read)
+        # The first is what is reported: a second clip of another order must not change the norm of the step.
         if self.norm is None:
             self.norm = norm
         return norm
@@ -308,6 +312,7 @@ class Gradients:
     def apply_scale(self) -> None:
         """Apply scale and clips that wait to `.grad`."""
         scale, factor, _ = self.carried
+        # One pass over the gradients for both, and none where there is nothing to apply.
         if self.factor is not None or not _same(scale, 1.0):
             self.multiply(factor / scale)
         self.scale = 1.0
@@ -327,6 +332,7 @@ class Gradients:
         with self.shards.local() if self.shards.sharded else WHOLE:
             self._present = self._find_params()  # once for all that asks for it below
             try:
+                # Ranks with shards may hold none of a gradient, so they ask each other, but only where no pass came.
                 unsure = not self.num_backwards if self.shards.sharded else not self._present
                 if unsure and self.none_anywhere():
                     if asked:
@@ -438,6 +444,7 @@ class Gradients:
 
 def _same(scale: Any, other: Any) -> bool:
     if isinstance(scale, torch.Tensor) or isinstance(other, torch.Tensor):
+        # By identity: comparing values would wait for the device.
         return scale is other
     return scale == other
 

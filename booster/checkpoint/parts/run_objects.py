@@ -41,6 +41,7 @@ class StatefulObjects(Part):
         }
         extra = self.objects.extra
         stateful = callable(getattr(extra, "state_dict", None))
+        # Every rank collects: a state dict may run collectives, and DTensors are written by all ranks.
         extra = into.replicated(_states(extra.state_dict() if stateful else extra), "extra")
         if into.rank:
             return {"loaders": of_rank, "extras": extra}
@@ -69,6 +70,7 @@ class StatefulObjects(Part):
         for path, like in _placed(self.objects.extra, "extra"):
             saved.request(path, like)
         saved.request_all(extra)
+        # Another number of ranks: nobody can say whose state belongs to whom, so all begin with one.
         if "extras" in saved.tree and extra is saved.tree["extra"]:
             saved.notes.append(
                 f"extra is that of {len(saved.tree['extras'])} ranks, each its own; this job has {found.world_size}, and all "
@@ -79,6 +81,7 @@ class StatefulObjects(Part):
         saved, loaders = found.saved, found.saved.tree["loaders"]
         if len(loaders) == found.world_size:
             saved.request_all(loaders[found.rank].get(name))
+        # A stateful loader of another library deals its shards by itself, in a form that is its own.
         elif any(OWN_STATE in of_rank.get(name, {}) for of_rank in loaders):
             yield (
                 f"dataloaders {name!r}: its state is that of {len(loaders)} ranks, each its own, and this job has "
@@ -100,6 +103,7 @@ class StatefulObjects(Part):
             state, left_out = known_state(part.unwrap() if isinstance(part, LRSchedulerWrapper) else part, state)
             saved.notes += [f"lr_schedulers {name!r}: {left_out}"] * bool(left_out)
             self._states.append((part, state))
+        # After loaders and schedulers: the user's own objects may read these as they load.
         self._states += _takers(self.objects.extra, saved.value(extra_of(found)))
 
     def check_loads(self, found: LoadContext) -> None:
@@ -112,6 +116,7 @@ class StatefulObjects(Part):
             return position
         own = saved.value(loaders[found.rank].get(loader, {}))
         ours = isinstance(self.objects.dataloaders[loader], DataLoaderWrapper)
+        # What is each rank's own wins over what all share.
         return {**position, **own} if ours else own[OWN_STATE]
 
     def steps(self) -> Iterator[Step]:
@@ -198,6 +203,8 @@ class ErrorFeedback(Part):
 
     def _compare(self, name: str, found: LoadContext) -> Iterator[str]:
         saved, ranks = found.saved, found.saved.tree.get("carried", [])
+        # Rounding errors belong to a rank's own sends; another number of ranks has other ones, and an error is no reason to
+        # stop.
         if len(ranks) != found.world_size or name not in ranks[found.rank]:
             those = f"it is that of {len(ranks)} ranks" if ranks and len(ranks) != found.world_size else "there is none"
             saved.notes.append(
@@ -224,6 +231,7 @@ class ErrorFeedback(Part):
 
     def finish(self) -> None:
         for name, carried in self.objects.carried.items():
+            # In place: the plugin's hooks hold this very dict.
             carried.clear()
             carried.update(self._values[name])
 

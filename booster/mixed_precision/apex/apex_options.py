@@ -104,6 +104,7 @@ def resolve(
     if cast_model_type is not None:
         options = replace(options, cast_model_type=_cast_model_type(opt_level, cast_model_type))
     if patch_torch_functions is not None:
+        # Texts and order of checks are apex's own: scripts and their tests look for them.
         if opt_level != "O1" and patch_torch_functions is True:
             _refuse("Currently, patch_torch_functions=True should only be set by selecting opt_level='O1'.")
         patch_torch_functions = arguments.flag("patch_torch_functions", patch_torch_functions, also="None")
@@ -141,6 +142,7 @@ def _keep_batchnorm(opt_level: str, value: Any) -> bool:
             f"should be None. keep_batchnorm_fp32 was {value}"
         )
     if not isinstance(value, (bool, str)) or value not in (True, False, "True", "False"):
+        # Apex asserts here, and scripts that catch it would miss a ValueError.
         raise AssertionError(
             "keep_batchnorm_fp32 must be a boolean, the string 'True' or 'False', or None, found "
             f"keep_batchnorm_fp32={value}"
@@ -206,6 +208,7 @@ def planned_dtypes(models: Iterable[tuple[nn.Module, DtypePolicy]]) -> dict[torc
     planned: dict[torch.Tensor, torch.dtype] = {}
     for model, policy in models:
         inner, dtype = bare(model), policy.store or policy.param
+        # By parameter: a tied weight that any kept module has stays float32 everywhere.
         kept = {param for name in policy.keep_fp32 for param in inner.get_submodule(name).parameters()}
         for param in inner.parameters():
             if dtype is not None and param.is_floating_point():
@@ -245,6 +248,7 @@ def follow_dtypes(optimizer: Optimizer) -> None:
     """Cast state that was made before the parameters were; one WARNING where half precision cannot step them."""
     if not holds_half(optimizer):
         return
+    # `load_state_dict` casts states to the dtype of their parameters, which is what has changed.
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
     eps = [group["eps"] for group in optimizer.param_groups if isinstance(group.get("eps"), float)]

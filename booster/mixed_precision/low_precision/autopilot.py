@@ -277,6 +277,7 @@ class PrecisionController(StepListener):
         every = self._plan.every
         if self._is_whole(number, every):
             many = math.ceil(as_fraction(self._plan.sample) * len(self._all))
+            # Layers take turns in the order of the model, so that each is looked at equally often.
             start = number // every * many
             names = {self._all[place % len(self._all)] for place in range(start, start + many)}
             return frozenset((name, role) for name in names for role in GEMMS) | self._suspected.keys()
@@ -323,11 +324,13 @@ class PrecisionController(StepListener):
             low, wide = result.float(), a.float() @ b.float().t()
         else:  # its own rounding is far below the limit
             wide = result.float()
+            # The product is wide now: what the recipe would make of it is computed for the look alone.
             low = product(a, b, own, recipe, dtype=result.dtype, kernels=layer.kernels).float()
         error = low - wide
         # All tokens share a mean; noise is compared with what they carry apart from it.
         if role == "forward":
             wide, error = (each - each.mean(0, keepdim=True) for each in (wide, error))
+        # In float64: sums of many squares of float32 numbers overflow.
         squares = torch.stack([error.double().square().sum(), wide.double().square().sum()])
         self._sums[key] = self._sums[key] + squares if key in self._sums else squares
 
@@ -350,6 +353,7 @@ class PrecisionController(StepListener):
         above = sorted(
             (key for key in seen.keys() - self._wide if ahead[key] > LIMIT), key=lambda key: (-ahead[key], key)
         )
+        # The worst first, as far as the budget goes.
         for key in [key for key in above if key in self._suspected][: most - len(self._wide)]:
             self._wide[key] = 0
             self.ever += [key[0]] * (key[0] not in self.ever)
@@ -400,6 +404,7 @@ class PrecisionController(StepListener):
         for key, (noise, signal) in zip(keys, sums.tolist(), strict=True):
             if noise or signal:
                 ratio = math.sqrt(noise / signal) if signal else math.inf
+                # NaN compares as false with everything, and would never be above the bound.
                 yield key, ratio if math.isfinite(ratio) else math.inf
 
     def _apply(self, names: Iterable[str]) -> None:

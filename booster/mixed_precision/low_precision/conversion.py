@@ -93,6 +93,7 @@ class LinearConversion:
         inner, recipe, own = bare(model), for_device(self.recipe, device), {}
         names, _ = self._choose(inner, keep_fp32, device)
         shapes = {_features(inner, name) for name in names}
+        # By shape and sorted, so that every rank times the same layers in the same order.
         for shape in sorted(shapes - self._times.keys()):
             wide, low = timed(
                 (self.tokens or 1, *shape),
@@ -210,6 +211,7 @@ class LinearConversion:
         slow = {}
         for name in names:
             inputs, outputs = _features(model, name)
+            # A shape that was never timed counts as one that gains.
             wide, low = self._times.get((inputs, outputs), (math.inf, 0.0))
             if not low < wide:
                 slow[name] = f"{inputs} -> {outputs}, {low * 1e6:.0f} us for {wide * 1e6:.0f} us wide"
@@ -224,6 +226,7 @@ class LinearConversion:
         """Check one layer of each shape: the data of a check depends on nothing else."""
         shapes: dict[tuple[Any, ...], list[str]] = {}
         for name, layer in layers.items():
+            # A check takes a few products, so a model of a hundred equal layers is checked once.
             shapes.setdefault((layer.in_features, layer.out_features, layer.bias is None), []).append(name)
         for alike in shapes.values():
             wrong = complaint(layers[alike[0]], device, self.dtype, compiled)

@@ -89,6 +89,7 @@ class LowPrecision(HalfPrecision):
         arguments.choice("convert", convert, CONVERT)
         if tokens is not None:
             arguments.count("tokens", tokens, what="of rows")
+        # Times of a layer depend on its rows, and nothing else says how many there will be.
         if (convert == "measured") != (tokens is not None):
             raise ValueError(
                 "convert='measured' times layers for so many tokens=, the rows that a layer has in a pass: samples times "
@@ -245,6 +246,7 @@ class FP8MixedPrecision(LowPrecision):
             delayed_scaling = DelayedScaling()
         elif delayed_scaling is not False:
             arguments.instance("delayed_scaling", delayed_scaling, DelayedScaling, "True, False or a DelayedScaling")
+        # False and None are one from here on.
         self._delayed = delayed_scaling or None
         if self._delayed is not None and (recipe != "tensorwise" or gather_in_fp8):
             raise ValueError(
@@ -256,6 +258,7 @@ class FP8MixedPrecision(LowPrecision):
         if recipe == "blocks":
             self.recipe = fp8_blocks_recipe(power_of_two_scales=power_of_two_scales)
         else:
+            # Only for forward products: gradients are summed over more terms, and reach the weights.
             self.recipe = FP8_RECIPES[recipe].with_fast_accumulation() if fast_accumulation else FP8_RECIPES[recipe]
         self._gathers = arguments.flag("gather_in_fp8", gather_in_fp8)
         if self._gathers and recipe != "tensorwise":

@@ -129,6 +129,7 @@ def auto_pins(
     where = resolve_device(device)
     own = make(precision, "precision")
     try:
+        # Asked before any model is made: a precision without the option says so at once.
         own.keeping(())
     except TypeError as error:
         raise TypeError(f"precision={precision!r} can keep no module in float32: {error}") from None
@@ -139,6 +140,7 @@ def auto_pins(
 
 def _idle_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer that changes nothing, without states: gradients alone are compared."""
+    # Boosting wants an optimizer, since masters and release depend on one.
     return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.0)
 
 
@@ -172,6 +174,7 @@ class _Search:
         order = sorted(units, key=lambda unit: (-alone[unit], unit))
         chosen = self._pruned(self._reached(order))
         refined = [self._refined(unit, chosen) for unit in chosen]
+        # A block that shrank to one module may have made another one superfluous.
         chosen = self._pruned(refined) if len(refined) > 1 else refined
         table = tuple(
             Contribution(unit, alone[unit], any(_inside(name, unit) for kept in chosen for name in kept))
@@ -182,6 +185,7 @@ class _Search:
 
     def _alone(self, unit: Unit, units: Sequence[Unit]) -> float:
         """The error where all blocks but `unit` are in float32."""
+        # Not the other way round: with this unit alone in float32 the errors of all others would hide what it adds.
         others = [name for other in units if other is not unit for name in other]
         try:
             return self._error(others).relative
@@ -215,6 +219,7 @@ class _Search:
 
     def _refined(self, unit: Unit, chosen: Sequence[Unit]) -> Unit:
         """A single module inside `unit` that is enough in its place, as deep inside as there is one; else `unit`."""
+        # A shared parameter has to have one dtype, so its modules are kept together or not at all.
         if len(unit) > 1:
             return unit
         others = [name for other in chosen if other is not unit for name in other]
@@ -282,6 +287,7 @@ def _units(model: nn.Module, names: Sequence[str]) -> Iterator[Unit]:
     for places in tensor_places(model, buffers=True).values():
         holders = {each for place in places for each in names if _inside(place.name, (each,))}
         for name in holders:
+            # The smallest name stands for the set, so that the order of modules does not matter.
             owner[first(name)] = min(first(other) for other in holders)
     for name in names:
         if first(name) == name:

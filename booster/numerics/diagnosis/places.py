@@ -81,6 +81,7 @@ class PlaceFinder:
 
     def of(self, operation: str) -> Place:
         """Return the place of the operation that runs now, called `operation`. To be called once for each."""
+        # -1 says that no backward pass runs in this thread.
         node = running_node() if graph_task() != -1 else None
         place = self._of_stack(self._forward_ends if node is None else self._backward_ends)
         if node is None or place.modules:
@@ -90,6 +91,7 @@ class PlaceFinder:
             return place
         name, number, leaf = node
         made, of = self._made.get(number, (Place(), ""))
+        # The node that adds into a leaf's gradient was made by no operation: its parameter has the name.
         if leaf is not None and leaf in self._params:
             of, owner = self._params[leaf]
             made = Place((owner,), not owner.startswith("criterion"))

@@ -41,6 +41,7 @@ def in_float32(module: nn.Module | None, device_type: str, *, same_dtypes: bool 
     if module is None:
         yield
         return
+    # In the instances' dicts, because assigning an attribute of a Module goes through its `__setattr__`.
     before = {child: child.__dict__.get("forward") for child in module.modules()}
     switch = _Switch()
     for child in before:
@@ -81,6 +82,7 @@ class _Float32Forward:
             if not self._same_dtypes or half is not None:
                 return cast_floats(self._in_float32(args, kwargs), half)
             before = random_state()
+            # Once as before, only to see which dtypes it returns; random numbers are put back afterwards.
             with torch.no_grad(), self._switch.turned(False):
                 dtypes = iter([tensor.dtype for tensor in tensors(self._forward(*args, **kwargs))])
             set_random_state(before)
@@ -186,6 +188,7 @@ class ReplayTrials:
         except Exception as error:
             problem = error  # raised once the others know
             report = {"error": f"{type(error).__name__}: {error}"}
+        # Also where this rank raised: the others wait for its report.
         reports = agreement.gather(report, self._group)
         if problem is not None:
             raise problem
@@ -196,6 +199,7 @@ class ReplayTrials:
         losses = [each["loss"] for each in reports if each["loss"] is not None]
         return ReplayFindings(
             bad=any(each["bad"] for each in reports),
+            # The first one in time, and among ranks the same one for all.
             cause=min(causes, key=lambda cause: cause.order, default=None),
             own=own,
             loss=sum(losses) / len(losses) if losses else None,
@@ -257,6 +261,7 @@ class ReplayTrials:
             if named.foreign:
                 return False
             if own is not None and own.is_alike(named):
+                # Every rank replaces its own numbers of the same cause; ids differ from rank to rank.
                 repair.update(own.repair)
             findings = self.run(repair=frozenset(repair))
             if not findings.bad:
@@ -272,6 +277,7 @@ def _excess(cause: Cause) -> int:
     if not cause.exact or not math.isfinite(cause.exact):
         return 1
     largest = torch.finfo(getattr(torch, cause.dtype)).max
+    # Known where the replay computed the result in a wider format: saves a trial for each power of two.
     return max(1, math.ceil(math.log2(cause.exact / largest)))
 
 

@@ -94,6 +94,7 @@ class ActivationCounts:
         label = self._labels.of(model.unwrap())
         for name, module in model.unwrap().named_modules():
             if name and any(matches(name) for matches in self._matchers):
+                # Weakly, since the module holds the hook.
                 hook = partial(self._count, f"{label}{name}", weakref.ref(module))
                 self._handles.append(module.register_forward_hook(hook))
 
@@ -133,12 +134,14 @@ class ActivationCounts:
         local = local_shard(tensor.detach())
         if not local.numel():
             return
+        # Squares of halves overflow float16 and round in bfloat16.
         wide = None if local.dtype == torch.float64 else torch.float32
         square = torch.linalg.vector_norm(local, dtype=wide).double().square()
         largest = torch.linalg.vector_norm(local, math.inf).double()
         row = torch.cat([count_exponents(local).double(), square[None], largest[None]])
         before = self._rows.get((of, name))
         if before is not None:
+            # Counts and squares add up over micro-batches; the largest magnitude does not.
             row = torch.cat([row[:-1] + before[:-1], torch.maximum(row[-1:], before[-1:])])
         self._rows[of, name] = row
         self._formats[of, name] = dtype_name(local.dtype)
@@ -216,6 +219,7 @@ class OperandCounts:
             size, largest = rounded.values.float().abs(), operand.format.largest
             counts = (
                 ((size == 0) & (matrix != 0)).sum(),
+                # Compared before rounding: afterwards what was cut off looks like the largest number itself.
                 (matrix.abs() > scale * (largest * _ABOVE)).sum(),
                 (size == largest).sum(),
             )

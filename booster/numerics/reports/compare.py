@@ -104,6 +104,7 @@ def compare(a: Run, b: Run) -> Comparison:
     """
     for name, run in (("a", a), ("b", b)):
         arguments.instance(name, run, Run, "what booster.numerics.read_run returned")
+    # The coarser run decides what rounding explains.
     roundoff = max(_roundoff(a), _roundoff(b))
     found: list[Comparison] = []
     notes = [f"{side.folder.name}: {note}" for side in (a, b) for note in side.notes]
@@ -146,6 +147,7 @@ def _of_optimizer(name: str, a: Run, b: Run, roundoff: float) -> Comparison:
         if kind == "alike":
             parted = norms.beyond("norm", pairs, number)
             kind = "gradient" if parted else kind
+        # After losses and gradients: a skip that follows from a different gradient is no cause of its own.
         if kind == "alike" and one.applied != other.applied:
             kind = "skip"
             folder, skipped = (b.folder, other) if one.applied else (a.folder, one)
@@ -188,7 +190,9 @@ class _TrackedDifference:
     ) -> Difference | None:
         if a is None and b is None:
             return None
+        # Independent roundings add up like the root of their number; training then amplifies what is there.
         explained = max(self._share * math.sqrt(step), _JUMP * self._largest)
+        # One run has a number and the other has none, or inf: no rounding explains that.
         if a is None or b is None or math.isfinite(a) != math.isfinite(b):
             return Difference(name, a, b, math.inf, explained)
         if not math.isfinite(a):

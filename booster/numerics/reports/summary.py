@@ -199,6 +199,7 @@ def _looks(looks: Sequence[AutopilotLook]) -> list[dict[str, Any]]:
     found = []
     for model in sorted({look.model for look in looks}):
         own = [look for look in looks if look.model == model]
+        # A look again is at some layers alone, so it would lower the means.
         first = [look for look in own if not look.again] or own
         found.append(
             {
@@ -224,6 +225,7 @@ def _rounded(run: Run) -> list[dict[str, Any]]:
         | {share: sum(getattr(each, share) for each in own) / len(own) for share in ("underflow", "saturated", "top")}
         for key, own in found.items()
     ]
+    # Saturation spoils a product more than what is lost at the bottom.
     return sorted(rows, key=lambda row: (-row["top"], -row["underflow"]))
 
 
@@ -268,7 +270,9 @@ def _groups(samples: Sequence[Underflow]) -> list[dict[str, float | None]]:
 
 def _of_optimizer(name: str, steps: Sequence[Step], samples: Sequence[Underflow]) -> OptimizerSummary:
     applied = [step for step in steps if step.applied]
+    # Where a run was resumed the clock may have gone back; the median forgives pauses of a checkpoint.
     between = sorted(b.time - a.time for a, b in zip(steps, steps[1:], strict=False) if b.time > a.time)
+    # Without a norm nobody asked for a clip in that step, so it says nothing of how often clips bite.
     looked = [step for step in applied if step.grad_norm is not None]
     return OptimizerSummary(
         name=name,

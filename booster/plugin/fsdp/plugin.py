@@ -84,6 +84,7 @@ class ShardingPlugin(Plugin):
 
     def make_shards(self, optimizer: Optimizer) -> Shards:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        # One plugin may have placed several models, and an optimizer steps some of them.
         roots = [module for module in self._placed if any(id(param) in held for param in module.parameters())]
         return FullyShardedShards(
             optimizer,

@@ -39,6 +39,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        # The other direction, by `apply`, so that gradients of gradients are exchanged as well.
         return None, None, *_Exchange.apply(ctx.group, not ctx.to_heads, *grads)
 
 
@@ -50,6 +51,7 @@ def _exchanged(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup, to_h
         parts = [x.unflatten(1, (size, -1)).transpose(0, 1) for x in tensors]
     else:
         parts = [x.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4) for x in tensors]
+    # Queries, keys and values go in one message: one collective a layer and direction, not three.
     sent = torch.cat([part.reshape(size, -1) for part in parts], dim=1)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
@@ -70,6 +72,7 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        # Every rank attended with the whole mask, so the gradient of a rank's part is the sum over all of them.
         whole = grad.contiguous().clone()
         dist.all_reduce(whole, group=ctx.group)
         return whole.narrow(ctx.dim, ctx.group.rank() * ctx.length, ctx.length), None, None
@@ -77,6 +80,7 @@ class _GatherTokens(torch.autograd.Function):
 
 def gather_tokens(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Return `tensor` with the tokens of all ranks along `dim`, rank by rank; a collective."""
+    # Backends do not all take booleans.
     own = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
     own = own.contiguous()
     parts = [torch.empty_like(own) for _ in range(group.size())]
@@ -104,6 +108,7 @@ def attend_by_heads(
         raise RuntimeError(f"{heads} heads of queries do not share {key_heads} of keys evenly")
     if is_fake_kind(type(query)):
         return shape_of_attention(query, key, value, mask, cut)
+    # The fewest repeats after which every rank has whole heads of keys; attention itself shares them further.
     repeats = size // math.gcd(size, key_heads)
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
@@ -113,6 +118,7 @@ def attend_by_heads(
         mask = whole_mask(mask, cut, group)
         if mask.dim() > 2 and mask.shape[-3] not in (1, heads):
             raise RuntimeError(f"a mask of {tuple(mask.shape)} is not of {heads} heads")
+        # After the exchange this rank has these heads alone.
         if mask.dim() > 2 and mask.shape[-3] > 1:
             mask = mask.narrow(-3, group.rank() * (heads // size), heads // size)
     options: dict[str, Any] = {"dropout_p": call.dropout_p, "is_causal": call.is_causal, "scale": call.scale}
@@ -121,6 +127,7 @@ def attend_by_heads(
         out = F.scaled_dot_product_attention(query, key, value, mask, **options)
     else:
         out = _by_documents(query, key, value, mask, cut, options)
+    # The way back sends pieces of one length, so rows of padding return, as zeros.
     out = F.pad(out, (0, 0, 0, size * cut.local_length - cut.length))
     (found,) = _Exchange.apply(group, False, out)
     return found
@@ -136,6 +143,7 @@ def _by_documents(
 ) -> torch.Tensor:
     """Attention within each document by itself: no work, and no mask, for what others have."""
     if mask is not None:
+        # Rows of the batch and documents are cut out of it below, so dimensions of 1 have to be there.
         mask = mask.expand(query.shape[0], -1, cut.length, cut.length)
     rows = []
     for row, starts in enumerate(cut.documents or ()):

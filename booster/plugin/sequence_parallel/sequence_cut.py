@@ -80,10 +80,12 @@ class SequenceCut:
         starts = [
             torch.tensor(each[1:], dtype=torch.int64, device=device) for each in self.documents or ((0, self.length),)
         ]
+        # The first start, 0, was left out: tokens before the first boundary are in document 0; padding is in one of its own.
         return torch.stack([torch.bucketize(tokens, each, right=True) for each in starts])
 
     def cut(self, tensor: torch.Tensor, dim: int, padding: Any) -> torch.Tensor:
         """Return this rank's part of `tensor`, whole along `dim`, padded by `padding` at the end; contiguous."""
+        # Padding is at the end of the whole sequence, so that it is at the end of each rank's tokens too.
         missing = self.size * self.local_length - self.length
         if missing:
             tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, missing), value=padding)
@@ -114,6 +116,7 @@ def make_cut(
             "choose a smaller sp_size"
         )
     mask = dict(named).get("attention_mask")
+    # A mask that reads everything is none: kernels without masks are faster, and the ring takes no others.
     keys = None
     if isinstance(mask, torch.Tensor) and mask.shape == (batch_size, length) and not bool(mask.all()):
         keys = mask.bool()
@@ -142,6 +145,7 @@ def _document_starts(documents: torch.Tensor, batch_size: int, length: int) -> t
         return (tuple(starts),)
     if documents.shape != (batch_size, length):
         raise ValueError(f"documents is {_shown(documents)}, and the batch ({batch_size}, {length}, ...)")
+    # A document is a run of equal numbers, so the same number may come back later for another one.
     changes = documents[:, 1:] != documents[:, :-1]
     return tuple((0, *(row.nonzero().flatten() + 1).tolist(), length) for row in changes)
 
@@ -157,6 +161,7 @@ def cut_entries(
             made[name] = value
         elif value.dim() == 4 and value.shape[-2:] == (cut.length, cut.length) and value.shape[1] != cut.length:
             made[name] = cut.cut(value, 2, False if value.dtype == torch.bool else 0)  # a mask: its rows are the tokens
+        # Positions are often given once for all sequences of a batch.
         elif value.shape[:2] == shape or value.shape[:2] == (1, cut.length):
             made[name] = cut.cut(value, 1, ignore_index if name == labels else 0)
         else:

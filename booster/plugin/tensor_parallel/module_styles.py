@@ -80,9 +80,11 @@ class _VocabularyLookup(ForwardProxy):
         start = self.mesh.get_local_rank() * count
         inside = (ids >= start) & (ids < start + count)
         padding = module.padding_idx
+        # Only the rank that has the padding row must leave its gradient zero.
         mine = padding - start if padding is not None and start <= padding < start + count else None
         with swapped(module.__dict__, {"padding_idx": mine}):
             found = self.run(torch.where(inside, ids - start, 0))
+        # Ids of other ranks were looked up as row 0, so that no index is out of range.
         return found.masked_fill(~inside.unsqueeze(-1), 0)
 
 
@@ -166,6 +168,7 @@ class Region(LocalStyle):
             whole = given.arguments.get(name)
             if whole is not None:
                 batch = given.args[1].shape[0]
+                # Such biases are (batch * heads, ...), with the heads of one sample next to each other.
                 part = whole.unflatten(0, (batch, -1)).chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
                 given.arguments[name] = part.flatten(0, 1)
         for name in self.shared:
@@ -227,6 +230,7 @@ class Experts(LocalStyle):
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
         placements: dict[str, Placement] = {"colwise": Shard(1), "rowwise": Shard(2)}
+        # Two projections one after the other: every rank needs its features of both.
         placements["packed_colwise"] = StridedShard(1, split_factor=_PIECES["packed_colwise"])
         return {name: placements[str(style)] for name, style in self.parameters.items()}
 
