@@ -33,8 +33,8 @@ from booster.booster import Booster
 from booster.common.installed import tell_untried
 from booster.facade.batch_size import find_batch_size
 from booster.facade.description import Description, describe
+from booster.facade.foreign_names import AMP_TYPE
 from booster.facade.frozen_weights import load_weights
-from booster.facade.older_config import AMP_TYPE
 from booster.launch import (
     get_default_parser,
     launch,
@@ -44,7 +44,7 @@ from booster.launch import (
     launch_notebook,
     seed_everything,
 )
-from booster.model.optimizer_kinds import register_elementwise
+from booster.model.optimizers import register_elementwise
 from booster.ranks.coordinator import DistCoordinator
 from booster.update.outcome import LossScaleError, StepResult
 

@@ -26,19 +26,14 @@ from booster.facade import (
     diagnostic_methods,
     foreign_names,
     frozen_weights,
-    graph_methods,
     pass_methods,
-    profiler,
-    progress_bar,
     refusals,
-    sequence_methods,
-    synced_weights,
 )
 from booster.facade.accumulation import Accumulations
 from booster.facade.before_boost import BeforeBoost
 from booster.facade.boosted_objects import BoostedObjects, BoostOutput
 from booster.facade.booster_state import BoosterState
-from booster.facade.older_config import translate
+from booster.facade.foreign_names import translate
 from booster.facade.precision_run import PrecisionRun
 from booster.interface.model import (
     CriterionWrapper,
@@ -449,20 +444,20 @@ class Booster(BoosterState):
     accumulate = pass_methods.accumulate
     no_sync = pass_methods.no_sync
     execute_pipeline = pass_methods.execute_pipeline
-    shard_sequence = sequence_methods.shard_sequence
-    token_mean = sequence_methods.token_mean
-    balancing_loss = sequence_methods.balancing_loss
-    capture = graph_methods.capture
-    capturable = graph_methods.capturable
-    _captured = graph_methods.captured
+    shard_sequence = pass_methods.shard_sequence
+    token_mean = pass_methods.token_mean
+    balancing_loss = pass_methods.balancing_loss
+    capture = pass_methods.capture
+    capturable = pass_methods.capturable
+    _captured = pass_methods.captured
 
     # What a run says of itself
     record = diagnostic_methods.record
     diagnose = diagnostic_methods.diagnose
     estimate_memory = diagnostic_methods.estimate_memory
     memory = diagnostic_methods.memory
-    profile = profiler.profile
-    progress = progress_bar.progress
+    profile = diagnostic_methods.profile
+    progress = diagnostic_methods.progress
 
     # Checkpoints, and weights for other programs
     save = checkpoint_methods.save
@@ -476,6 +471,6 @@ class Booster(BoosterState):
     load_optimizer = checkpoint_methods.load_optimizer
     save_lr_scheduler = checkpoint_methods.save_lr_scheduler
     load_lr_scheduler = checkpoint_methods.load_lr_scheduler
-    sync_weights = synced_weights.sync_weights
+    sync_weights = checkpoint_methods.sync_weights
     enable_lora = frozen_weights.enable_lora
     save_lora = frozen_weights.save_lora

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.checkpoint.agree import agreed, is_first
-from booster.checkpoint.exported_files import replaced
 from booster.checkpoint.folder import write_beside
 from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.serving import ExportSpec, sources_of
 from booster.checkpoint.tensor_file import write_tensors
+from booster.checkpoint.weight_files import replaced
 from booster.common.text import listed
 from booster.common.torch_internals.tensor_internals import gather_full
 from booster.interface.model import ModelWrapper

@@ -40,8 +40,8 @@ from torch.futures import Future
 
 from booster.checkpoint.folder import sync_folder
 from booster.checkpoint.manifest import SAFETENSORS_DTYPES, CheckpointError, Chunk, File, Manifest, Tensor, dtype_of
+from booster.checkpoint.state_tree import HeldTensor, can_be_read_into
 from booster.checkpoint.tensor_file import Entry, entries_of, entry_of, read_box, read_verified, write_tensors
-from booster.checkpoint.tensor_layout import HeldTensor, can_be_read_into
 from booster.common.untrusted_files import open_regular
 from booster.shards.flat_shard import FlatShard
 

@@ -13,16 +13,13 @@ from booster.checkpoint import parts
 from booster.checkpoint.agree import agreed, is_first
 from booster.checkpoint.dcp_storage import read_entries
 from booster.checkpoint.folder import checkpoints, damage, manifest_now, standing
-from booster.checkpoint.hashing import new_hash
-from booster.checkpoint.manifest import MANIFEST, CheckpointError, Chunk, Tensor, dtype_of
-from booster.checkpoint.objects import Loaded, Objects, named
+from booster.checkpoint.manifest import MANIFEST, CheckpointError, Chunk, Tensor, dtype_of, new_hash
+from booster.checkpoint.objects import Loaded, Objects, load_module, named, read_by_torch
 from booster.checkpoint.parts.part import LoadContext
 from booster.checkpoint.parts.run_objects import extra_of
 from booster.checkpoint.saved_checkpoint import SavedCheckpoint
-from booster.checkpoint.snapshots import load_module, read_by_torch
-from booster.checkpoint.state_tree import OWN
+from booster.checkpoint.state_tree import OWN, mark_written
 from booster.checkpoint.tensor_file import entries_of, entry_of
-from booster.checkpoint.tensor_layout import mark_written
 from booster.checkpoint.weight_files import FittedWeights, check_unchanged, half_read, weights_for
 from booster.common.text import listed
 from booster.common.untrusted_files import printable

@@ -1,8 +1,13 @@
-"""The objects that a checkpoint is made of, each under a name."""
+"""The objects that a checkpoint is made of, each under a name, and snapshots of them while they are loaded.
+
+Where a later object refuses its state, those that were loaded before it are restored.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +16,15 @@ import torch
 from torch import nn
 
 from booster.common import arguments
+from booster.common.snapshot import StateSnapshot
+from booster.common.text import listed
 from booster.data import DataLoaderWrapper
 from booster.interface.model import ModelWrapper, boosted_wrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.interface.scheduler import LRSchedulerWrapper
-from booster.model.modules import bare
+from booster.masters.master_state import LoadedWeights
+from booster.model.modules import bare, tensor_places
+from booster.tensors.trees import map_tensors
 
 
 @dataclass(frozen=True)
@@ -133,3 +142,129 @@ def _named(kind: str, given: Any) -> dict[str, Any]:
     if isinstance(given, Sequence) and not isinstance(given, (nn.Module, str, bytes)):
         return {str(index): value for index, value in enumerate(given)}
     return {"0": given}
+
+
+_OURS = ("torch.", "booster.")
+
+
+def snapshot(part: Any) -> Callable[[], None]:
+    """Return what gives a loader, a scheduler or an object of the user's the state that it has now."""
+    if isinstance(part, DataLoaderWrapper):  # its state dict may refuse what cannot be gone on with elsewhere
+        return part.snapshot()
+    # Copied, and to host memory: loading writes into the tensors that are there.
+    state = map_tensors(_host_copy, part.state_dict(), copy_containers=True)
+    attributes = [(own, dict(vars(own))) for own in _with_attributes(part)]
+
+    def restore() -> None:
+        try:
+            part.load_state_dict(state)
+        finally:  # what a load sets beyond the state, such as that it was asked for a position
+            for own, before in attributes:
+                vars(own).clear()
+                vars(own).update(before)
+
+    return restore
+
+
+def load_module(module: nn.Module, state: dict[str, Any], undo: ExitStack) -> None:
+    """Load `state`, of names and shapes that fit, into `module`."""
+    # A snapshot of a large model costs its size, so it is made only where a load may fail half-way.
+    if may_refuse(module) or not _torch_reads(user_module(module), state):
+        undo.callback(_module_snapshot(module))
+    unread = module.load_state_dict(state, strict=False).unexpected_keys
+    now = module.state_dict() if unread else {}
+    # An entry that is equal is one that the module makes anew, as a buffer of a constant.
+    lost = [key for key in unread if not _equal(state[key], now.get(key))]
+    if lost:
+        # Raises ValueError for entries that differ from those of `module` and that it does not read.
+        raise ValueError(
+            f"{listed(lost, 8)} differ from the job's, and the modules that write these do not read them; give the model "
+            "what it had when it was saved, as weights quantised from the same file, or leave such out of checkpoints with "
+            "frozen=False"
+        )
+
+
+def _torch_reads(module: nn.Module, keys: Iterable[str]) -> bool:
+    """Whether each of `keys` is a parameter, a buffer or an extra state of `module`, which torch's own code loads."""
+    known = {
+        name
+        for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    }
+    return all(key in known or key.endswith("_extra_state") for key in keys)
+
+
+def _equal(saved: Any, own: Any) -> bool:
+    if isinstance(saved, torch.Tensor) and isinstance(own, torch.Tensor):
+        return saved.dtype == own.dtype and torch.equal(saved, own.to(saved.device))
+    return type(saved) is type(own) and bool(saved == own)
+
+
+def may_refuse(module: nn.Module) -> bool:
+    """Return whether code of the user's runs while a state that fits is loaded into `module`: torch's own only copies."""
+    own = user_module(module)
+    return any(_has_own_code(child) for child in own.modules())
+
+
+def read_by_torch(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of `module`, by name, of which a load does nothing but write into them: those alone may be read in place."""
+    own = user_module(module)
+    if may_refuse(module):
+        return {}
+    watched = LoadedWeights.watched(own)
+    # Without those that have several names, which may differ in a file, and those with masters that take over what is loaded.
+    found = {places[0].name: tensor for tensor, places in tensor_places(own, buffers=True).items() if len(places) == 1}
+    return {name: tensor for name, tensor in found.items() if name not in watched}
+
+
+def makes_entries(module: nn.Module) -> bool:
+    """Return whether code of the user's may give `module` what a state does not have under its name."""
+    return any(_has_own_code(child, _LOAD) for child in user_module(module).modules())
+
+
+_LOAD = ("load_state_dict", "_load_from_state_dict")
+
+
+def _has_own_code(module: nn.Module, methods: tuple[str, ...] = (*_LOAD, "set_extra_state")) -> bool:
+    code = [getattr(getattr(type(module), name), "__module__", "") for name in methods]
+    code += ["instance" for name in methods if name in vars(module)]
+    for hook in (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()):
+        inner = getattr(hook, "hook", hook)
+        code.append(getattr(inner, "__module__", "") or type(inner).__module__)
+    return not all(f"{where}.".startswith(_OURS) for where in code)
+
+
+def _module_snapshot(module: nn.Module) -> Callable[[], None]:
+    own = user_module(module)
+    python = StateSnapshot([own, LoadedWeights.in_hooks_of(own)], numbers=False, random=False)
+    # In host memory: next to the weights a device may have no room for a second copy.
+    numbers = [(tensor, _host_copy(tensor)) for tensor in (*own.parameters(), *own.buffers())]
+    extra_states = [
+        (child, copy.deepcopy(child.get_extra_state()))
+        for child in own.modules()
+        if _has_own_code(child) and type(child).get_extra_state is not nn.Module.get_extra_state
+    ]
+
+    @torch.no_grad()
+    def restore() -> None:
+        python.restore()
+        for child, state in extra_states:
+            child.set_extra_state(state)
+        for tensor, value in numbers:
+            tensor.copy_(value)
+
+    return restore
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _with_attributes(part: Any) -> Iterator[Any]:
+    """The objects of ours and of torch's that a state is loaded into by their attributes."""
+    if isinstance(part, LRSchedulerWrapper):
+        yield part
+        yield from _with_attributes(part.unwrap())
+    elif isinstance(part, torch.optim.lr_scheduler.LRScheduler):
+        yield part
+        for inner in getattr(part, "_schedulers", ()):  # SequentialLR, ChainedScheduler
+            yield from _with_attributes(inner)

@@ -21,6 +21,7 @@ from booster.checkpoint import parts
 from booster.checkpoint.agree import agreed, first_failure, is_first
 from booster.checkpoint.dcp_storage import ManifestWriter, WholeSavePlanner
 from booster.checkpoint.folder import (
+    Lock,
     checkpoints,
     make_folder,
     name_of,
@@ -30,15 +31,22 @@ from booster.checkpoint.folder import (
     write_synced,
     writing,
 )
-from booster.checkpoint.hashing import hash_of, new_hash
 from booster.checkpoint.loading import check_loads
-from booster.checkpoint.lock import Lock
-from booster.checkpoint.manifest import LARGEST_NUMBER, MANIFEST, STATE, CheckpointError, File, Manifest, check_text
+from booster.checkpoint.manifest import (
+    LARGEST_NUMBER,
+    MANIFEST,
+    STATE,
+    CheckpointError,
+    File,
+    Manifest,
+    check_text,
+    hash_of,
+    new_hash,
+)
 from booster.checkpoint.objects import Objects, user_module
 from booster.checkpoint.parts.part import SaveContext, Tensors, leaves_out_frozen
-from booster.checkpoint.state_tree import OWN
+from booster.checkpoint.state_tree import OWN, HeldTensor, as_planned
 from booster.checkpoint.tensor_file import need_safetensors
-from booster.checkpoint.tensor_layout import HeldTensor, as_planned
 from booster.common.installed import version_of
 from booster.common.text import listed
 from booster.common.untrusted_files import json_cost

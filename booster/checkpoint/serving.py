@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.checkpoint.agree import agreed, is_first
-from booster.checkpoint.exported_files import CheckpointTensors, ExportedTensor, FileOptions, Read, export
 from booster.checkpoint.folder import remove, write_beside
 from booster.checkpoint.manifest import CheckpointError, Tensor, dtype_of, read_manifest
 from booster.checkpoint.saving import CollectedState, choose_writers, write
-from booster.checkpoint.tensor_layout import as_planned, refuse_made_of_tensors
+from booster.checkpoint.state_tree import as_planned, refuse_made_of_tensors
+from booster.checkpoint.weight_files import CheckpointTensors, ExportedTensor, FileOptions, Read, export
 from booster.common import arguments
 from booster.common.text import listed
 from booster.frozen import FORMS, Form, FrozenLinear, origins_of

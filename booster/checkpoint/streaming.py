@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from booster.checkpoint.manifest import CheckpointError
+from booster.checkpoint.state_tree import mark_written
 from booster.checkpoint.tensor_file import Entry, entries_of, pieces, read_entry
-from booster.checkpoint.tensor_layout import mark_written
 from booster.checkpoint.weight_files import check_unchanged, half_read, is_safetensors, weight_files
 from booster.common.text import listed
 from booster.common.untrusted_files import open_regular

@@ -21,9 +21,17 @@ from typing import IO, Any
 
 import torch
 
-from booster.checkpoint.hashing import BLOCK, new_hash
-from booster.checkpoint.manifest import PAIRS, SAFETENSORS_DTYPES, CheckpointError, Chunk, File, num_bytes
-from booster.checkpoint.tensor_layout import can_be_read_into
+from booster.checkpoint.manifest import (
+    BLOCK,
+    PAIRS,
+    SAFETENSORS_DTYPES,
+    CheckpointError,
+    Chunk,
+    File,
+    new_hash,
+    num_bytes,
+)
+from booster.checkpoint.state_tree import can_be_read_into
 from booster.common.untrusted_files import open_regular, parse_json
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}

@@ -13,7 +13,7 @@ from booster.checkpoint.state_tree import encode
 from booster.common.untrusted_files import printable
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.masters.quantized_state import QuantizedState
-from booster.model.optimizer_kinds import kind_of
+from booster.model.optimizers import kind_of
 from booster.tensors.trees import is_container, tensors
 
 _logger = logging.getLogger(__name__)

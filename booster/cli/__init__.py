@@ -50,11 +50,11 @@ _HOMES = {
     "run": "booster.cli.run_command",
     "check": "booster.cli.machine_commands",
     "env": "booster.cli.machine_commands",
-    "estimate": "booster.cli.estimate_command",
-    "checkpoint": "booster.cli.checkpoint_command",
-    "report": "booster.cli.record_commands",
-    "compare": "booster.cli.record_commands",
-    "advise": "booster.cli.advise_command",
+    "estimate": "booster.cli.planning_commands",
+    "checkpoint": "booster.cli.reading_commands",
+    "report": "booster.cli.reading_commands",
+    "compare": "booster.cli.reading_commands",
+    "advise": "booster.cli.planning_commands",
 }
 """The module of each command, imported when the command is called."""
 

@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from booster.cli.agent import Stopped
-from booster.cli.failure_report import REPORT_START, STOPPED_STATUS
+from booster.cli.agent import REPORT_START, STOPPED_STATUS, Stopped
 from booster.common.untrusted_files import read_regular
 
 # What a node needs, beyond the grace time of its ranks, to end its processes before its connection is cut.

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from booster.cli.agent import Attempt, Stopped, loopback_variables, run_attempt, worker_command
-from booster.cli.failure_report import STOPPED_STATUS
+from booster.cli.agent import STOPPED_STATUS, Attempt, Stopped, loopback_variables, run_attempt, worker_command
 from booster.cli.hosts import Host, NodeCommand, chosen_hosts, is_host_name, is_local, run_nodes, ssh_command
 from booster.cli.option_values import say, spellings, whole
 from booster.launch import TIMEOUT_VARIABLE, await_address

@@ -13,8 +13,17 @@ from torch.utils.data import DistributedSampler, IterableDataset
 from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import has_workers
 from booster.data.epoch_iterator import DRAWS, ORDER, OWN_STATE, EpochIterator, Progress, position_of, skips
-from booster.data.epoch_randomness import SamplerCounters, generators_of, set_states, states_of, try_states
-from booster.data.samplers import EpochSetter, distributed_sampler, is_stateful, order_source
+from booster.data.epoch_randomness import (
+    EpochSetter,
+    SamplerCounters,
+    distributed_sampler,
+    generators_of,
+    is_stateful,
+    order_source,
+    set_states,
+    states_of,
+    try_states,
+)
 from booster.tensors.trees import map_tensors
 
 

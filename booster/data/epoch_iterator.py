@@ -14,8 +14,16 @@ from typing import Any
 
 from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import end_workers
-from booster.data.epoch_randomness import EpochRandomness, SamplerCounters, generators_of, preserve_rng
-from booster.data.samplers import EpochSetter, is_stateful, order_source, stride
+from booster.data.epoch_randomness import (
+    EpochRandomness,
+    EpochSetter,
+    SamplerCounters,
+    generators_of,
+    is_stateful,
+    order_source,
+    preserve_rng,
+    stride,
+)
 
 # In the state of a boosted loader, what is each rank's own: the state that the loader inside keeps, and the random states
 # from which its order follows; see `EpochRandomness.state_dict`.

@@ -1,22 +1,28 @@
-"""The methods of `Booster` that look at a run: its record, a bad step, and its memory.
+"""The methods of `Booster` that look at a run: its record, a bad step, its memory, a trace of torch's profiler, a progress bar.
 
 What they need is imported when they are called: most scripts never do.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from booster.common import arguments
+from booster.data.epoch_iterator import EpochIterator
 from booster.facade import refusals
-from booster.facade.booster_state import BoosterState, Optimizers
+from booster.facade.booster_state import BoosterState, DisplayedLoss, Optimizers
 from booster.interface.optimizer import OptimizerWrapper
+from booster.ranks.coordinator import is_main
 
 if TYPE_CHECKING:
     from booster.memory import Estimate, Measured
@@ -126,3 +132,126 @@ def memory(self: BoosterState, model: nn.Module, optimizer: OptimizerWrapper) ->
     if len(wrappers) > 1:
         raise ValueError(f"memory needs one optimizer, got {len(wrappers)}; count each by itself")
     return measure(self._boosted.own(model, "memory"), wrappers[0])
+
+
+_logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def profile(
+    self: BoosterState,
+    folder: str | os.PathLike[str],
+    *,
+    skip: int = 2,
+    steps: int = 3,
+    shapes: bool = False,
+    memory: bool = False,
+    stacks: bool = False,
+) -> Iterator[torch.profiler.profile]:
+    """Context in which torch's profiler records `steps` steps after the first `skip`, on every rank.
+
+        with b.profile("trace") as profile:
+            for x, y in loader:
+                ...
+                profile.step()
+
+    folder: each rank writes `folder/rank_N.json`; drop it on https://ui.perfetto.dev.
+    skip: steps before it begins, at least 1.
+    steps: that are recorded.
+    shapes: also note shapes of inputs, which slows the steps, as do the next two.
+    memory: also note memory.
+    stacks: also note lines of Python.
+
+    It yields a `torch.profiler.profile`, with tables too. No collective. Raises RuntimeError at the end where `.step()` was
+    not called often enough to record a step.
+    """
+    target = arguments.path("folder", folder)
+    arguments.count("skip", skip, least=1)
+    arguments.count("steps", steps)
+    for name, value in (("shapes", shapes), ("memory", memory), ("stacks", stacks)):
+        arguments.flag(name, value)
+    from torch import profiler
+
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    target.mkdir(parents=True, exist_ok=True)
+    path = target / f"rank_{rank}.json"
+    written = False
+
+    def write(finished: Any) -> None:
+        nonlocal written
+        finished.export_chrome_trace(str(path))
+        written = True
+        _logger.info("wrote %s; drop it on https://ui.perfetto.dev, or open it in chrome://tracing", path)
+
+    activities = [profiler.ProfilerActivity.CPU]
+    if self.device.type == "cuda":
+        activities.append(profiler.ProfilerActivity.CUDA)
+    with profiler.profile(
+        activities=activities,
+        # The last step that is skipped warms the profiler up.
+        schedule=profiler.schedule(wait=skip - 1, warmup=1, active=steps, repeat=1),
+        on_trace_ready=write,
+        record_shapes=shapes,
+        profile_memory=memory,
+        with_stack=stacks,
+        # There is one cycle; torch 2.12 warns, whatever their number, that all but the last would be lost.
+        acc_events=True,
+    ) as running:
+        yield running
+    if not written:
+        raise RuntimeError(
+            f"profile: no step was recorded; call .step() of what `with` gave after each of the {skip + steps} steps that "
+            f"skip={skip} and steps={steps} need"
+        )
+
+
+def progress(
+    self: BoosterState, items: Iterable[Any], description: str = "", total: int | None = None
+) -> Iterator[Any]:
+    """`items` as they are, with a bar on rank 0: how many, how fast, the loss of the last `backward`, and how long yet.
+
+    The other ranks draw nothing. No collective. The loss, which is this rank's, is read once a second; a GPU is then waited
+    for.
+
+    description: the text before the bar.
+    total: how many there are; None asks `len(items)`, and a boosted loader, which a resumed epoch lets begin where it was
+        left, for those before too. The bar is rich's; raises ImportError without it.
+    """
+    loss = self._shown_loss = DisplayedLoss()
+    arguments.instance("items", items, Iterable, "a loader, or anything that a `for` goes through")
+    arguments.instance("description", description, str, "a string")
+    if total is not None:
+        arguments.count("total", total, least=0, also="None")
+    if not is_main():
+        return iter(items)
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError as error:
+        raise ImportError("the bar is drawn by rich: pip install rich") from error
+
+    words = TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
+    bar = Progress(*words, TextColumn("{task.fields[loss]}"), TimeRemainingColumn(), expand=True)
+
+    def drawn() -> Iterator[Any]:
+        began, each, seen = time.monotonic(), iter(items), 0
+        known = _known_length(items) if total is None else total
+        if isinstance(each, EpochIterator) and total is None:  # of an epoch that may go on where it was left
+            known, seen = each.num_batches, each.progress.num_batches
+        with bar:
+            task = bar.add_task(description, total=known, completed=seen, rate="", loss="")
+            for count, item in enumerate(each, 1):
+                yield item
+                rate = count / (time.monotonic() - began)
+                pace = f"{rate:.3g}/s" if rate >= 1 else f"{1 / rate:.3g} s each"
+                bar.update(task, completed=seen + count, rate=pace, loss=loss.text())
+            bar.update(task, loss=loss.text(now=True))
+
+    return drawn()
+
+
+def _known_length(items: Iterable[Any]) -> int | None:
+    """How many there are; None where it is not known, as of a loader of a stream, which has a `__len__` all the same."""
+    try:
+        return len(items) if isinstance(items, Sized) else None
+    except (TypeError, NotImplementedError):
+        return None

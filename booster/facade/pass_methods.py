@@ -1,8 +1,8 @@
-"""The methods of `Booster` around forward and backward passes: one pass, a group of them, a batch in micro-batches."""
+"""The methods of `Booster` around passes: one, a group, a batch in micro-batches or cut along its sequences, a CUDA graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ from booster.tensors.trees import join, map_tensors
 from booster.update.backward import abandon_backward, begin_backward, check_first, end_backward, run_backward
 
 if TYPE_CHECKING:
+    from booster.capture.captured import CapturedStep
+    from booster.capture.graph import Recorder
     from booster.plugin.sequence_parallel import SequenceParallel
 
 Criterion = Callable[[Any, Any], torch.Tensor]
@@ -270,3 +272,205 @@ def execute_pipeline(
     if self._watcher is None or not optimizers or pipeline is None:
         return passes()
     return self._watcher.keep_pipeline(passes, optimizers)
+
+
+def capturable(self: BoosterState, train_step: Callable[..., Any], *example_batch: Any) -> list[str]:
+    """Run a whole training step and return what in it keeps a CUDA graph from being made of it, `path/file.py:LINE: what`.
+
+    Empty where nothing does. No GPU is needed: boosted optimizers decide as they would on one, so what is listed is what
+    a GPU would be waited for, found by running: `.item()`, `float(loss)`, an `if` on a tensor, printing, masks as indices;
+    in helpers too; with the line of the user's statement. Besides, what a graph would do again with the numbers of its
+    capture: options of a group written by Python, as by a scheduler that was not boosted, and copies of numbers to the
+    device. Tensors that are made without naming a device lie on the host, and cost nothing to read.
+
+    train_step: called with `example_batch`, on the device: forward, `backward`, clip, `optimizer.step()`,
+        `scheduler.step()`,
+    `zero_grad`. It runs twice, of which the second is looked at. Weights, states, gradients, loss scales, schedules and
+    random states are afterwards what they were, also where it raises; what it does besides, such as appending to a list,
+    it does. No line is written to a record. Costs a copy of all that training changes.
+    """
+    from booster.capture.trial import reads_of
+    from booster.data.boosted_loader import to_device
+
+    arguments.function("train_step", train_step, "a function that makes one training step of a batch")
+    optimizers = self._boosted.all_optimizers("capturable")
+    batch, roots = to_device(example_batch, self.device), self._boosted.modules()
+    with nullcontext() if self._watcher is None else self._watcher.log.paused(), self._unrecorded():
+        return reads_of(train_step, batch, roots=roots, optimizers=optimizers, device=self.device)
+
+
+def capture(
+    self: BoosterState, train_step: Callable[..., Any], *example_batch: Any, max_graphs: int = 8
+) -> Callable[..., Any]:
+    """Return `train_step` as a CUDA graph: one launch for a whole step, where launches are the price.
+
+        step = b.capture(train_step, x, y)
+        for x, y in loader:
+            loss = step(x, y)
+
+    train_step: a function of a batch that makes a step with boosted objects: forward, `backward`, clip, `optimizer.step()`,
+    `scheduler.step()` of a boosted scheduler, `zero_grad`; or a part of one, such as a micro-batch of `accumulate`. It may
+    return tensors and results of steps, which come back as copies, without a graph of autograd. What it computes from
+    Python's numbers, and draws from Python's random ones, is the same in every replay. Numbers in the batch separate one kind
+    of call from another, as do shapes, dtypes, modules in training or not, and gradients that wait. The first call of a
+    kind runs `train_step`, the second is recorded, those after it are replayed; both run it for what it does besides.
+    example_batch: one batch, on which it is looked at what a host would read.
+    max_graphs: so many kinds; others run without a graph, to the same bits.
+
+    Learning rates are read from tensors, in float32 on a GPU, so schedules go on; other options of a group that change,
+    loaded states and new groups have graphs made anew. Skips, loss scales, counters and results are those of each step.
+    While a record is written or skipped steps are diagnosed, steps run without a graph. Where there is no GPU all do, and
+    one WARNING says so. Nothing changes before the first call; on a GPU `train_step` runs twice, as for `capturable`.
+    Raises RuntimeError for what `capturable` lists, by line, and by name for several ranks, optimizers that decide on the
+    host, offloaded states and release_gradients.
+    """
+    from booster.capture.graph import recorder_of
+
+    arguments.function("train_step", train_step, "a function that makes one training step of a batch")
+    arguments.count("max_graphs", max_graphs)
+    return captured(self, train_step, example_batch, recorder_of(self.device), max_graphs)
+
+
+def captured(
+    self: BoosterState,
+    train_step: Callable[..., Any],
+    example_batch: Sequence[Any],
+    recorder: Recorder | None,
+    max_graphs: int,
+) -> CapturedStep:
+    """Do what `capture` does, by `recorder`, which tests choose; None captures nothing."""
+    from booster.capture.captured import CapturedStep
+    from booster.capture.trial import check
+
+    optimizers = self._boosted.all_optimizers("capture")
+    if recorder is not None:
+        check(optimizers, plugin=type(self.plugin).__name__, several_ranks=self.plugin.group is not None)
+        reads = self.capturable(train_step, *example_batch)
+        if reads:
+            lines = "".join(f"\n  {line}" for line in reads)
+            raise RuntimeError(
+                f"capture() makes no graph of a step that a host has a part in; capturable() lists:{lines}"
+            )
+    return CapturedStep(
+        train_step,
+        modules=self._boosted.modules(),
+        optimizers=optimizers,
+        passes=self._accumulations,
+        device=self.device,
+        recorder=recorder,
+        max_graphs=max_graphs,
+        switch_if_due=self._run.switch_if_due,
+    )
+
+
+def shard_sequence(
+    self: BoosterState,
+    batch: Any,
+    *,
+    labels: str | int | None = None,
+    shift_labels: bool = False,
+    documents: torch.Tensor | None = None,
+    whole: Collection[str | int] = (),
+    ignore_index: int = -100,
+) -> Any:
+    """Return this rank's part of `batch`, for forward passes until the next one is cut; where no ranks share it, all of it.
+
+    batch: a mapping, tuple or list of tensors, or one tensor, the same on all ranks that share its sequences, as a prepared
+        loader gives it. Tensors of (batch, sequence, ...) are cut alike, tokens, labels, positions and masks; of a mask
+        (batch, heads or 1, sequence, sequence) the rows. What has fewer dimensions stays. A mapping with "input_ids" gets
+        "position_ids" and "attention_mask" where it has none.
+    labels: the name or place of the labels, padded with `ignore_index`; None is "labels" of a mapping, the last of a tuple.
+    shift_labels: labels of a mapping are the tokens themselves: moved one on before the cut, and given as "shift_labels" too,
+        with "num_items_in_batch" in float64, so that a transformers model computes the loss over all tokens, in float64
+        too; its mean over ranks is `b.reduce(loss)`. False: labels are those of their tokens. True is a collective.
+    documents: of packed sequences, where attention stays within a document: the number of each token's, (batch, sequence), or
+        for one sequence where they begin and the length, as cu_seqlens. None: a sequence is one document. Reads them on the
+        host. On a single device they raise: there a mask of the model's says it.
+    whole: names or places of tensors that stay whole on every rank.
+    ignore_index: the label that does not count.
+
+    A length that ranks do not divide is padded at its end; attention reads no padding, and its labels are `ignore_index`.
+    Raises ValueError for sequences that are too short or of several lengths, and for "position_ids" that begin anew without
+    `documents` or an "attention_mask"; TypeError for other batches.
+    """
+    if labels is not None and not isinstance(labels, (str, int)):
+        raise TypeError(
+            f"labels is the name or place of an entry of the batch, or None, got {arguments.described(labels)}"
+        )
+    arguments.flag("shift_labels", shift_labels)
+    if not arguments.is_whole(ignore_index) or not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index is a label, a whole number of 64 bits, got {arguments.described(ignore_index)}")
+    if isinstance(whole, (str, bytes, torch.Tensor)) or not isinstance(whole, (list, tuple, set, frozenset)):
+        raise TypeError(f"whole is a list of names or places, got {arguments.described(whole)}")
+    return self.plugin.shard_sequence(
+        batch,
+        labels=labels,
+        shift_labels=shift_labels,
+        documents=documents,
+        whole=set(whole),
+        ignore_index=ignore_index,
+    )
+
+
+def token_mean(self: BoosterState, losses: torch.Tensor, counted: torch.Tensor | float | None = None) -> torch.Tensor:
+    """Return the sum of `losses` over the tokens of all ranks, divided by how many count: 0-dim, float32, on every rank.
+
+    losses: of this rank's tokens, in any shape, as reduction="none" gives them; or their sum.
+    counted: which of them count, as `labels != -100`, or weights, in their shape or in as many elements; with a sum their
+        number; None counts all.
+
+    What does not count may be no number. With gradients: those of `b.backward` are of this mean. A small collective over the
+    ranks that average gradients; without any, of this process's tokens.
+    """
+    arguments.instance("losses", losses, torch.Tensor, "a tensor")
+    if losses.is_complex():
+        raise ValueError(f"losses are real numbers, got a tensor of {losses.dtype}")
+    if counted is not None and not isinstance(counted, torch.Tensor):
+        arguments.number("counted", counted, least=0.0, also="a tensor, or None")
+    if isinstance(counted, torch.Tensor) and counted.numel() not in (1, losses.numel()):
+        raise ValueError(
+            f"counted has {counted.numel()} elements and losses have {losses.numel()}; give one for each, or one number"
+        )
+    return self.plugin.token_mean(losses, counted)
+
+
+def balancing_loss(
+    self: BoosterState,
+    router_logits: torch.Tensor | Sequence[torch.Tensor],
+    top_k: int,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the loss that keeps experts evenly used, over the tokens of all ranks: 0-dim, float32, on every rank.
+
+    router_logits: (tokens, experts) of this rank's tokens, or a list of them, one for each layer, as a transformers model
+        returns them with output_router_logits=True.
+    top_k: experts of a token.
+    attention_mask: which of the tokens count, in as many elements as there are tokens; None counts all.
+
+    It is `aux_loss` of a transformers model that has the tokens of all ranks; 1 where every expert is used alike, times top_k.
+    Multiply it by a coefficient and add it to the loss. With gradients: those of `b.backward` are of this loss. Two small
+    collectives over the ranks that average gradients.
+    """
+    from booster.plugin.expert_parallel import balancing_loss as balancing_loss_over  # imports DTensor
+
+    several = [router_logits] if isinstance(router_logits, torch.Tensor) else router_logits
+    if not isinstance(several, (list, tuple)) or not several or not all(isinstance(x, torch.Tensor) for x in several):
+        legal = "a tensor of (tokens, experts), or a list of them, one for each layer"
+        raise TypeError(arguments.refusal("router_logits", router_logits, legal))
+    shapes = {tuple(logits.shape) for logits in several}
+    if len(shapes) > 1 or several[0].dim() != 2 or not all(logits.is_floating_point() for logits in several):
+        raise ValueError(
+            f"router_logits are real numbers of (tokens, experts), alike in every layer, got {sorted(shapes)} of "
+            f"{sorted({str(logits.dtype) for logits in several})}"
+        )
+    tokens, experts = several[0].shape
+    if arguments.count("top_k", top_k) > experts:
+        raise ValueError(f"top_k={top_k} experts of a token, and router_logits are of {experts}")
+    if attention_mask is not None:
+        arguments.instance("attention_mask", attention_mask, torch.Tensor, "a tensor, or None")
+        if attention_mask.numel() != tokens or attention_mask.is_complex():
+            raise ValueError(
+                f"attention_mask has {attention_mask.numel()} elements of {attention_mask.dtype} for {tokens} tokens; give one "
+                "real number for each"
+            )
+    return balancing_loss_over(several, top_k, attention_mask, self.plugin.averaging_group)

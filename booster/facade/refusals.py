@@ -23,7 +23,7 @@ from booster.interface.transparent import refuse_torchscript
 from booster.launch import environment_world_size
 from booster.mixed_precision import MixedPrecision
 from booster.model.modules import bare
-from booster.model.optimizer_kinds import inner_optimizers, kind_of, unknown
+from booster.model.optimizers import inner_optimizers, kind_of, unknown
 from booster.model.params import as_one_module, describe_optimizer_wrapper
 from booster.plugin import Plugin
 from booster.ranks import agreement

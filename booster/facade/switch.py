@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.common.random_states import random_state, set_random_state
+from booster.common.snapshot import random_state, set_random_state
 from booster.common.torch_internals.autograd_internals import is_compiled
 from booster.facade.before_boost import BeforeBoost, wrap_forward
 from booster.interface.model import CriterionWrapper, ModelWrapper

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from booster.common.untrusted_files import printable
 from booster.interface.optimizer import OptimizerWrapper
-from booster.model.optimizer_states import entry_differences
+from booster.model.optimizers import entry_differences
 
 _logger = logging.getLogger(__name__)
 

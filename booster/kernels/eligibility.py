@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from booster.kernels import switches
 from booster.masters.update import ReportingDecision
-from booster.model.optimizer_kinds import kind_of
+from booster.model.optimizers import kind_of
 from booster.ranks import agreement
 from booster.update.choice import on_device
 from booster.update.context import UpdateContext

@@ -17,7 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from booster.kernels.arithmetic import power
 from booster.kernels.rule import Group, Rule
-from booster.model.optimizer_kinds import declared_rule
+from booster.model.optimizers import declared_rule
 
 
 def _options(*names: str) -> Callable[[Group], tuple[float, ...]]:

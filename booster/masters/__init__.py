@@ -62,6 +62,6 @@ step it; the three that compute are held to each other bit for bit by `tests/uni
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
 from booster.masters.update import choose_master_update
-from booster.model.optimizer_kinds import register_elementwise
+from booster.model.optimizers import register_elementwise
 
 __all__ = ["MasterOptions", "Masters", "choose_master_update", "register_elementwise"]

@@ -28,9 +28,8 @@ from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
 from booster.masters.quantized_state import DIVISOR, Encoding, QuantizedState, StateSigns, ratios_last
 from booster.masters.step import MasterStep, inverse
-from booster.model.optimizer_kinds import kind_of, unknown
-from booster.model.optimizer_states import restored_afterwards
-from booster.shards.shard_states import State
+from booster.model.optimizers import kind_of, restored_afterwards, unknown
+from booster.shards.base import State
 from booster.update.application import StepScalars
 from booster.update.compiled_step import COMPILER_OPTIONS, compile_alone
 

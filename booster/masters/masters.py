@@ -23,8 +23,8 @@ from booster.masters.options import MasterOptions
 from booster.masters.rounding import RoundingRNG, rounded
 from booster.masters.states import as_of_master, signature, state_of_bucket, state_of_params, write_pieces
 from booster.model.dtensors import dtensor_around, is_dtensor, local_shard
-from booster.model.optimizer_kinds import check_attributes, kind_of
-from booster.shards.shard_states import State
+from booster.model.optimizers import check_attributes, kind_of
+from booster.shards.base import State
 from booster.tensors.flat import Piece, bucket_size, cut, cut_apart, flat_like, is_dense, pack, shaped_like
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.optimizer_state import Fill

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from booster.masters.quantized_state import QuantizedState
-from booster.shards.shard_states import State
+from booster.shards.base import State
 
 _ALIGNMENT = 256  # bytes, as the allocator's: kernels read several numbers at once
 

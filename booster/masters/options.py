@@ -23,7 +23,7 @@ from booster.masters.formats import (
 )
 from booster.masters.quantized_state import StateQuantizer, States, StateSigns
 from booster.masters.rounding import RoundingRNG
-from booster.model.optimizer_kinds import kind_of, unknown
+from booster.model.optimizers import kind_of, unknown
 
 MasterWeights = Literal["auto", "fp32", "split", "split24", "none"]
 Rounding = Literal["nearest", "stochastic", "kahan"]

@@ -60,9 +60,8 @@ from torch.optim import Optimizer
 
 from booster.common.torch_internals.optimizer_internals import unhooked
 from booster.masters.rounding import RoundingBits, RoundingRNG, canonical_nan_
-from booster.model.optimizer_kinds import KNOWN, Sign, declared_states, known
-from booster.model.optimizer_states import probe_of, restored_afterwards
-from booster.shards.shard_states import State
+from booster.model.optimizers import KNOWN, Sign, declared_states, known, probe_of, restored_afterwards
+from booster.shards.base import State
 
 States = Literal["fp32", "bf16", "8bit"]
 Encoding = Literal["bf16", "signed", "unsigned", "root_ratio", "ratio"]

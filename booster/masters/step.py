@@ -39,7 +39,7 @@ from booster.masters.bucket import Bucket
 from booster.masters.master_params import MasterParams
 from booster.masters.masters import Masters
 from booster.masters.offload import HostMemory, Prefetch
-from booster.model.optimizer_kinds import KNOWN
+from booster.model.optimizers import KNOWN
 from booster.tensors.flat import SMALLEST_BUCKET, has_same_layout, is_dense, pack, split_by_device
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.application import (
@@ -52,7 +52,7 @@ from booster.update.application import (
     start_late_momentum,
 )
 from booster.update.distributed_muon import distributed_muon
-from booster.update.gradual import Restricted, bare_step, hooks_once
+from booster.update.in_backward_pass import Restricted, bare_step, hooks_once
 from booster.update.parameters import KEPT_FLOAT32, SPARSE
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max

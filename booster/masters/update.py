@@ -24,8 +24,8 @@ from booster.update.choice import Stepping, choose_update
 from booster.update.compiled_step import COMPILER_OPTIONS, compile_alone
 from booster.update.context import UpdateContext
 from booster.update.gradients import Gradients
-from booster.update.gradual import GradualStep
 from booster.update.host import HostDecision, HostNorms
+from booster.update.in_backward_pass import GradualStep
 from booster.update.outcome import StepResult
 from booster.update.update import Update
 

@@ -29,9 +29,17 @@ A tool: `Booster.estimate_memory`, `Booster.memory`, `booster.numerics.choosing`
 does. When a plugin moves what it allocates, `gradient_arrivals` or `fully_sharded_memory` moves with it.
 """
 
-from booster.memory.estimate import Estimate, Plugin, compare, estimate, estimate_placed
+from booster.memory.estimate import (
+    Estimate,
+    Plugin,
+    compare,
+    estimate,
+    estimate_placed,
+    largest_batch,
+    resized,
+    what_to_change,
+)
 from booster.memory.estimate_table import picture, show
-from booster.memory.fitting import largest_batch, resized, what_to_change
 from booster.memory.measured_memory import Measured, measure
 from booster.memory.named_jobs import Job, named_job
 

@@ -21,7 +21,7 @@ from booster.memory.measured_memory import StorageTracker
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.configure import wrap_criterion
 from booster.mixed_precision.policy import cast_parameters
-from booster.model.meta import copy_on_meta
+from booster.model.modules import copy_on_meta
 from booster.plugin.sequence_parallel.attention_mode import CutShapes, SequenceMode
 from booster.plugin.sequence_parallel.sequence_cut import SequenceCut
 from booster.plugin.sequence_parallel.transformers_attention import is_of_transformers, use_own_masks

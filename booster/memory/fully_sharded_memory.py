@@ -29,9 +29,8 @@ from booster.mixed_precision.policy import DtypePolicy, gathered_modules
 from booster.model.modules import LinearProxy
 from booster.number_formats.scaling import ScaledTensor, Scaling
 from booster.plugin.expert_parallel import check_experts
-from booster.plugin.fsdp.groups import Group, plan_groups
+from booster.plugin.fsdp.groups import Group, block_names, plan_groups
 from booster.plugin.fsdp.shard_module import dtype_at_rest
-from booster.plugin.fsdp.wrap_policy import block_names
 from booster.shards.fp8_gather import pack, unpack
 from booster.tensors import trees
 from booster.tensors.trees import HALF_DTYPES

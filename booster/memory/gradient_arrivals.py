@@ -15,7 +15,7 @@ from booster.shards.zero_buckets import bucketed
 from booster.tensors.trees import HALF_DTYPES
 
 if TYPE_CHECKING:
-    from booster.memory.step_memory import StepMemory
+    from booster.memory.measured_memory import StepMemory
 
 Sizes = tuple[tuple[torch.dtype, int], ...]
 

@@ -1,8 +1,12 @@
-"""Memory as it is: what a boosted model and its optimizer hold now, and the highest point of a stretch of operations."""
+"""Memory as it is: what a boosted model and its optimizer hold, the highest point of a stretch of operations, a step.
+
+What a step of an optimizer holds and takes for each element is seen at steps of a copy of it on a thousand elements.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,12 +14,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from booster.common.torch_internals.optimizer_internals import unhooked
 from booster.common.torch_internals.tensor_internals import TorchDispatchMode, dense_parts
 from booster.interface.optimizer import OptimizerWrapper, update_of
-from booster.masters.quantized_state import QuantizedState
+from booster.masters.offload import can_offload
+from booster.masters.options import MasterOptions
+from booster.masters.quantized_state import GROUP, QuantizedState, StateQuantizer
+from booster.masters.rounding import RoundingRNG
 from booster.model.dtensors import local_shard
+from booster.model.optimizers import kind_of, probe_of, restored_afterwards
 from booster.tensors import trees
+from booster.tensors.flat import SMALLEST_BUCKET, aligned, bucket_size
+from booster.update.fused_kernel import switch_to_fused
+from booster.update.in_backward_pass import most_at_once
 
 
 @dataclass(frozen=True)
@@ -190,3 +203,176 @@ def _is_pointwise(weight: torch.Tensor) -> bool:
 
 def _is_by_channel(weight: torch.Tensor) -> bool:
     return weight.shape[1] == 1 and weight.shape[0] > 1
+
+
+_CPU = torch.device("cpu")
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes, but for `at_once`.
+
+    Attributes:
+        states, masters: that are held. Scratch that a small model keeps between steps on a CPU counts as masters.
+        temporaries: what a step takes above these and the gradients.
+        at_once: elements of which gradients wait at most for each other, where the optimizer steps in backward.
+        host: states and masters in the host's memory, which are in none of the others.
+    """
+
+    states: int
+    masters: int
+    temporaries: int
+    at_once: int
+    host: int = 0
+
+
+def step_memory(
+    optimizer: Optimizer,
+    sizes: tuple[tuple[torch.dtype, int], ...],
+    options: MasterOptions | None,
+    *,
+    fused: bool,
+    in_backward: bool = False,
+    device: torch.device = _CPU,
+    shapes: tuple[tuple[int, ...], ...] = (),
+    idle: tuple[bool, ...] = (),
+) -> StepMemory:
+    """Return what steps of `optimizer` hold and take for parameters of these dtypes and sizes. It is not touched.
+
+    options: of masters; None where parameters are stepped as they are.
+    in_backward: some parameters are stepped at a time, within backward.
+    device: of the parameters.
+    shapes: of the parameters, in the order of `sizes`; empty where a rank steps flat shards of them.
+    idle: which of them get no gradient: they have masters, and states only where the optimizer's constructor makes them.
+
+    Raises ValueError for an optimizer that cannot be stepped so, or not on a few random numbers.
+    """
+    shapes = shapes or tuple((n,) for _, n in sizes)
+    kind = kind_of(optimizer)
+    elementwise = kind == "elementwise"
+    probes = {
+        dims: _observed(optimizer, fused, dims) for dims in {1 if elementwise else len(shape) for shape in shapes}
+    }
+    probe_of = [probes[1 if elementwise else len(shape)] for shape in shapes]
+    has_states = [bool(optimizer.state) or not without for without in idle or (False,) * len(sizes)]
+    quantizer = None if options is None else options.make_quantizer(optimizer, RoundingRNG())
+    if options is not None:
+        options.check(optimizer)
+    offloaded = options is not None and options.offload and can_offload(device)
+    is_packed = quantizer is not None or offloaded
+    with_masters = _HALF + ((torch.float32,) if is_packed else ())
+    in_buckets = [options is not None and n > 0 and dtype in with_masters for dtype, n in sizes]
+    states, temporaries = 0.0, 0.0
+    for (_, n), shape, probe, inside, has in zip(sizes, shapes, probe_of, in_buckets, has_states, strict=True):
+        if not inside:
+            temporaries = max(temporaries, n * probe.at_once)
+            states += has * (n * sum(probe.shaped.values()) + probe.other_bytes(shape))
+    at_once = most_at_once(sum(n for _, n in sizes))
+    masters = host = scratch = largest_of_all = 0
+    total = sum(n for (_, n), inside in zip(sizes, in_buckets, strict=True) if inside)
+    for dtype in {dtype for (dtype, _), inside in zip(sizes, in_buckets, strict=True) if inside}:
+        here = [i for i, inside in enumerate(in_buckets) if inside and sizes[i][0] == dtype]
+        probe = probe_of[max(here, key=lambda i: sizes[i][1])]
+        elements = sum(aligned(sizes[i][1]) for i in here)
+        with_states = sum(aligned(sizes[i][1]) for i in here if has_states[i])
+        bucket = most = bucket_size(total, device if offloaded else _CPU, packed=is_packed, released=in_backward)
+        if not elementwise:
+            bucket = max(sizes[i][1] for i in here)
+            most = total if kind == "whole" else max(most, bucket)
+        format = options.make_format(optimizer, dtype, RoundingRNG())  # type: ignore[union-attr]
+        residual = format.allocate(64, dtype, _CPU)
+        residual_bytes = 0 if residual is None else residual.nbytes / 64
+        kept = {name: _kept_bytes(quantizer, name, size) for name, size in probe.shaped.items()}
+        if elementwise:
+            states += probe.other_bytes(()) * -(-with_states // bucket)
+            held = sum(kept.values()) * with_states
+        else:  # each parameter is a bucket, and what it has depends on its shape
+            stepped = [i for i in here if has_states[i]]
+            states += sum(probe_of[i].other_bytes(shapes[i]) for i in stepped)
+            held = sum(
+                sizes[i][1] * sum(_kept_bytes(quantizer, *s) for s in probe_of[i].shaped.items()) for i in stepped
+            )
+        if offloaded:
+            host += int(held + elements * residual_bytes)
+        else:
+            states += int(held)
+            masters += int(elements * residual_bytes)
+        dequantized = sum(probe.shaped[name] for name in probe.shaped if kept[name] != probe.shaped[name])
+        at_once = min(at_once, bucket)
+        # Two buckets of what is offloaded are on the device at a time; a whole master is stepped where it is.
+        on_device = min(2, -(-elements // bucket)) * (sum(kept.values()) + residual_bytes) if offloaded else 0
+        buffers = 4 + 4 * format.needs_values  # float32 gradients, and weights where the format gives no view of them
+        temporaries = max(temporaries, min(bucket, elements) * (buffers + dequantized + probe.at_once + on_device))
+        trained = sum(aligned(sizes[i][1]) for i in here if not (idle and idle[i]))
+        scratch, largest_of_all = max(scratch, min(most, trained) * buffers), max(largest_of_all, min(most, trained))
+    if not (is_packed or in_backward) and device.type == "cpu" and largest_of_all <= SMALLEST_BUCKET:
+        # A small model keeps its scratch, so that a step allocates nothing.
+        masters, temporaries = masters + scratch, max(temporaries - scratch, 0)
+    return StepMemory(int(states), masters, int(temporaries), at_once, host)
+
+
+def _kept_bytes(quantizer: StateQuantizer | None, name: str, size: float) -> float:
+    """Return bytes an element of the state `name`, of which the optimizer makes `size`, as it is kept between steps."""
+    if quantizer is None:
+        return size
+    encoding = quantizer.encoding_of(name, torch.empty(64, dtype=torch.float32), _NoBucket(), {})
+    return {None: size, "bf16": 2.0}.get(encoding, 1 + 2 / GROUP)
+
+
+class _NoBucket:
+    size = 64
+    handles: list[object] = []
+
+    def clear_padding(self, values: torch.Tensor) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """What a few steps on a small parameter showed.
+
+    Attributes:
+        shaped: bytes an element of each state of the parameter's shape.
+        other: of each other state, the bytes of a number, and for each of its dimensions which one of the parameter it is as
+            long as, or else its own length.
+        at_once: bytes an element that a step takes for a while.
+    """
+
+    shaped: dict[str, float]
+    other: tuple[tuple[int, tuple[tuple[int | None, int], ...]], ...]
+    at_once: float
+
+    def other_bytes(self, shape: tuple[int, ...]) -> int:
+        """Return the bytes of states that do not have the parameter's shape, for a parameter of `shape`."""
+        return sum(
+            itemsize * math.prod(length if like is None else shape[like] for like, length in dims)
+            for itemsize, dims in self.other
+        )
+
+
+def _observed(optimizer: Optimizer, fused: bool, num_dims: int) -> _Probe:
+    """Return what a copy of `optimizer` keeps and takes for a parameter of so many dimensions."""
+    # Lengths differ, so that a state's shape says which dimension it follows; about a thousand elements.
+    shape = {0: (), 1: (2**10,), 2: (29, 37), 3: (7, 11, 13)}.get(num_dims, (2, 3, 5, 7, 11, 13, 17)[:num_dims])
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    weights = torch.nn.Parameter(drawn)
+    probe = probe_of(optimizer, optimizer.param_groups[0], weights)
+    if fused:
+        switch_to_fused(probe)
+    weights.grad = torch.ones(shape, dtype=torch.float32)
+    with torch.no_grad(), restored_afterwards(optimizer, optimizer.param_groups[0]):
+        for _ in range(2):
+            unhooked(type(probe).step)(probe)
+        state = probe.state[weights]
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        tracker = StorageTracker([weights, weights.grad, *tensors.values()])
+        with tracker:
+            unhooked(type(probe).step)(probe)
+    shaped = {name: value.nbytes / value.numel() for name, value in tensors.items() if value.shape == weights.shape}
+    other = tuple(
+        (value.itemsize, tuple((shape.index(length) if length in shape else None, length) for length in value.shape))
+        for name, value in tensors.items()
+        if name not in shaped
+    )
+    return _Probe(shaped, other, tracker.highest / weights.numel())

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.common import arguments
-from booster.memory.fitting import resized
+from booster.memory.estimate import resized
 
 _BATCH = {"timm": 32, "transformers": 8}
 PARTS = ("model_fn", "batch", "criterion", "optimizer_fn")

@@ -36,13 +36,13 @@ from __future__ import annotations
 
 from booster.common import arguments
 from booster.loss_scaler import DynamicScale, LossScaler, NoScale, StaticScale
-from booster.mixed_precision.amp import AutocastMixedPrecision, BF16MixedPrecision, FP16TorchMixedPrecision
 from booster.mixed_precision.apex import FP16ApexMixedPrecision
 from booster.mixed_precision.base import MixedPrecision
-from booster.mixed_precision.fp32 import FP32
+from booster.mixed_precision.fp32 import FP32, TF32MixedPrecision
+from booster.mixed_precision.half import AutocastMixedPrecision, BF16MixedPrecision, FP16TorchMixedPrecision
 from booster.mixed_precision.keep_fp32 import Blocks, Ends, KeptModules, is_batch_norm, set_fp32_attr_to_module
 from booster.mixed_precision.low_precision.autopilot import Autopilot
-from booster.mixed_precision.low_precision.delayed import DelayedScaling
+from booster.mixed_precision.low_precision.linear import DelayedScaling
 from booster.mixed_precision.low_precision.low_precisions import (
     FP8MixedPrecision,
     Int8MixedPrecision,
@@ -58,7 +58,6 @@ from booster.mixed_precision.naive import (
 )
 from booster.mixed_precision.policy import DtypePolicy, Placement, cast_parameters, install_keep_fp32
 from booster.mixed_precision.schedule import PrecisionSchedule
-from booster.mixed_precision.tf32 import TF32MixedPrecision
 
 __all__ = [
     "AutocastMixedPrecision",

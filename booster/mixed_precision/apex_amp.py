@@ -29,9 +29,8 @@ from booster.common import arguments
 from booster.common.torch_internals.autograd_internals import default_device_mode, function_modes, num_function_modes
 from booster.interface.optimizer import OptimizerWrapper, gradients_of
 from booster.interface.transparent import refuse_torchscript
-from booster.mixed_precision.apex.apex_gradients import ApexGradients
+from booster.mixed_precision.apex.apex_gradients import ApexGradients, ApexMasterGradients
 from booster.mixed_precision.apex.apex_precision import FP16ApexMixedPrecision
-from booster.mixed_precision.apex.master_gradients import ApexMasterGradients
 from booster.mixed_precision.apex.o1 import Registered, float_function, half_function, promote_function
 from booster.mixed_precision.configure import choose_half_products
 from booster.model.params import describe_optimizer_wrapper

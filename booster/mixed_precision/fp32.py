@@ -1,17 +1,24 @@
-"""Models in the dtype of their parameters."""
+"""Models in the dtype of their parameters, and with products and convolutions that read 10 bits of mantissa (TF32)."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from booster.common import arguments
+from booster.common.snapshot import attributes
+from booster.common.torch_internals.tensor_internals import TorchDispatchMode
 from booster.interface.model import ModelWrapper
 from booster.mixed_precision.base import MixedPrecision
-from booster.mixed_precision.hardware import ONEDNN, missing_on_cpu, switched
+from booster.mixed_precision.hardware import CUDA, ONEDNN, missing, missing_on_cpu, switched
+from booster.number_formats.number_format import TF32, round_to
+from booster.tensors.cast_regions import surrounding
 from booster.tensors.trees import HALF_DTYPES
 
 
@@ -56,3 +63,113 @@ class FP32(MixedPrecision):
         dtypes = {param.dtype for param in placed.parameters()}
         widens = torch.float32 in dtypes and dtypes.isdisjoint(HALF_DTYPES)
         return ModelWrapper(placed, self, input_dtype=torch.float32 if widens else None)
+
+
+_logger = logging.getLogger(__name__)
+
+
+class TF32MixedPrecision(FP32):
+    """Float32 with products and convolutions that may run in TF32, forward and backward; weights and gradients stay float32.
+
+    emulate: False needs a CUDA device of compute capability 8.0 (Ampere) or above, and raises ValueError elsewhere; True rounds
+        what products read to TF32 on any device, and is slower than float32; "auto" emulates where it must.
+
+    torch's own switch (`fp32_precision` of its backends) is turned on around each forward and backward pass and restored after
+    it. It is one for the process: what other threads multiply in the meantime runs in TF32 too. Emulated are linear layers,
+    products, convolutions and attention, not recurrent layers; a compiled model runs uncompiled. Call `b.backward`, as always:
+    a bare `loss.backward()` is outside of it.
+    """
+
+    def __init__(self, *, emulate: bool | Literal["auto"] = False) -> None:
+        self._emulate = arguments.choice("emulate", emulate, (True, False, "auto"))
+        self._said = False
+
+    def shown_options(self) -> dict[str, str]:
+        return {"emulate": repr(self._emulate)} if self._emulate else {}
+
+    def bind(self, device: torch.device) -> None:
+        super().bind(device)
+        if self._runs() or self._said:
+            return
+        _logger.warning("tf32 is emulated on %s: a rehearsal of its numbers, slower than float32", device)
+        self._said = True
+
+    def tell_no_rehearsal(self) -> None:
+        self._said = True
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        # A switch of the process, as torch has no other; `switched` gives it back after each pass.
+        return switched(CUDA, "tf32") if self._runs() else _rehearsed()
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        return self.forward_context()
+
+    @property
+    def products(self) -> str:
+        return "tf32"
+
+    @property
+    def is_rehearsal(self) -> bool:
+        return not self._runs()
+
+    def _runs(self) -> bool:
+        """Whether the hardware does it, and not the emulation; raises ValueError where neither may."""
+        if self._emulate is True:
+            return False
+        lacks = missing("tf32", self.device, capability=(8, 0), generations="Ampere or newer")
+        if lacks and not self._emulate:
+            raise ValueError(
+                f"{lacks}; TF32MixedPrecision(emulate=True) computes such numbers on any device, slowly, as a rehearsal"
+            )
+        return not lacks
+
+
+_aten = torch.ops.aten
+# Which arguments a tensor core multiplies.
+_OPERANDS: Mapping[Any, tuple[int, ...]] = {
+    _aten.mm.default: (0, 1),
+    _aten.bmm.default: (0, 1),
+    _aten.addmm.default: (1, 2),
+    _aten.baddbmm.default: (1, 2),
+    _aten.convolution.default: (0, 1),
+    _aten.convolution_backward.default: (0, 1, 2),
+}
+
+
+class RoundedOperands(TorchDispatchMode):
+    """While active, float32 products and convolutions of this thread, autograd's included, read operands rounded to TF32.
+
+    To the nearest, ties to even; sums are in float32. enabled: while False it does nothing.
+    """
+
+    enabled = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        operands = _OPERANDS.get(func, ()) if self.enabled else ()
+        if operands:
+            args = tuple(
+                round_to(each, TF32) if place in operands and each.dtype == torch.float32 else each
+                for place, each in enumerate(args)
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _rehearsed() -> Iterator[None]:
+    cuda = torch.backends.cuda
+    enabled = {
+        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: cuda.math_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
+    }
+    operands, backends = RoundedOperands(), [backend for backend, is_enabled in enabled.items() if is_enabled]
+
+    @contextmanager
+    def left() -> Iterator[None]:
+        with attributes([operands], enabled=False), sdpa_kernel(backends):
+            yield
+
+    # By the math backend attention is made of products, which the mode sees.
+    with surrounding(left), operands, sdpa_kernel(SDPBackend.MATH):
+        yield

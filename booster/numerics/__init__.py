@@ -35,7 +35,7 @@ from booster.numerics.diagnosis.trials import ReplayError
 from booster.numerics.record.record import Record
 from booster.numerics.record.recorded_run import Run, read_run
 from booster.numerics.reports.compare import Comparison, compare
-from booster.numerics.reports.gradient_report import Report, report
+from booster.numerics.reports.terminal import Report, report
 
 __all__ = [
     "Advice",

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from booster.data import prepare_dataloader
 from booster.launch import environment_world_size
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
-from booster.model.meta import materialise_on
+from booster.model.modules import materialise_on
 from booster.ranks.coordinator import rank_in, size_of
 from booster.shards import Shards
 from booster.tensors.micro_batch import MicroBatch

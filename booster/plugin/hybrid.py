@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from booster.common import arguments
-from booster.common.random_states import SharedRandom
+from booster.common.snapshot import SharedRandom
 from booster.launch import environment_world_size
 from booster.mixed_precision.policy import (
     DtypePolicy,
@@ -24,20 +24,19 @@ from booster.mixed_precision.policy import (
     install_keep_fp32,
     store_parameters,
 )
-from booster.model.meta import check_meta, materialise_on
-from booster.model.modules import bare
+from booster.model.modules import bare, check_meta, materialise_on
 from booster.plugin.base import Pipeline, shared_mesh
+from booster.plugin.fsdp.groups import WrapPolicy, check_wrap_policy
 from booster.plugin.fsdp.loaded_shards import ShardLoaded, follow_policy
 from booster.plugin.fsdp.plugin import ShardingPlugin
 from booster.plugin.fsdp.shard_module import check_hooks, keep_whole, shard_module
-from booster.plugin.fsdp.wrap_policy import WrapPolicy, check_wrap_policy
 from booster.plugin.pipeline import PipelinePlan, StagePipeline, plan_pipeline
 from booster.plugin.pipeline.pipeline import LayersLoaded
 from booster.plugin.pipeline.schedule_runner import check_count, check_style
 from booster.plugin.sequence_parallel import SequenceParallel, check_sizes
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
 from booster.plugin.tensor_parallel.tp_plan import TPPlan, check_tp_plan
-from booster.ranks.messages import broadcast, communication_device
+from booster.ranks.agreement import broadcast, communication_device
 
 PipelineStyle = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 

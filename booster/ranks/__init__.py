@@ -18,7 +18,7 @@ Files, in reading order:
 - `messages.py`: how tensors and bytes travel. Backends know few dtypes and want contiguous memory; no pickle travels.
 - `coordinator.py`: `DistCoordinator`, for users: who am I, who goes first.
 
-Everything above calls this room; it calls `common/` alone. `common/store_barrier.py` has rounds of ranks that must not wait
+Everything above calls this room; it calls `common/` alone. `common/hang_watchdog.py` has rounds of ranks that must not wait
 in a collective. A decision of every step goes through `largest`, `on_overflow` or `all_reduce`; keep it at one
 message of 8 bytes.
 """

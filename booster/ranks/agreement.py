@@ -1,21 +1,169 @@
-"""Decisions that all ranks of a group take alike: values of every rank, flags, extremes; all raise or none.
+"""Bytes that ranks give each other, and decisions that all ranks of a group take alike: flags, extremes; all raise or none.
 
-`group=None` means this rank alone: no collective. What a step decides by (`largest`, `on_overflow`, `all_reduce`) is one
-collective of 8 bytes, and where a float is returned also a host sync on CUDA.
+Backends do not know every dtype, and no pickle travels. `group=None` means this rank alone: no collective. What a step decides
+by (`largest`, `on_overflow`, `all_reduce`) is one collective of 8 bytes, and a host sync on CUDA where a float is returned.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from booster.ranks.messages import gather_bytes, reduced
+SENDABLE = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+    | {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+)
+"""Dtypes that every backend sends as they are; others travel as bytes, see `broadcast`."""
+# torch 2.13 renamed the collective and warns about the old name.
+all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SMALL, TOGETHER = 2**16, 2**20  # bytes: tensors up to SMALL are sent together, in messages of up to TOGETHER
+
+
+def communication_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+    """Return `device` where the group's backend can use it, else the one that it can."""
+    backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    if device.type == "cpu" and "cpu" in backends and backends["cpu"] != "nccl":
+        return device
+    if "nccl" in backends.values():
+        return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def reduced(values: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return `values` reduced over the ranks of `group`, on a device that the backend can use; may overwrite `values`."""
+    device = communication_device(values.device, group)
+    there = values.to(device, non_blocking=device.type == "cuda")
+    dist.all_reduce(there, op, group=group)
+    return there
+
+
+def is_sendable(tensor: torch.Tensor) -> bool:
+    """Return whether others can send `tensor`, and write to it, as it is; `broadcast` can send any."""
+    return tensor.dtype in SENDABLE and (0 not in tensor.stride() or not tensor.numel())
+
+
+def broadcast(values: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Give `values` of the rank `source` of `group` to all its ranks, in place, of one shape; a collective unless empty."""
+    if values.numel():
+        there = values.contiguous()  # a backend sends raw memory
+        dist.broadcast(there.view(-1).view(torch.uint8), group=group, group_src=source)
+        if there.data_ptr() != values.data_ptr():
+            _write(values, there)
+
+
+def _write(values: torch.Tensor, new: torch.Tensor) -> None:
+    """Copy `new` to `values`, also where elements share memory, as `expand` makes them."""
+    for dim, stride in enumerate(values.stride()):
+        if not stride:
+            values, new = values.narrow(dim, 0, 1), new.narrow(dim, 0, 1)
+    values.copy_(new)
+
+
+def broadcast_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Give every rank of `group` the values that its first rank has, in place.
+
+    group: None means this rank alone. Tensors on the meta device are left out. Collectives: a small one, one for each tensor of
+    more than `SMALL` bytes, and one for so many others as make `TOGETHER` bytes; a host read.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    tensors = list(tensors)
+    # Raises RuntimeError on every rank where shapes and dtypes are not the same on all, in the same order.
+    _check_alike(tensors, group)
+    waiting: dict[torch.device, list[torch.Tensor]] = {}
+    sizes: Counter[torch.device] = Counter()
+    for tensor in tensors:
+        local = tensor.detach()
+        # Nothing to send, and no memory to receive into.
+        if local.is_meta or not local.numel():
+            continue
+        if local.nbytes > SMALL:
+            _align([local], group)
+            continue
+        device = local.device
+        waiting.setdefault(device, []).append(local)
+        sizes[device] += local.nbytes
+        if sizes[device] >= TOGETHER:
+            _align(waiting.pop(device), group)
+            del sizes[device]
+    for others in waiting.values():
+        _align(others, group)
+
+
+def _check_alike(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    # One number for all shapes and dtypes: equal where its maximum and its minimum are.
+    kinds = zlib.crc32(repr([(str(each.dtype), tuple(each.shape), each.is_meta) for each in tensors]).encode())
+    device = communication_device(torch.device("cpu"), group)
+    extremes = torch.tensor([kinds, -kinds], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    largest, smallest = extremes.tolist()
+    if largest != -smallest:
+        raise RuntimeError(
+            "parameters and buffers are not the same on all ranks, or not in the same order; build the model alike on every "
+            "rank: not from a set, which has another order in each process, and with no layer that one rank leaves out"
+        )
+
+
+def _align(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """`broadcast_from_first` tensors of one device, which travel together."""
+    device = communication_device(tensors[0].device, group)
+    there = [tensor.to(device).contiguous() for tensor in tensors]
+    if len(there) == 1:
+        broadcast(there[0], 0, group)
+    else:
+        own = [each.view(-1).view(torch.uint8) for each in there]
+        sizes = [each.numel() for each in own]
+        message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        parts = message.split_with_sizes(sizes)
+        torch._foreach_copy_(parts, own)
+        broadcast(message, 0, group)
+        torch._foreach_copy_(own, parts)
+    for tensor, aligned in zip(tensors, there, strict=True):
+        if aligned.data_ptr() != tensor.data_ptr():
+            _write(tensor, aligned)
+
+
+def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Return what each rank of `group` brings, in the order of ranks; one or two small collectives. None: this rank alone."""
+    if group is None:
+        return [data]
+    lengths = [length for (length,) in gather_integers([len(data)], group)]
+    if not any(lengths):
+        return [b""] * len(lengths)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=communication_device(torch.device("cpu"), group))
+    if data:
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    # Backends gather one size, so that all send the longest.
+    everyone = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(everyone, padded, group=group)
+    return [_bytes(each[:length]) for each, length in zip(everyone, lengths, strict=True)]
+
+
+def gather_integers(numbers: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """Return the integers of each rank of `group`, of which all bring equally many; one collective, none if there are none."""
+    if not numbers:
+        return [[] for _ in range(dist.get_world_size(group))]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=communication_device(torch.device("cpu"), group))
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return torch.stack(everyone).tolist()
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    if not values.numel():
+        return b""
+    read = bytearray(values.numel())
+    torch.frombuffer(read, dtype=torch.uint8).copy_(values)
+    return bytes(read)
+
 
 # ---------------------------------------------------------------------- values of every rank
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from booster.common import arguments
 from booster.launch import environment_local_rank
-from booster.ranks.messages import gather_bytes
+from booster.ranks.agreement import gather_bytes
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -17,13 +17,11 @@ from torch.optim import Optimizer
 from booster.common.text import listed
 from booster.common.torch_internals.tensor_internals import gather_full, local_tensor, local_tensors, placed_differently
 from booster.model.dtensors import dtensor_around
-from booster.model.optimizer_kinds import check_attributes, kind_of, known, unknown
-from booster.ranks.agreement import all_names
+from booster.model.optimizers import check_attributes, kind_of, known, unknown
+from booster.ranks.agreement import all_names, reduced
 from booster.ranks.coordinator import size_of
-from booster.ranks.messages import reduced
-from booster.shards.base import Shards
-from booster.shards.replica_check import ReplicaCheck, trained
-from booster.shards.shard_states import Entries, ShardedStateView, ShardStates, State
+from booster.shards.base import Entries, ShardedStateView, Shards, ShardStates, State
+from booster.shards.replicated import ReplicaCheck, trained
 from booster.tensors.trees import HALF_DTYPES
 
 _GRAD = attrgetter("grad")

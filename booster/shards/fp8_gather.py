@@ -27,7 +27,7 @@ from booster.number_formats.scaling import (
     scale_of,
     share_of,
 )
-from booster.ranks.messages import all_gather_flat, reduced
+from booster.ranks.agreement import all_gather_flat, reduced
 
 
 class WeightScales:

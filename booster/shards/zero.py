@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.common.torch_internals.tensor_internals import version
-from booster.model.optimizer_kinds import Kind, check_attributes, kind_of, unknown
+from booster.model.optimizers import Kind, check_attributes, kind_of, unknown
 from booster.shards.base import FROZEN, SPARSE, UNSYNCHRONISED, Shards
-from booster.shards.replica_check import ReplicaCheck
 from booster.shards.replicated import (
     GradSyncTracker,
     Reducer,
+    ReplicaCheck,
     check_averaged,
     check_replicas,
     register_reduced_hooks,

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from booster.ranks.agreement import gather
-from booster.ranks.messages import communication_device
+from booster.ranks.agreement import communication_device, gather
+from booster.shards.base import Entries, ShardedStateView, ShardStates, State
 from booster.shards.flat_shard import FlatShard
-from booster.shards.shard_states import Entries, ShardedStateView, ShardStates, State
 from booster.shards.zero_buckets import FlatParameters, ModuleBuckets
 from booster.tensors.flat import flat, shaped_like
 

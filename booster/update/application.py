@@ -19,14 +19,14 @@ from torch.optim import SGD, Optimizer
 
 from booster.common.torch_internals.optimizer_internals import set_fused_flags, step_hooks
 from booster.common.torch_internals.tensor_internals import like_check
-from booster.model.optimizer_kinds import KNOWN, known
+from booster.model.optimizers import KNOWN, known
 from booster.tensors.flat import has_same_layout, is_dense
 from booster.tensors.grads import gradient_values, own_memory, scale_values
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.context import UpdateContext
 from booster.update.distributed_muon import distributed_muon
 from booster.update.gradients import Gradients
-from booster.update.gradual import GradualStep, bare_step, hooks_once
+from booster.update.in_backward_pass import GradualStep, bare_step, hooks_once
 
 _logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from booster.ranks import agreement
-from booster.ranks.messages import communication_device
+from booster.ranks.agreement import communication_device
 from booster.update.application import Application, decides_on_device
 from booster.update.compiled_step import CompiledApplication, compiled_norms
 from booster.update.context import UpdateContext

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from booster.common.devices import HostCopy
-from booster.ranks.messages import communication_device
+from booster.ranks.agreement import communication_device
 from booster.tensors.grads import agree_on, clamp_values, tensor_norms
 from booster.update.application import NO_SCALARS, Application, StepScalars
 from booster.update.decision import Decision, Norms

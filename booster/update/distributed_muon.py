@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from booster.common.torch_internals.optimizer_internals import adjusted_muon_lr
 from booster.model.dtensors import is_dtensor, is_part, local_shard
-from booster.update.gradual import bare_step
+from booster.update.in_backward_pass import bare_step
 
 MOST = 2**24
 """Elements that an owner receives at once, where one matrix has no more: the bound of scratch."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from booster.common.torch_internals.optimizer_internals import loads_with_hooks
-from booster.model.optimizer_states import load_states
+from booster.model.optimizers import load_states
 from booster.update.context import UpdateContext
 
 

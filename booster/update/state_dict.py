@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import LBFGS, SGD, Optimizer
 
-from booster.model.optimizer_kinds import KNOWN, kind_of, known, makes_missing_states
+from booster.model.optimizers import KNOWN, kind_of, known, makes_missing_states
 from booster.shards.flat_shard import FlatShard
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from booster.common.snapshot import StateSnapshot
 from booster.model.dtensors import local_shard
-from booster.model.optimizer_states import state_differences
+from booster.model.optimizers import state_differences
 from booster.ranks import agreement
 from booster.shards.flat_shard import FlatShard
 from booster.tensors.trees import HALF_DTYPES

@@ -6,7 +6,7 @@ from counts import Messages
 
 from booster import Booster
 from booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
-from booster.ranks.messages import SMALL, TOGETHER, broadcast_from_first, gather_bytes
+from booster.ranks.agreement import SMALL, TOGETHER, broadcast_from_first, gather_bytes
 
 PLUGINS = {
     "ddp": TorchDDPPlugin,

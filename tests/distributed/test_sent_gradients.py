@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.plugin.ddp.fp8_communication import ExchangedSum
-from booster.plugin.zero.sliced_gradients import SliceReducer
+from booster.plugin.zero.plugin import SliceReducer
 from booster.shards.zero_buckets import ModuleBuckets
 
 SIZE = 2**16  # elements of a bucket, of which each of two ranks keeps half

@@ -31,7 +31,7 @@ from booster.plugin.tensor_parallel import Region
 MODULES = [
     "booster",
     "booster.logging",
-    "booster.facade.older_config",
+    "booster.facade.foreign_names",
     "booster.mixed_precision",
     "booster.mixed_precision.apex_amp",
     "booster.plugin",

@@ -37,7 +37,7 @@ from torch import nn
 import booster
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
-from booster.model import optimizer_kinds
+from booster.model import optimizers
 from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "optimizers.md"
@@ -355,7 +355,7 @@ def registered_where_asked(make: Any, row: Row, *args: Any) -> str:
     try:
         return f"registered: {make(row, *args)}"
     finally:
-        optimizer_kinds._registered.pop(cls)  # the other cells of this class do without
+        optimizers._registered.pop(cls)  # the other cells of this class do without
 
 
 def cell(row: Row, precision: str, placement: str, folder: Path) -> str:

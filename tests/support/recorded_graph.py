@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from booster.capture.reads import _waits, written
+from booster.capture.trial import _waits, written
 from booster.common.snapshot import MemorySnapshot
 from booster.common.torch_internals.tensor_internals import TorchDispatchMode, storage_key
 from booster.tensors.trees import map_tensors, tensors

@@ -4,8 +4,7 @@ import dataclasses
 import hashlib
 import json
 
-from booster.checkpoint.hashing import hash_of
-from booster.checkpoint.manifest import MANIFEST, STATE, File, read_manifest
+from booster.checkpoint.manifest import MANIFEST, STATE, File, hash_of, read_manifest
 from booster.checkpoint.tensor_file import Entry, read_entry
 from booster.checkpoint.weight_files import named_in
 from booster.common.untrusted_files import open_regular

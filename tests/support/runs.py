@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from booster import Booster
-from booster.common.random_states import random_state
+from booster.common.snapshot import random_state
 from booster.mixed_precision import FP16ApexMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 
 SAMPLES, LENGTH, BATCH = 40, 8, 8  # five global batches an epoch

@@ -42,7 +42,7 @@ from booster.cli import main
 from booster.cli import run_command as options
 from booster.cli import run_command as run
 from booster.cli.hosts import read_hostfile
-from booster.facade import older_config as config
+from booster.facade import foreign_names as config
 from booster.mixed_precision import apex_amp
 
 

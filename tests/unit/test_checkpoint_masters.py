@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from booster import Booster
-from booster.cli.checkpoint_command import checkpoint as command
+from booster.cli.reading_commands import checkpoint as command
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision, FP16NaiveMixedPrecision
 
 HALF = {

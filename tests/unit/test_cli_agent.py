@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import booster.cli
-from booster.cli.failure_report import report_failures
+from booster.cli.agent import report_failures
 
 SECOND = 10**9
 MACHINE = {"node": None, "first_rank": 0, "num_ranks": 2, "log_dir": None}

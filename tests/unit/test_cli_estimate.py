@@ -228,7 +228,7 @@ def test_a_long_estimate_says_how_far_it_is_and_what_takes_so_long(tmp_path, mon
         "nn.MSELoss()", "lambda a, b: (time.sleep(0.1), (a - b).sum())[1]"
     )
     (tmp_path / "slow.py").write_text(slow)
-    monkeypatch.setattr("booster.cli.estimate_command._PATIENCE", 0.02)
+    monkeypatch.setattr("booster.cli.planning_commands._PATIENCE", 0.02)
     options = ["--precision", "fp32", "--plugin", "single,ddp", "--world_size", "2", "--json"]
     assert main(["estimate", *options, f"{tmp_path / 'slow.py'}:job"]) == 0
     said = capsys.readouterr().err.splitlines()

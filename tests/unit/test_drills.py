@@ -61,14 +61,14 @@ WRITES = {
     "a precision": {
         "booster/mixed_precision/NAME.py": PRECISION,
         "booster/mixed_precision/__init__.py": (
-            "from booster.mixed_precision.amp import",
-            "from booster.mixed_precision.NAME import RoundedOutputs\nfrom booster.mixed_precision.amp import",
+            "from booster.mixed_precision.half import",
+            "from booster.mixed_precision.NAME import RoundedOutputs\nfrom booster.mixed_precision.half import",
             '    "fp32": FP32,\n',
             '    "fp32": FP32,\n    "rounded": RoundedOutputs,\n',
         ),
     },
     "an optimizer": {
-        "booster/model/optimizer_kinds.py": (
+        "booster/model/optimizers.py": (
             "    optim.Adamax: Known(",
             '    optim.SparseAdam: Known(kind="per tensor", counts=(), reads_all=False),\n    optim.Adamax: Known(',
         )
@@ -91,7 +91,7 @@ import json, tempfile, torch
 from torch import nn
 import booster
 from booster import Booster
-from booster.model.optimizer_kinds import kind_of
+from booster.model.optimizers import kind_of
 
 def job(b):
     model = nn.Linear(2, 2)

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 import booster
 from booster import Booster, find_batch_size, seed_everything
-from booster.facade.progress_bar import DisplayedLoss
+from booster.facade.diagnostic_methods import DisplayedLoss
 
 
 @pytest.fixture

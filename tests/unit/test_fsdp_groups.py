@@ -6,10 +6,9 @@ from torch import nn
 
 from booster import Booster
 from booster.mixed_precision import FP16NaiveMixedPrecision
-from booster.model.meta import check_meta, materialise
+from booster.model.modules import check_meta, materialise
 from booster.plugin import TorchFSDPPlugin
-from booster.plugin.fsdp.groups import plan_groups
-from booster.plugin.fsdp.wrap_policy import block_names
+from booster.plugin.fsdp.groups import block_names, plan_groups
 
 
 class Block(nn.Module):

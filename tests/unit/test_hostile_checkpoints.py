@@ -21,7 +21,7 @@ from test_checkpoint import job
 from booster.checkpoint import CheckpointError
 from booster.checkpoint.manifest import MANIFEST, STATE
 from booster.cli import main
-from booster.common.random_states import random_state, set_random_state
+from booster.common.snapshot import random_state, set_random_state
 from booster.interface.scheduler import known_state
 
 ODD = [

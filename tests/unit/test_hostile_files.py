@@ -28,9 +28,8 @@ from torch import nn
 
 from booster import load_weights
 from booster.checkpoint import CheckpointError, damage, latest
-from booster.checkpoint.hashing import hash_of
-from booster.checkpoint.lock import Lock, lock_of
-from booster.checkpoint.manifest import Chunk, File, Manifest, Tensor, _are_the_whole, room_of
+from booster.checkpoint.folder import Lock, lock_of
+from booster.checkpoint.manifest import Chunk, File, Manifest, Tensor, _are_the_whole, hash_of, room_of
 from booster.checkpoint.tensor_file import entries_of
 from booster.cli import main
 from booster.cli.hosts import read_hostfile
@@ -641,7 +640,7 @@ def test_a_link_in_place_of_a_lock_changes_no_time_of_what_it_leads_to(tmp_path,
         kept.append(planted(lock_of(lock._final), tmp_path))
         return real(lock)
 
-    monkeypatch.setattr("booster.checkpoint.lock.BEAT", 0.01)
+    monkeypatch.setattr("booster.checkpoint.folder.BEAT", 0.01)
     monkeypatch.setattr(Lock, when, plant)
     with contextlib.suppress(CheckpointError):
         first.booster.save(tmp_path / "root", *first.parts, step=1)

@@ -21,7 +21,7 @@ from test_load_weights import net, on_meta, saved
 
 from booster import Booster, load_weights
 from booster.checkpoint import CheckpointError, streaming, tensor_file, weight_files
-from booster.checkpoint import exported_files as export
+from booster.checkpoint import weight_files as export
 from booster.cli import main
 
 

@@ -92,7 +92,7 @@ def test_the_import_rule_is_noticed_when_broken(tmp_path, monkeypatch):
         "mixed_precision/b.py": "from booster import plugin",
         "plugin/c.py": "from booster.mixed_precision import FP32",
         "plugin/d.py": "from booster.mixed_precision.policy import DtypePolicy",
-        "plugin/e.py": "import booster.mixed_precision.amp",
+        "plugin/e.py": "import booster.mixed_precision.half",
     }
     for name, source in sources.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -320,18 +320,18 @@ def test_tests_that_run_beside_a_gpu_say_on_which_device():
 SENDS_ITS_OWN = {
     "facade/collectives.py": "what it made contiguous, of a dtype that backends know",
     "mixed_precision/naive.py": "a flat float32 copy",
-    "plugin/ddp/averaged_gradients.py": "flat buckets",
+    "plugin/ddp/averaged_gradients.py": "flat buckets and bytes",
     "plugin/ddp/fp8_communication.py": "flat bytes",
     "plugin/ddp/gradient_reducer.py": "bytes",
-    "plugin/expert_parallel/exchange.py": "counts, and contiguous rows of activations",
+    "plugin/expert_parallel/experts.py": "counts, and contiguous rows of activations",
     "plugin/fsdp/unused_parameters.py": "bytes",
-    "plugin/fsdp/forward_writes.py": "int64 sums",
+    "plugin/fsdp/forward_hooks.py": "int64 sums",
     "plugin/pipeline/pipeline.py": "a float32 number",
     "plugin/sequence_parallel/all_to_all.py": "parts for each rank, laid out anew",
     "update/distributed_muon.py": "flat bfloat16 copies",
     "plugin/tensor_parallel/linear_styles.py": "float64 sums",
-    "plugin/zero/sliced_gradients.py": "flat buckets",
-    "ranks/messages.py": "bytes",
+    "plugin/zero/plugin.py": "flat buckets",
+    "ranks/agreement.py": "bytes",
     "ranks/coordinator.py": "a flag",
     "shards/dtensor.py": "a float64 sum",
     "shards/fp8_gather.py": "flat bytes, and float32 magnitudes",

@@ -9,7 +9,7 @@ from torch import nn
 
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision
-from booster.model.optimizer_states import load_states
+from booster.model.optimizers import load_states
 from booster.model.params import rebind
 from booster.shards.zero_buckets import bucketed
 

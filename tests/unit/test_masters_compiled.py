@@ -187,7 +187,7 @@ def test_a_compiled_step_on_packed_states_is_that_of_the_eager_path(compiler, ca
 def test_an_optimizer_whose_states_every_step_must_look_at_is_not_compiled_and_says_how_it_could_be(
     caplog, monkeypatch
 ):
-    monkeypatch.setattr("booster.model.optimizer_kinds._registered", {})
+    monkeypatch.setattr("booster.model.optimizers._registered", {})
 
     class Squares(optim.SGD):
         pass

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from booster.common.store_barrier import StoreBarrier
+from booster.common.hang_watchdog import StoreBarrier
 from booster.numerics.diagnosis import replay
 from booster.numerics.diagnosis.replay import RanksApart, ReplayBarrier
 

@@ -55,7 +55,7 @@ def folder(tmp_path_factory):
 def printed(command, folder, columns, monkeypatch, capsys):
     pytest.importorskip("rich", reason="tables are drawn by rich")
     monkeypatch.setattr("booster.cli.machine_commands._PROBE_SECONDS", 0.01)
-    monkeypatch.setattr("booster.cli.estimate_command._PATIENCE", 1e6)  # a loaded machine is slow
+    monkeypatch.setattr("booster.cli.planning_commands._PATIENCE", 1e6)  # a loaded machine is slow
     monkeypatch.chdir(folder)
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns:

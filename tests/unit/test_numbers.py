@@ -13,7 +13,7 @@ from torch import nn
 
 from booster import Booster, launch_from_torch
 from booster import plugin as plugins
-from booster.checkpoint.lock import DEAD
+from booster.checkpoint.folder import DEAD
 from booster.cli.run_command import DEFAULT_MASTER_PORT
 from booster.memory import compare
 from booster.mixed_precision import (

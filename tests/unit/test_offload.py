@@ -25,7 +25,7 @@ from booster.mixed_precision import (
     available,
     make,
 )
-from booster.model.optimizer_kinds import kind_of
+from booster.model.optimizers import kind_of
 from booster.tensors import flat
 
 SHAPES = [(50, 41), (33,), (), (7, 5, 3), (57, 40), (64,)]

@@ -8,7 +8,7 @@ from torch import nn
 
 import booster
 from booster import AMP_TYPE, Booster
-from booster.facade.older_config import translate
+from booster.facade.foreign_names import translate
 from booster.loss_scaler import DynamicScale
 from booster.mixed_precision import FP32, FP16ApexMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from booster.plugin import SingleDevice, TorchDDPPlugin

@@ -9,7 +9,7 @@ from torch import nn
 from booster import Booster
 from booster.masters.quantized_state import QuantizedState
 from booster.mixed_precision import BF16NaiveMixedPrecision
-from booster.model.optimizer_kinds import KNOWN, Known, kind_of, known
+from booster.model.optimizers import KNOWN, Known, kind_of, known
 
 
 class Lion(torch.optim.Optimizer):

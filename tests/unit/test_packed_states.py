@@ -20,7 +20,7 @@ from booster.masters import MasterOptions, Masters, choose_master_update
 from booster.masters.quantized_state import DIVISOR, GROUP, SMALLEST, QuantizedState, StateSigns
 from booster.masters.rounding import RoundingBits, RoundingRNG
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
-from booster.model.optimizer_kinds import declared_states
+from booster.model.optimizers import declared_states
 from booster.update.context import UpdateContext
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ class Lion(optim.Optimizer):
 
 @pytest.fixture
 def lion(monkeypatch):
-    monkeypatch.setattr("booster.model.optimizer_kinds._registered", {})
+    monkeypatch.setattr("booster.model.optimizers._registered", {})
     return Lion
 
 

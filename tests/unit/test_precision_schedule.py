@@ -9,7 +9,7 @@ from switching import PRECISIONS, Job, Net, differences
 from torch import nn
 
 from booster import Booster
-from booster.facade import precision_scheduler as course
+from booster.facade import precision_run as course
 from booster.mixed_precision import FP16ApexMixedPrecision, MixedPrecision, PrecisionSchedule
 from booster.numerics.record.recorded_run import read_run
 from booster.numerics.reports.page import page

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from booster import Booster
 from booster.common.devices import DeviceCopies, HostCopy
-from booster.common.torch_internals import attention_internals
+from booster.common.torch_internals import tensor_internals
 from booster.mixed_precision import BF16NaiveMixedPrecision as BF16Naive
 from booster.mixed_precision import DelayedScaling, FP8MixedPrecision
 from booster.mixed_precision import FP16NaiveMixedPrecision as FP16Naive
@@ -156,7 +156,7 @@ class FlashAttention:
 
 @pytest.mark.parametrize("features", [12, 16])
 def test_attention_in_a_ring_calls_the_kernels_of_a_gpu_as_they_want_it_and_waits_for_nothing(features, monkeypatch):
-    monkeypatch.setattr(attention_internals, "_aten", FlashAttention())
+    monkeypatch.setattr(tensor_internals, "_aten", FlashAttention())
     draw = torch.Generator().manual_seed(0)
     whole = [torch.randn(2, heads, 16, features, generator=draw).bfloat16() for heads in (4, 2, 2, 4)]
     q, k, v = (each.float().requires_grad_() for each in whole[:3])

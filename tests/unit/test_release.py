@@ -117,8 +117,8 @@ def pair(*args, **options):
 @pytest.fixture
 def half_steps(monkeypatch):
     """Names of parameters in the order in which they are stepped within backward; small ones wait for no others."""
-    monkeypatch.setattr("booster.update.gradual._FEWEST", 1)
-    monkeypatch.setattr("booster.update.gradual._SHARE", 10**9)
+    monkeypatch.setattr("booster.update.in_backward_pass._FEWEST", 1)
+    monkeypatch.setattr("booster.update.in_backward_pass._SHARE", 10**9)
 
 
 # ---------------------------------------------------------------------- exact

@@ -11,8 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from booster import Booster
 from booster.plugin.sequence_parallel import check_sizes, shard_batch, token_mean
 from booster.plugin.sequence_parallel.all_to_all import Attention
-from booster.plugin.sequence_parallel.attention_mode import SequenceMode
-from booster.plugin.sequence_parallel.refusals import check_model
+from booster.plugin.sequence_parallel.attention_mode import SequenceMode, check_model
 from booster.plugin.sequence_parallel.ring import attend_in_ring
 from booster.plugin.sequence_parallel.sequence_cut import SequenceCut
 

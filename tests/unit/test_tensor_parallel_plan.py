@@ -8,7 +8,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from booster.mixed_precision import Int8MixedPrecision
 from booster.plugin.tensor_parallel import Colwise, EmbeddingParallel, Region, Rowwise
-from booster.plugin.tensor_parallel.attention import HeadParallel
+from booster.plugin.tensor_parallel.module_styles import HeadParallel
 from booster.plugin.tensor_parallel.tp_plan import resolve_plan
 
 NAMES = [

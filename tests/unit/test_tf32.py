@@ -92,7 +92,7 @@ class Spy(nn.Module):
 
 
 def test_a_training_step_has_it_on_in_both_passes_and_off_between(monkeypatch):
-    monkeypatch.setattr("booster.mixed_precision.tf32.missing", lambda *args, **kwargs: "")
+    monkeypatch.setattr("booster.mixed_precision.fp32.missing", lambda *args, **kwargs: "")
     spy, before = Spy(), settings()
     booster = Booster("cpu", "tf32")
     model, optimizer, *_ = booster.boost(spy, torch.optim.SGD(spy.parameters(), lr=0.1))

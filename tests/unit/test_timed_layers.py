@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from booster import Booster
-from booster.cli.advise_command import advise
+from booster.cli.planning_commands import advise
 from booster.mixed_precision import Ends, Int8MixedPrecision
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.numerics import time_layers

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from booster import Booster
-from booster.checkpoint import CheckpointError, damage, lock, saving
-from booster.checkpoint.lock import Lock, lock_of
+from booster.checkpoint import CheckpointError, damage, folder, saving
+from booster.checkpoint.folder import Lock, lock_of
 
 FORK = multiprocessing.get_context("fork")  # torch is imported already
 
@@ -180,8 +180,8 @@ def elsewhere(folder, number=7, pid=None):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(lock, "BEAT", 0.05)
-    monkeypatch.setattr(lock, "DEAD", 2.0)  # a loaded machine may let a beat come late
+    monkeypatch.setattr(folder, "BEAT", 0.05)
+    monkeypatch.setattr(folder, "DEAD", 2.0)  # a loaded machine may let a beat come late
 
 
 def test_a_writer_elsewhere_lives_by_its_heartbeat_and_not_by_a_pid(tmp_path, quick):

@@ -13,8 +13,7 @@ from small_job import backward, boost, train
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from booster.numerics import read_run, report
-from booster.numerics.record.samples import Exponents, count_exponents, exponents_of
-from booster.numerics.record.underflow import Underflow, best_scale
+from booster.numerics.record.samples import Exponents, Underflow, best_scale, count_exponents, exponents_of
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from booster import Booster, register_elementwise
 from booster.mixed_precision import FP16ApexMixedPrecision
-from booster.model.optimizer_kinds import makes_missing_states
+from booster.model.optimizers import makes_missing_states
 
 
 @register_elementwise

@@ -13,18 +13,16 @@ import torch
 from torch import nn
 
 from booster.checkpoint.manifest import CheckpointError, dtype_of
-from booster.checkpoint.objects import user_module
+from booster.checkpoint.objects import load_module, makes_entries, may_refuse, read_by_torch, user_module
 from booster.checkpoint.parts.part import LoadContext, Part, SaveContext, Step, leaves_out_frozen
 from booster.checkpoint.saved_checkpoint import SavedCheckpoint
-from booster.checkpoint.snapshots import load_module, makes_entries, may_refuse, read_by_torch
-from booster.checkpoint.state_tree import reference
-from booster.checkpoint.tensor_layout import shard_like
+from booster.checkpoint.state_tree import reference, shard_like
 from booster.checkpoint.weight_files import fits, ties_that_differ
 from booster.common.arguments import is_whole
 from booster.common.text import listed
 from booster.common.untrusted_files import JsonForm, check_form
 from booster.interface.model import ModelWrapper, extras_of
-from booster.masters.loaded_weights import LoadedWeights
+from booster.masters.master_state import LoadedWeights
 from booster.model.dtensors import local_shard
 from booster.model.modules import parameter_names, parents
 from booster.tensors.trees import HALF_DTYPES

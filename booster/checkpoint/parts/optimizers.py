@@ -11,10 +11,9 @@ import torch
 from torch.optim import Optimizer
 
 from booster.checkpoint.manifest import CheckpointError
-from booster.checkpoint.objects import Objects, user_module
+from booster.checkpoint.objects import Objects, may_refuse, user_module
 from booster.checkpoint.parts.part import LoadContext, Part, SaveContext, Step
 from booster.checkpoint.saved_checkpoint import SavedCheckpoint
-from booster.checkpoint.snapshots import may_refuse
 from booster.checkpoint.state_tree import BESIDE, has_order, reference, references
 from booster.checkpoint.unsaved_states import has_tensors, is_cut
 from booster.common.text import listed
@@ -22,7 +21,7 @@ from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.masters.masters import has_half_elements
 from booster.model.dtensors import local_shard
 from booster.model.modules import bare
-from booster.model.optimizer_kinds import has_torch_form, inner_optimizers
+from booster.model.optimizers import has_torch_form, inner_optimizers
 from booster.shards.flat_shard import FlatShard
 from booster.tensors.trees import tensors
 from booster.update.state_dict import IN_MODEL, PARAMETERS, STATE_KEY

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from booster.checkpoint.objects import Objects
 from booster.checkpoint.saved_checkpoint import SavedCheckpoint
-from booster.checkpoint.state_tree import encode
-from booster.checkpoint.tensor_layout import HeldTensor
+from booster.checkpoint.state_tree import HeldTensor, encode
 
 Tensors = dict[str, HeldTensor]
 WITHOUT_FROZEN = {"frozen weights": "left out"}

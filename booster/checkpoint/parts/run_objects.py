@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from booster.checkpoint.manifest import dtype_of
+from booster.checkpoint.objects import snapshot
 from booster.checkpoint.parts.part import LoadContext, Part, SaveContext, Step
-from booster.checkpoint.snapshots import snapshot
 from booster.checkpoint.state_tree import reference
-from booster.common.random_states import SharedRandom, of_torch, random_state, set_random_state, shared_random
+from booster.common.snapshot import SharedRandom, of_torch, random_state, set_random_state, shared_random
 from booster.data import DRAWS, OWN_STATE, DataLoaderWrapper, skips
 from booster.interface.scheduler import LRSchedulerWrapper, known_state
 from booster.model.dtensors import is_dtensor

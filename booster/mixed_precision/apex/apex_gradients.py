@@ -1,17 +1,24 @@
-"""Gradients under apex: every backward pass is unscaled and checked by itself, and an overflow skips the next step."""
+"""Gradients under apex: every backward pass is unscaled and checked by itself, and an overflow skips the next step.
+
+Where half-precision parameters have float32 masters, these keep the unscaled sum of all passes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.optim import SGD
 
+from booster.common.torch_internals.tensor_internals import sparse_values, version
+from booster.masters.masters import Masters
 from booster.mixed_precision.apex.apex_options import check_dtypes
 from booster.mixed_precision.apex.scale import ApexScales
+from booster.model.dtensors import dtensor_around, local_shard
 from booster.ranks import agreement
-from booster.tensors.grads import gradient_values, unscale_values
+from booster.tensors.grads import gradient_values, own_memory, scale_values, unscale_values
 from booster.update.backward import BackwardPass
 from booster.update.context import UpdateContext
 from booster.update.decision import Norms
@@ -214,3 +221,219 @@ class ApexGradients(Gradients):
                 "the last backward was one of an unfinished accumulation (inside no_sync, or with delay_unscale=True), so "
                 "gradients are still scaled; run the last backward of the group outside of it"
             )
+
+
+class _GradSnapshot:
+    """Which memory a gradient was in after a pass, and how often it had been written to.
+
+    shown: the gradient that users see, where it is another tensor. The memory is kept: no other tensor gets its address.
+    """
+
+    def __init__(self, grad: torch.Tensor, shown: torch.Tensor | None) -> None:
+        local = local_shard(grad)
+        values = sparse_values(local) if local.is_sparse else local
+        self._memory = values.untyped_storage()
+        self._address = values.data_ptr()
+        self._writes = version(values) + (0 if shown is None else version(shown))
+
+    def is_same(self, other: _GradSnapshot) -> bool:
+        """Whether the other is of the same memory, not written to in between."""
+        return self._writes == other._writes and self._address == other._address
+
+
+class ApexMasterGradients(ApexGradients):
+    """As `ApexGradients`; gradients of half-precision parameters add up in float32 besides `.grad`, which keeps the last pass
+    as that left it: in half, scaled.
+
+    Norms, clips and the step use these sums. A step, applied or not, clears them. Where the user has written to a `.grad` since
+    the pass, or put another tensor or None there, that is the gradient instead, with the scale of the pass; after `unscale`,
+    which writes the sums into `.grad`, without a scale.
+    """
+
+    short_circuits = False
+
+    def __init__(self, context: UpdateContext, norms: Norms, masters: Masters) -> None:
+        self._masters = masters
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}
+        self._snapshots: dict[torch.Tensor, _GradSnapshot] = {}
+        self._has_older: set[torch.Tensor] = set()  # their sums hold more than the last pass brought
+        self._in_grad = False  # whether `.grad` holds the sums, unscaled
+        self._compares = False  # whether to compare `.grad` with the sums that were put there
+        self._has_snapshots = False  # whether `_snapshots` are of the present gradients
+        self._pass_scale = 1.0
+        masters.gradient_of = self._sum_of  # a method, which follows this object into a deep copy
+        super().__init__(context, norms)
+
+    def check_complete(self) -> None:
+        if self.num_backwards == 0 and any(p.grad is not None and self._has_master(p) for p in self.parameters.held()):
+            self.require_backward()  # or the step would say that it was applied, and move nothing
+        super().check_complete()
+
+    def reset(self, scale: Any) -> None:
+        super().reset(scale)
+        # New containers: gradients that were stashed for a while keep theirs.
+        self._sums, self._snapshots, self._has_older = {}, {}, set()
+        self._in_grad = self._compares = self._has_snapshots = False
+
+    def _find_params(self) -> list[torch.Tensor]:
+        self._accept_written()
+        return [p for p in self.parameters.held() if (p in self._sums if self._has_master(p) else p.grad is not None)]
+
+    def values(self, *, written: bool = False) -> list[torch.Tensor]:
+        params = self.params()
+        others = [p for p in params if not self._has_master(p)]
+        plain = iter(gradient_values(self.shards.grad_targets(others) if written else others))
+        self._compares = self._compares and not written
+        return [self._sums[p] if self._has_master(p) else next(plain) for p in params]
+
+    def master_params(self) -> Iterator[nn.Parameter]:
+        """What apex calls master parameters: one float32 parameter for each in the groups."""
+        with self.shards.local():
+            self._accept_written()
+        self._compares = False
+        values = self._masters.values()
+        for param in self.parameters.held():
+            if not self._has_master(param):
+                yield param  # type: ignore[misc]
+                continue
+            master = nn.Parameter(values[param].detach())
+            total = self._sums.get(param)
+            # For one with a master it is the master (see `Masters.values`), with the very gradient that the next step will use.
+            master.grad = None if total is None else dtensor_around(total, param)
+            yield master
+
+    @property
+    def closure_refusal(self) -> str | None:
+        return NO_CLOSURE
+
+    def _leave_graph(self) -> None:
+        super()._leave_graph()
+        with torch.enable_grad():
+            self._sums = {param: total.clone() for param, total in self._sums.items()}
+
+    def _sum_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        return self._sums.get(param)
+
+    def _stash_grads(self) -> None:
+        self._accept_written()
+        self._has_snapshots = False
+        halves = [p for p in self.shards.grad_holders() if self._has_master(p)]
+        for param in halves:
+            if param.grad is not None:
+                self._before[param] = param.grad if self.group is None else param.grad.clone()
+                param.grad = None
+        super()._stash_grads()
+
+    def _new_grads(self) -> list[torch.Tensor]:
+        # Of half-precision parameters this rank's shards, to which its masters and sums belong.
+        halves = [p for p in self.parameters.held() if self._has_master(p) and p.grad is not None]
+        return halves + [p for p in super()._new_grads() if not self._has_master(p)]
+
+    def _unscale_new(self, params: list[torch.Tensor], values: list[torch.Tensor], check: bool) -> bool:
+        wide = [
+            local_shard(p.grad).to_dense().to(torch.float32, copy=True) if self._has_master(p) else value  # type: ignore[arg-type]
+            for p, value in zip(params, values, strict=True)
+        ]
+        found = super()._unscale_new(params, wide, check)
+        self._has_older = set(self._sums)
+        for param, value in zip(params, wide, strict=True):
+            if not self._has_master(param):
+                continue
+            if param in self._sums and self._differentiable:
+                self._sums[param] = self._sums[param] + value
+            elif param in self._sums:
+                self._sums[param].add_(value)
+            else:
+                self._sums[param] = value
+        self._in_grad = self._compares = False
+        self._pass_scale = self.loss_scale
+        self._snapshot_grads()
+        return found
+
+    def abandon_backward(self) -> None:
+        super().abandon_backward()
+        if self._delayed is None and self.num_backwards:
+            with self.shards.local():
+                self._snapshot_grads()  # what was set aside may have come back as a copy
+
+    def _unscale(self) -> None:
+        pending = 1.0 if self.factor is None else self.factor
+        super()._unscale()
+        if not self._sums:
+            return
+        halves = [p for p in self.parameters.held() if p in self._sums]
+        written = self.shards.grad_targets([p for p in halves if p.grad is not None])
+        if not {id(p) for p in halves if p.grad is not None} <= set(map(id, written)):
+            # `.grad` is whole on every rank, and each has the sum of its part.
+            if self._has_older and not self._in_grad:
+                raise RuntimeError(
+                    "unscale_grads() cannot show the gradients of half parameters here: several backward passes were added up "
+                    "in float32, on each rank its part, and `.grad` is whole and holds the last pass. Run the passes inside "
+                    "b.accumulate(), which adds them up in `.grad`"
+                )
+            # Other ranks hold other shards of the sums, so the whole `.grad` is unscaled in place instead.
+            whole = [param for param in written if param.dtype == torch.float16]
+            own_memory(whole)
+            scale_values(gradient_values(whole), pending if self._in_grad else pending / self._pass_scale)
+        for param in halves:
+            total = self._sums[param]
+            grad = param.grad
+            if grad is None or grad.is_sparse or grad.requires_grad:
+                with torch.set_grad_enabled(total.requires_grad):
+                    param.grad = dtensor_around(total.to(param.dtype), param)
+            else:
+                own_memory([param])
+                local_shard(param.grad).copy_(total.detach())  # type: ignore[arg-type]
+        self._in_grad = self._compares = True
+        self._snapshot_grads()
+
+    def _snapshot_grads(self) -> None:
+        self._snapshots = {
+            p: _GradSnapshot(p.grad, self.shards.param_of(p).grad)
+            for p in self.parameters.held()
+            if p.dtype == torch.float16 and p.grad is not None
+        }
+        self._has_snapshots = True
+
+    def _accept_written(self) -> None:
+        """Take gradients that the user wrote to since the last pass, replaced or removed, for the next step."""
+        if not self._has_snapshots:
+            return
+        for param in self.parameters.held():
+            if param.dtype != torch.float16:
+                continue
+            left = self._snapshots.get(param)
+            if param.grad is None:
+                if left is not None:
+                    del self._snapshots[param]
+                    self._sums.pop(param, None)
+                continue
+            now = _GradSnapshot(param.grad, self.shards.param_of(param).grad)
+            if left is not None and now.is_same(left) and not (self._compares and self._differs(param)):
+                continue
+            if param in self._has_older and not self._in_grad:
+                raise RuntimeError(
+                    f"the gradient of {self.parameters.name_of(param)} was changed by hand after several backward passes, of "
+                    "which `.grad` holds only the last: O2 adds them up in float32. Call optimizer.unscale_grads() before, "
+                    "which puts their sum there, or run the passes inside b.accumulate()"
+                )
+            self._snapshots[param] = now
+            value = local_shard(param.grad).to_dense().to(torch.float32, copy=True)
+            if not self._in_grad:
+                unscale_values([value], 1.0 / self._pass_scale, check=False)
+            self._sums[param] = value
+
+    def _differs(self, param: torch.Tensor) -> bool:
+        """Whether `.grad` is not what was put there: a write through `.data` counts in no version."""
+        total = self._sums.get(param)
+        grad = local_shard(param.grad)  # type: ignore[arg-type]
+        return total is None or grad.is_sparse or not torch.equal(grad, total.to(grad.dtype))
+
+    def require_backward(self) -> None:
+        super().require_backward()
+        if self.num_backwards == 0:  # a bare loss.backward() does not reach the masters
+            Gradients.require_backward(self)
+
+    def _has_master(self, param: torch.Tensor) -> bool:
+        # As in apex, freezing a weight does not take back the gradient that its master has.
+        return param.dtype == torch.float16 and (param.requires_grad or param in self._sums)

@@ -11,8 +11,7 @@ import torch
 from booster.masters.master_state import MasterState
 from booster.masters.masters import Masters
 from booster.masters.update import MasterApplication
-from booster.mixed_precision.apex.apex_gradients import ApexGradients
-from booster.mixed_precision.apex.master_gradients import ApexMasterGradients
+from booster.mixed_precision.apex.apex_gradients import ApexGradients, ApexMasterGradients
 from booster.tensors.cast_regions import casts_as_here, disable_casts
 from booster.update.application import Application
 from booster.update.context import UpdateContext

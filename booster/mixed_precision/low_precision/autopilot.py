@@ -19,8 +19,7 @@ from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, product
 from booster.mixed_precision.low_precision.low_precisions import LowPrecision
 from booster.mixed_precision.low_precision.recipes import GEMMS, GemmConfig, GemmDtype, HighPrecision, Recipe
-from booster.ranks.agreement import all_names
-from booster.ranks.messages import reduced
+from booster.ranks.agreement import all_names, reduced
 from booster.update.context import StepListener
 
 _logger = logging.getLogger(__name__)

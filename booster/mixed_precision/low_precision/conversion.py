@@ -16,10 +16,9 @@ from torch import nn
 from booster.common import arguments
 from booster.common.torch_internals.autograd_internals import compiled_like
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules
-from booster.mixed_precision.low_precision.delayed import DelayedScaling, ScaleHistories
 from booster.mixed_precision.low_precision.kernels import for_device, lacks
 from booster.mixed_precision.low_precision.layer_trials import Forward, Timer, complaint, seconds, timed
-from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
+from booster.mixed_precision.low_precision.linear import DelayedScaling, LowPrecisionLinear, ScaleHistories
 from booster.mixed_precision.low_precision.operands import QuantizedWeights
 from booster.mixed_precision.low_precision.recipes import Recipe
 from booster.mixed_precision.policy import DtypePolicy

@@ -14,7 +14,7 @@ from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.keep_fp32 import Blocks, Ends, KeepFP32, is_batch_norm, normalise_keep_fp32
 from booster.mixed_precision.low_precision.conversion import CONVERT, Convert, Emulate, LinearConversion
-from booster.mixed_precision.low_precision.delayed import DelayedScaling
+from booster.mixed_precision.low_precision.linear import DelayedScaling
 from booster.mixed_precision.low_precision.recipes import (
     FP8_RECIPES,
     GEMMS,

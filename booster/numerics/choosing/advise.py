@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from booster.common import arguments
 from booster.common.devices import resolve_device
-from booster.common.random_states import seeded
+from booster.common.snapshot import seeded
 from booster.mixed_precision import LowPrecision, MixedPrecision, TF32MixedPrecision, available, make
 from booster.mixed_precision.hardware import KINDS
 from booster.numerics.choosing.advice import IN_FLOAT32, Advice, Budget, Row, ranked

@@ -14,7 +14,7 @@ from torch import nn
 
 from booster.common import arguments
 from booster.common.devices import resolve_device
-from booster.common.random_states import seeded
+from booster.common.snapshot import seeded
 from booster.mixed_precision import MixedPrecision, make
 from booster.model.modules import bare, tensor_places
 from booster.numerics.choosing.trained_subject import GradientError, LayerError, Subject, Task, gradient_error

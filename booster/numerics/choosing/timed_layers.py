@@ -11,7 +11,7 @@ from torch import nn
 
 from booster.common import arguments
 from booster.common.devices import resolve_device
-from booster.common.random_states import seeded
+from booster.common.snapshot import seeded
 from booster.common.text import columns
 from booster.mixed_precision import (
     FP8MixedPrecision,

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.common import arguments
-from booster.common.random_states import random_state, set_random_state
-from booster.common.snapshot import ContainerSnapshot, MemorySnapshot, attributes
-from booster.common.store_barrier import StoreBarrier
+from booster.common.hang_watchdog import StoreBarrier
+from booster.common.snapshot import ContainerSnapshot, MemorySnapshot, attributes, random_state, set_random_state
 from booster.common.torch_internals.autograd_internals import uncompiled
 from booster.common.torch_internals.tensor_internals import default_store
 from booster.interface.model import ModelWrapper
@@ -30,7 +29,7 @@ from booster.model.dtensors import local_shard
 from booster.model.modules import bare
 from booster.numerics.diagnosis.nonfinite_trace import NonFiniteInput, NonFiniteResult, NonFiniteTrace
 from booster.numerics.diagnosis.places import MemoryNames, PlaceFinder
-from booster.ranks.messages import gather_bytes
+from booster.ranks.agreement import gather_bytes
 from booster.tensors.cast_regions import region
 from booster.tensors.trees import HALF_DTYPES, tensors
 from booster.update.update import Update

@@ -17,11 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.common.random_states import random_state, set_random_state
-from booster.common.snapshot import attributes
+from booster.common.snapshot import attributes, random_state, set_random_state
 from booster.common.text import dtype_name
-from booster.numerics.diagnosis.cause import Cause, cause_of
-from booster.numerics.diagnosis.diagnosis import Diagnosis, Kind
+from booster.numerics.diagnosis.diagnosis import Cause, Diagnosis, Kind, cause_of
 from booster.numerics.diagnosis.replay import RanksApart, Replay, ReplayBarrier, StoppedElsewhere
 from booster.ranks import agreement
 from booster.tensors.cast_regions import CastMode, cast_floats, disabled

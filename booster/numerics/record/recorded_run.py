@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from booster.common import arguments
 from booster.common.untrusted_files import printable
 from booster.numerics.record.record_file import CutLine, read_lines
-from booster.numerics.record.underflow import Underflow, merge
+from booster.numerics.record.samples import Underflow, merge
 
 _MOST_RANKS = 16  # that are named
 _MOST_OPTIMIZERS = 1000

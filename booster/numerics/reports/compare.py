@@ -11,7 +11,7 @@ from typing import Any, Literal
 from booster.common import arguments
 from booster.common.text import counted
 from booster.numerics.record.recorded_run import Run, Step
-from booster.numerics.record.underflow import Underflow
+from booster.numerics.record.samples import Underflow
 
 Kind = Literal["alike", "weights", "forward", "gradient", "update", "skip", "drift"]
 

@@ -9,7 +9,7 @@ from html import escape
 
 from booster.common.text import raised
 from booster.numerics.record.recorded_run import Run, Step
-from booster.numerics.record.underflow import Underflow, edges
+from booster.numerics.record.samples import Underflow, edges
 from booster.numerics.reports.pictures import STYLE, Band, bars, lines, map_of
 from booster.numerics.reports.summary import MOST_CULPRITS, STILL, WORTH_SAYING, OptimizerSummary, by_tensor, summarise
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from booster.common.text import counted
 from booster.numerics.record.recorded_run import AutopilotLook, RoundedOperand, Run, Step
-from booster.numerics.record.underflow import Underflow, best_scale
+from booster.numerics.record.samples import Underflow, best_scale
 
 MOST_CULPRITS = 10
 WORTH_SAYING = 0.001

@@ -17,7 +17,7 @@ from booster.common.torch_internals.autograd_internals import graph_task
 from booster.common.torch_internals.fsdp_internals import bucket_assignment
 from booster.model.modules import PlacedModule, bare
 from booster.plugin.ddp.gradient_reducer import GradientReducer
-from booster.ranks.messages import broadcast
+from booster.ranks.agreement import broadcast
 from booster.shards.zero_buckets import ModuleBuckets
 from booster.tensors.flat import is_dense, shaped_like
 from booster.tensors.trees import tensors

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from booster.common import arguments
 from booster.number_formats.scaling import BLOCK, decode_blocks, encode_blocks
-from booster.ranks.messages import all_gather_flat
+from booster.ranks.agreement import all_gather_flat
 
 
 @dataclass(frozen=True)

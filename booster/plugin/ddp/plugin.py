@@ -17,14 +17,13 @@ from torch.optim import Optimizer
 from booster.common import arguments
 from booster.common.torch_internals.fsdp_internals import ignored_by_ddp, remove_reducer_hooks
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
-from booster.model.meta import materialise_on
-from booster.model.modules import bare, unwrap_placed
+from booster.model.modules import bare, materialise_on, unwrap_placed
 from booster.plugin.base import Plugin, check_joined
 from booster.plugin.ddp.averaged_gradients import AverageReducer, ReducedModule
 from booster.plugin.ddp.fp8_communication import FP8Average, FP8Communication
 from booster.plugin.ddp.gradient_reducer import GradientReducer
+from booster.ranks.agreement import broadcast, broadcast_from_first, is_sendable
 from booster.ranks.coordinator import world
-from booster.ranks.messages import broadcast, broadcast_from_first, is_sendable
 from booster.shards import Shards
 from booster.shards.replicated import GradSyncTracker, ReplicatedShards
 

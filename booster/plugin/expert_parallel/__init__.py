@@ -24,7 +24,6 @@ In reading order:
 """
 
 from booster.plugin.expert_parallel.balancing import balancing_loss
-from booster.plugin.expert_parallel.experts import check_experts, find_experts
-from booster.plugin.expert_parallel.sharding import ExpertSharding
+from booster.plugin.expert_parallel.experts import ExpertSharding, check_experts, find_experts
 
 __all__ = ["ExpertSharding", "balancing_loss", "check_experts", "find_experts"]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from booster.plugin.sequence_parallel import token_mean
-from booster.ranks.messages import reduced
+from booster.ranks.agreement import reduced
 
 
 def balancing_loss(

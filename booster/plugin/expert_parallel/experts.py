@@ -1,18 +1,141 @@
-"""Modules that hold experts, and the forward that sends tokens to the ranks of theirs."""
+"""Modules that hold experts, and the forward that sends tokens to the ranks of theirs and back.
+
+Each exchange has the other direction as its gradient, so that gradients of gradients take the same ways. Parameters become
+DTensors: by whole experts over one dimension of a mesh, and over the others as all parameters are.
+"""
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from booster.plugin.expert_parallel.exchange import add_up, plan_route, send, send_back, spread
+from booster.plugin.base import shared_mesh
 from booster.plugin.tensor_parallel.local_style import swapped
 from booster.tensors.weak import ForwardProxy
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """Where rows go: one row for each expert of each token, sorted by expert.
+
+    Attributes:
+        order: by place among the sorted rows, the number of the row: token * top_k + its place among the token's experts.
+        inverse: the way back.
+        top_k: experts of a token.
+        sent: how many rows this rank sends to each rank.
+        received: how many it gets from each.
+        experts: of each row that it gets, the number among this rank's experts, int64.
+        group: the ranks.
+    """
+
+    order: torch.Tensor
+    inverse: torch.Tensor
+    top_k: int
+    sent: list[int]
+    received: list[int]
+    experts: torch.Tensor
+    group: dist.ProcessGroup
+
+
+def plan_route(index: torch.Tensor, num_local: int, group: dist.ProcessGroup) -> Route:
+    """Return the route of tokens to the experts `index`, (tokens, top_k), whole numbers.
+
+    num_local: experts of each rank of `group`. Raises ValueError, on all ranks, for a number that no expert has.
+    """
+    ranks = group.size()
+    flat = index.reshape(-1)
+    last = ranks * num_local
+    known = flat.where((flat >= 0) & (flat < last), last)
+    # Not `bincount`, which waits for a GPU.
+    found = torch.zeros(last + 1, dtype=torch.int64, device=flat.device).index_add_(
+        0, known, torch.ones_like(known, dtype=torch.int64)
+    )
+    # To each rank what its experts get, and, so that all raise together, how many rows have no expert.
+    counts = torch.cat([found[:last].view(ranks, num_local), found[last:].expand(ranks, 1)], dim=1)
+    theirs = torch.empty_like(counts)
+    # A collective of one count per expert, and a host read.
+    dist.all_to_all_single(theirs, counts, group=group)
+    wrong = theirs[:, -1].sum().expand(ranks)
+    counts, theirs = counts[:, :-1], theirs[:, :-1]
+    sent, received, (without, *_) = torch.stack([counts.sum(1), theirs.sum(1), wrong]).tolist()
+    if without:
+        raise ValueError(
+            f"{without} tokens on the ranks that share experts were given numbers of experts outside 0 to {last - 1}; "
+            f"under ep_size every number must be that of one of the {last} experts"
+        )
+    order = flat.argsort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), dtype=order.dtype, device=order.device)
+    numbers = torch.arange(num_local, dtype=torch.int64, device=flat.device).repeat(ranks)
+    experts = numbers.repeat_interleave(theirs.reshape(-1), output_size=sum(received))
+    return Route(order, inverse, index.shape[-1], sent, received, experts, group)
+
+
+def send(rows: torch.Tensor, route: Route) -> torch.Tensor:
+    """Return the rows that other ranks send here, in the order of ranks; a collective, in backward as well."""
+    return _Send.apply(rows, route.sent, route.received, route.group)
+
+
+def send_back(rows: torch.Tensor, route: Route) -> torch.Tensor:
+    """Return what became of the rows that this rank sent, in their order; a collective, in backward as well."""
+    return _Send.apply(rows, route.received, route.sent, route.group)
+
+
+def spread(tokens: torch.Tensor, route: Route) -> torch.Tensor:
+    """Return one row for each expert of each of `tokens`, (tokens, features), sorted by expert."""
+    return _Spread.apply(tokens, route)
+
+
+def add_up(rows: torch.Tensor, route: Route) -> torch.Tensor:
+    """Return, for each token, the sum of the rows of its experts."""
+    return _AddUp.apply(rows, route)
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
+        ctx.way = (sent, received, group)
+        there = rows.new_empty((sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(there, rows.contiguous(), received, sent, group=group)
+        return there
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        sent, received, group = ctx.way
+        return _Send.apply(grad, received, sent, group), None, None, None
+
+
+class _Spread(torch.autograd.Function):
+    # Not an index: its gradient would be added up row after row, which rounds halves each time.
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, route: Route) -> torch.Tensor:
+        ctx.route = route
+        return tokens.index_select(0, route.order // route.top_k)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _AddUp.apply(grad, ctx.route), None
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, route: Route) -> torch.Tensor:
+        ctx.route = route
+        return rows.index_select(0, route.inverse).unflatten(0, (-1, route.top_k)).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _Spread.apply(grad, ctx.route), None
 
 
 def find_experts(model: nn.Module) -> list[str]:
@@ -105,3 +228,73 @@ def _local_params(module: nn.Module, scale: float) -> dict[str, Any]:
                 # besides. (Its own factor divides twice on a mesh of one rank, in torch 2.13.)
                 found[name].register_hook(partial(torch.mul, other=scale))
     return found
+
+
+def expert_mesh_sizes(sizes: Mapping[str, int], ep_size: int) -> dict[str, int]:
+    """Return the dimensions of the mesh on which experts are, from those of the mesh of all other parameters."""
+    # Ranks that share the batch, along "shard" or, where that is 1, along "replicate", are cut into groups of `ep_size`.
+    cut = "shard" if sizes["shard"] > 1 else "replicate"
+    found: dict[str, int] = {}
+    for name, size in sizes.items():
+        found[name] = size // ep_size if name == cut else size
+        if name == "shard":
+            found["ep"] = ep_size
+    return found
+
+
+class ExpertSharding:
+    """How modules with experts are divided.
+
+    Attributes:
+        names: of these modules.
+        mesh: what `fully_shard` divides them over, one dimension or (replicate, shard).
+    """
+
+    def __init__(self, device_type: str, sizes: Mapping[str, int], ep_size: int, names: Collection[str]) -> None:
+        """sizes: of the mesh of all other parameters. A collective, the first time."""
+        whole = shared_mesh(device_type, expert_mesh_sizes(sizes, ep_size))
+        self.names = names
+        self.mesh = whole["replicate", "shard"] if "replicate" in sizes else whole["shard"]
+        self._ranks = whole["ep"]
+        self._with_layers = whole["ep", "tp"] if sizes.get("tp", 1) > 1 else None
+
+    def in_stage(self, names: Collection[str]) -> ExpertSharding:
+        """Return the same for the modules of these names alone, those of a stage of a pipeline."""
+        own = copy.copy(self)
+        own.names = names
+        return own
+
+    @torch.no_grad()
+    def divide(self, module: nn.Module) -> None:
+        """Leave `module` this rank's experts.
+
+        Parameters become DTensors; those of tensor parallelism, which has been applied, get a dimension more.
+        """
+        for name, param in module._parameters.items():
+            if param is not None:
+                # Ranks come with the same parameters, and nothing is sent.
+                module._parameters[name] = nn.Parameter(self._own(param), requires_grad=param.requires_grad)
+        module.forward = ExpertForward(module, self._ranks)
+        module.num_experts = module.num_experts // self._ranks.size()  # type: ignore[operator, assignment]
+
+    def _own(self, param: Any) -> DTensor:
+        if not isinstance(param, DTensor):
+            return distribute_tensor(param.detach(), self._ranks, [Shard(0)], src_data_rank=None)
+        if self._with_layers is None:
+            raise RuntimeError("experts are DTensors already; pass the model as it was before it was divided")
+        local = param.to_local().chunk(self._ranks.size())[self._ranks.get_local_rank()].clone()
+        return DTensor.from_local(
+            local,
+            self._with_layers,
+            [Shard(0), *param.placements],
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+
+    def placement(self, param: nn.Parameter) -> Shard | None:
+        """Return the dimension along which `fully_shard` divides a parameter of experts: a free one that divides, or None."""
+        taken = {getattr(placement, "dim", None) for placement in param.placements}  # type: ignore[attr-defined]
+        parts = self.mesh.size(self.mesh.ndim - 1)
+        free = [dim for dim in range(param.dim()) if dim not in taken and param.shape[dim] % parts == 0]
+        return Shard(free[0]) if free else None

@@ -42,15 +42,20 @@ from booster.mixed_precision.policy import (
     reads_weakly,
     weak_buffers,
 )
-from booster.model.meta import check_meta, materialise
-from booster.model.modules import LinearProxy, bare
+from booster.model.modules import LinearProxy, bare, check_meta, materialise
 from booster.plugin.expert_parallel import ExpertSharding
-from booster.plugin.fsdp.forward_hooks import AdmitUnfrozen, FreeGathered, outputs_without_views, show_computed_dtypes
-from booster.plugin.fsdp.forward_writes import ForwardWrites, RefuseReplaced
+from booster.plugin.fsdp.forward_hooks import (
+    AdmitUnfrozen,
+    ForwardWrites,
+    FreeGathered,
+    RefuseReplaced,
+    outputs_without_views,
+    show_computed_dtypes,
+)
 from booster.plugin.fsdp.groups import Group, plan_groups
 from booster.plugin.fsdp.loaded_shards import ShardLoaded, follow_policy
 from booster.plugin.fsdp.unused_parameters import UnusedParameters
-from booster.ranks.messages import SENDABLE
+from booster.ranks.agreement import SENDABLE
 from booster.shards.fp8_gather import FP8Gather, WeightScales
 from booster.shards.fully_sharded import UnshardedParams, reshard
 from booster.tensors.trees import HALF_DTYPES, tensors

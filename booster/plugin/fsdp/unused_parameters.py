@@ -27,7 +27,7 @@ from booster.common.torch_internals.fsdp_internals import (
     unreduced,
     zero_unreduced,
 )
-from booster.plugin.fsdp.forward_writes import ForwardWrites
+from booster.plugin.fsdp.forward_hooks import ForwardWrites
 from booster.tensors.trees import tensors
 
 # First forward passes, in which ranks compare the order in which they gather, and a GPU is asked what they reduce.

@@ -46,8 +46,7 @@ and calls `StagePipeline.run`, which infers shapes if they are new and lets the 
 micro-batch. What may be changed freely: anything in here; outside only the plugin and `booster.plugin.base.Pipeline` are known.
 """
 
-from booster.plugin.pipeline.pipeline import StagePipeline
-from booster.plugin.pipeline.pipeline_plan import PipelinePlan, plan_pipeline
+from booster.plugin.pipeline.pipeline import PipelinePlan, StagePipeline, plan_pipeline
 from booster.plugin.pipeline.split import Split, find_split
 
 __all__ = ["StagePipeline", "PipelinePlan", "Split", "find_split", "plan_pipeline"]

@@ -14,7 +14,7 @@ from torch import nn
 
 from booster.common.torch_internals.autograd_internals import without_subclasses
 from booster.common.torch_internals.tensor_internals import GROUPED_PRODUCTS, FakeTensor, FakeTensorMode, version
-from booster.model.meta import copy_on_meta
+from booster.model.modules import copy_on_meta
 from booster.plugin.pipeline.split import Split, holders, owners
 from booster.tensors.weak import ForwardProxy, ModuleReference
 

@@ -25,8 +25,8 @@ from booster.common.torch_internals.autograd_internals import (
 )
 from booster.common.torch_internals.pipeline_internals import PipelineStage, backward_of_weights, computes_weights_apart
 from booster.common.torch_internals.tensor_internals import is_view
+from booster.plugin.pipeline.shape_inference import StageIO
 from booster.plugin.pipeline.stage import Stage
-from booster.plugin.pipeline.stage_io import StageIO
 from booster.tensors.micro_batch import at_stage
 
 Shape = tuple[int, ...]

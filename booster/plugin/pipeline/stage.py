@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from booster.plugin.pipeline.meta_model import MetaModel, is_fake
-from booster.plugin.pipeline.shape_inference import StageEnd
+from booster.plugin.pipeline.shape_inference import StageEnd, StageIO, substitute
 from booster.plugin.pipeline.split import Split
-from booster.plugin.pipeline.stage_io import StageIO, substitute
 from booster.tensors.micro_batch import MicroBatch
 from booster.tensors.trees import leaves as leaves_of
 from booster.tensors.weak import ForwardProxy, ModuleReference, WeakTensor, strip_weak

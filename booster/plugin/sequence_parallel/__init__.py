@@ -26,7 +26,7 @@ process, takes no masks, drops the weight of padding, and wants a cut that is se
 the join in float32 are the same.
 """
 
+from booster.plugin.sequence_parallel.sequence_cut import shard_batch, token_mean
 from booster.plugin.sequence_parallel.sequence_parallel import CutMode, SequenceParallel, check_sizes
-from booster.plugin.sequence_parallel.token_batch import shard_batch, token_mean
 
 __all__ = ["CutMode", "SequenceParallel", "check_sizes", "shard_batch", "token_mean"]

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from booster.common.torch_internals.attention_internals import flash_backward, flash_forward
-from booster.common.torch_internals.tensor_internals import is_fake_kind
+from booster.common.torch_internals.tensor_internals import flash_backward, flash_forward, is_fake_kind
 from booster.plugin.sequence_parallel.all_to_all import Attention, gather_tokens, row_and_key_sizes, shape_of_attention
 from booster.plugin.sequence_parallel.sequence_cut import SequenceCut
-from booster.ranks.messages import communication_device
+from booster.ranks.agreement import communication_device
 from booster.tensors.trees import HALF_DTYPES
 
 

@@ -17,13 +17,11 @@ from booster.common import arguments
 from booster.common.torch_internals.autograd_internals import graph_task
 from booster.model.modules import bare
 from booster.plugin.sequence_parallel.all_to_all import attend_by_heads
-from booster.plugin.sequence_parallel.attention_mode import SequenceMode
-from booster.plugin.sequence_parallel.refusals import check_model
+from booster.plugin.sequence_parallel.attention_mode import SequenceMode, check_model
 from booster.plugin.sequence_parallel.ring import attend_in_ring
-from booster.plugin.sequence_parallel.sequence_cut import SequenceCut
-from booster.plugin.sequence_parallel.token_batch import shard_batch, token_mean
+from booster.plugin.sequence_parallel.sequence_cut import SequenceCut, shard_batch, token_mean
 from booster.plugin.sequence_parallel.transformers_attention import is_of_transformers, use_own_masks
-from booster.ranks.messages import reduced
+from booster.ranks.agreement import reduced
 from booster.tensors.trees import tensors
 
 CutMode = Literal["all_to_all", "ring_attn"]

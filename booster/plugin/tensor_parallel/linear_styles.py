@@ -26,7 +26,7 @@ from booster.plugin.tensor_parallel.local_style import (
     local_with_gradient,
     own_dtensors,
 )
-from booster.ranks.messages import communication_device
+from booster.ranks.agreement import communication_device
 from booster.tensors.trees import HALF_DTYPES
 
 _COMPARED = 3  # backward passes in which ranks compare the gradients of what they gathered

@@ -15,12 +15,21 @@ from booster.common import arguments
 from booster.frozen import FrozenLinear
 from booster.model.modules import matcher, tensor_places
 from booster.plugin.forward_order import names_in_forward, side_of
-from booster.plugin.tensor_parallel.attention import HeadParallel
-from booster.plugin.tensor_parallel.known_plans import derive_by_shape, derive_plan, within_adapters
+from booster.plugin.tensor_parallel.known_plans import (
+    derive_by_shape,
+    derive_plan,
+    with_sequence_parallelism,
+    within_adapters,
+)
 from booster.plugin.tensor_parallel.linear_styles import Colwise, Rowwise, output_dim
 from booster.plugin.tensor_parallel.local_style import LocalStyle
-from booster.plugin.tensor_parallel.module_styles import EmbeddingParallel, Experts, KVLatentProjection, Region
-from booster.plugin.tensor_parallel.sequence_plan import with_sequence_parallelism
+from booster.plugin.tensor_parallel.module_styles import (
+    EmbeddingParallel,
+    Experts,
+    HeadParallel,
+    KVLatentProjection,
+    Region,
+)
 
 
 def _colwise(module: nn.Module) -> ParallelStyle:
