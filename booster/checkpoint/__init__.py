@@ -19,23 +19,22 @@ name and shape and requests it, each file is read once and hashed meanwhile, and
 The files, in the order of a save and then of a load:
 
     run_checkpoints.py   `RunCheckpoints`, what saves of one `Booster` share: a thread that writes, signals to stop.
-    objects.py           what the user gave, by kind and name; what a load returns.
+    objects.py           what the user gave, by kind and name; what a load returns; snapshots for when a later one refuses.
     parts/               what a checkpoint says of models, optimizers, loaders and the rest: one class each, for both ways.
     saving.py            collects tensors and tree of all ranks, decides which rank writes what, writes and publishes.
     agree.py             ranks that fail together. unsaved_states.py: states that no checkpoint holds, told in time.
-    folder.py, lock.py   names and renames of folders; the right to write one, among several jobs.
-    manifest.py          the manifest, its form and its hash; `CheckpointError`. hashing.py: hashes of files.
-    state_tree.py        values to JSON with references for tensors, and back; the form of state.json.
+    folder.py            names and renames of folders; `Lock`, the right to write one, among several jobs.
+    manifest.py          the manifest, its form and its hash; `CheckpointError`; hashes of files.
+    state_tree.py        values to JSON with references for tensors, and back; tensors as ranks hold them and as files do.
     dcp_storage.py       storages for `torch.distributed.checkpoint`; its planners divide reads and writes among ranks.
-    tensor_layout.py     tensors as ranks hold them, and as files have them. tensor_file.py: safetensors files.
+    tensor_file.py       safetensors files: read in parts or whole, verified, and written.
     loading.py           finds the newest valid folder; compares, reads, prepares, applies.
     saved_checkpoint.py  `SavedCheckpoint`: what a load requests of a checkpoint, and gets.
-    snapshots.py         what objects were before a load, for when a later one refuses.
 
 Weights alone, for other programs:
 
-    weight_files.py      files of weights found and fitted to a model. streaming.py: read before `boost`, in any dtype.
-    exported_files.py    safetensors or `torch.save` written from a checkpoint, one tensor at a time.
+    weight_files.py      files of weights found and fitted to a model, and written, one tensor at a time.
+    streaming.py         weights read before `boost`, in any dtype.
     serving.py           what `save_model` writes: in half or 8 bits, adapters merged. adapters.py: adapters of peft alone.
 
 What holds: a save or load that fails does so on every rank, and leaves what was there. Numbers go to files and back to the

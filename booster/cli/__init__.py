@@ -7,7 +7,7 @@ called, so that help and errors of options come without importing torch. An exam
     run(argv)                          run_command.py: checks options, hosts and the script
     run_attempt(Attempt(...))          agent.py: torchrun's agent starts two processes, and passes signals on to them
     python worker.py train.py          worker.py, twice: runs the script, writes down the exception that ends it
-    report_failures(...)               failure_report.py, where one failed: which was first, and its traceback last
+    report_failures(...)               agent.py, where one failed: which was first, and its traceback last
 
 Files in reading order:
 
@@ -16,10 +16,10 @@ Files in reading order:
     agent.py               one attempt on this machine, around `torch.distributed.launcher`; in the place of torchrun's
                            rendezvous a store on one interface, which unpickles nothing
     worker.py              what the launcher runs as a file: a rank, or the guard that ends the ranks of a killed launcher
-    failure_report.py      what is printed last
     hosts.py               --host and --hostfile, nodes started by ssh
     machine_commands.py    `check` and `env`
-    estimate_command.py, advise_command.py, record_commands.py, checkpoint_command.py
+    planning_commands.py   `estimate` and `advise`
+    reading_commands.py    `checkpoint`, `report` and `compare`
                            options, and calls of memory/, numerics/ and checkpoint/; no logic of their own
 
 What may be touched: a command is a function, its line in `_COMMANDS` and its module in `_HOMES`; `tests/support/cli_page.py`

@@ -12,11 +12,11 @@ Files in reading order:
     devices.py           which device, its clock, copies to and from it that do not wait
     frames.py            who called, and which line of the user's code an error comes from
     misuse.py            hooks on the user's own model and optimizer that notice when they are used in place of the boosted ones
-    random_states.py     states of all generators: read, set, shared among ranks
+    snapshot.py          what Python or torch may change, kept and put back; states of all random generators
     untrusted_files.py   regular files alone, JSON of a bounded size, new files through no link
     installed.py         versions of packages, and which `apex` there is
-    store_barrier.py     values that ranks post to the store of their group, without a collective
-    hang_watchdog.py     the thread that names ranks that are missing where others wait
+    hang_watchdog.py     the thread that names ranks that are missing where others wait; values that ranks post to the store of
+                         their group, without a collective
     torch_internals/     the private names of torch: a room with a head
 
 What may be touched: all of it, with care for who asks. A function that only one room calls belongs to that room. Nothing here

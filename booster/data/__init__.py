@@ -14,11 +14,11 @@ An example: 96 samples, batches of 16 on one rank, saved after the second batch 
 The files, in the order in which a loader passes them:
 
     seeded_loader.py     `prepare_dataloader` and `SeededDataLoader`, which can skip.
-    samplers.py          what samplers of any loader say: how it is dealt to ranks (`check_dealt`), its order, its epoch.
     boosted_loader.py    `DataLoaderWrapper`, what `boost` returns: batches on the device, the position, and what
                          forbids to keep it.
     epoch_iterator.py    `EpochIterator`, one pass; `position_of`, which checks a position.
-    epoch_randomness.py  generators found in any loader, their states, and who drew from them when.
+    epoch_randomness.py  what samplers of any loader say: how it is dealt to ranks (`check_dealt`), its order, its epoch;
+                         generators found in any loader, their states, and who drew from them when.
 
 `checkpoint/parts/run_objects.py` keeps positions, and knows which keys are each rank's own (`OWN_STATE`, `DRAWS`). The facade
 reads `YieldedRows` to drop padded samples, and calls the checks. States are in checkpoints, so their keys stay.

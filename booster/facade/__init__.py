@@ -14,25 +14,20 @@ knows which precision or plugin runs: both are asked through `MixedPrecision` an
 Files in reading order:
 
     refusals.py             what `Booster` and `boost` accept, checked before anything is changed
-    foreign_names.py        names of other libraries for arguments and methods, for errors that say what to write
-    older_config.py         `Booster.from_config`: dicts of the older interface
-    boosted_objects.py      `BoostedObjects`: what one Booster has boosted, as long as the user keeps it
+    foreign_names.py        names of other libraries, for errors that say what to write; `Booster.from_config`
     before_boost.py         `BeforeBoost`: dtypes, forwards and buffers of a model as its user built it
-    precision_run.py        `PrecisionRun`: the precision now, and what changes it
-    precision_scheduler.py  `PrecisionScheduler`: which phase of a schedule is due, by counting steps around forward passes
-    switch.py               `Switch`: from one precision to another, as a checkpoint would carry it, but in memory
+    precision_run.py        `PrecisionRun`: the precision now, and what changes it; `PrecisionScheduler`: which phase is due
+    switch.py               `BoostedObjects`: what one Booster has boosted, as long as the user keeps it; `Switch`: from one
+                            precision to another, as a checkpoint would carry it, but in memory
     booster_state.py        `BoosterState`: the attributes that the methods share
-    pass_methods.py         `backward`, `accumulate`, `no_sync`, `execute_pipeline`, on one rank or on stages
-    checkpoint_methods.py   `save`, `load` and the like
-    diagnostic_methods.py   `record`, `diagnose`, `estimate_memory`, `memory`
-    graph_methods.py        `capture`, `capturable`
+    pass_methods.py         `backward`, `accumulate`, `no_sync`, `execute_pipeline`, `shard_sequence`, `capture`
+    checkpoint_methods.py   `save`, `load` and the like; `sync_weights`: weights for a sampler, as the forward reads them
+    diagnostic_methods.py   `record`, `diagnose`, `estimate_memory`, `memory`, `profile`, `progress`
     accumulation.py         groups of micro-batches, and passes that leave gradients unsynchronised
     collectives.py          `gather` and `reduce` of results
     frozen_weights.py       `booster.load_weights`, `enable_lora`, `save_lora`: weights in few bits, and adapters around them
-    synced_weights.py       `sync_weights`: weights for a sampler, as the forward reads them
     description.py          `booster.describe`: what each module is stored in and computes in
     batch_size.py           `find_batch_size`: trials that ranks leave together
-    progress_bar.py, profiler.py
                             `progress`, `profile`: tools around a loop
 
 What may be touched: a method of `Booster` keeps its signature and docstring, which are public; what it calls here is free. A

@@ -20,19 +20,16 @@ In reading order:
 
     eligibility.py      `by_kernels`: whether an optimizer is stepped so, or why not
     probe.py            before that, a trial next to torch on a few small tensors
-    kernel_decision.py  `KernelDecision`: the decision and step, in the place of `update/device.py`'s
+    kernel_decision.py  `KernelDecision`: the decision and step, in the place of `update/device.py`'s; the optimizer in backward
     readings.py         what was read of gradients, by kernels or by torch
-    kernel_pass.py      the optimizer in backward
     supported.py        which parameters are stepped: as they are, or buckets of master weights
-    segments.py         their contiguous segments, with states and step counts
-    table.py            the rows, sorted into launches of one kernel each
+    segments.py         their contiguous segments, with states and step counts; rows sorted into launches of one kernel each
     switches.py         which parts are taken by default, and what a run on a card said of them
     steps.py            `KernelSteps`: tables kept from step to step, and the launches
-    launches.py         the kernels `measure`, `decide` and `update`
+    launches.py         the kernels `measure`, `decide` and `update`, launched without Triton's look at each argument
     rule.py, rules.py   what a rule is (public), and those of torch's optimizers and of Lion
     weights.py          forms of weights and of states
     arithmetic.py       bits, halves and powers that all of these share
-    launch_cache.py     compiled kernels launched without Triton's look at each argument
     matrices.py         matrices rounded to low precisions, by the kernels of matrix_kernels.py
 
 Tests run kernels interpreted on a CPU (`make kernels`): results are compared with torch's to an ulp, forms to the bit. What is

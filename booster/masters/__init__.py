@@ -45,7 +45,7 @@ Files, in reading order:
     quantized_state.py    states in 8 or 16 bits: how, which, and when
     offload.py            residual bits and states in the host's memory, prefetched
     states.py             states of buckets as states of parameters, and back
-    master_state.py       what a checkpoint keeps, saved and loaded; `loaded_weights.py` float32 weights that a model was given
+    master_state.py       what a checkpoint keeps, saved and loaded; float32 weights that a model was given
     master_params.py      float32 parameters in the place of half-precision ones, for methods of an optimizer that are no steps
     update.py             the room as the update sees it: application, parts of a step, choice
 

@@ -19,8 +19,8 @@ Files and rooms, in reading order:
     configure.py       the order in which `boost` asks for them
     policy.py          DtypePolicy, how a model is cast by it, and what a precision sees of a plugin
     keep_fp32.py       modules that stay in float32, and how they compute there
-    fp32.py, tf32.py   float32, and products of it that read fewer bits
-    half.py, amp.py    half precision in common; autocast
+    fp32.py            float32, and products of it that read fewer bits (TF32)
+    half.py            half precision in common; autocast
     naive.py           half weights with masters, and `NaiveAMPModel` without a Booster
     products.py        weights that only products read, so that plugins may gather them in half
     half_products/     products of halves on a CPU, in float32

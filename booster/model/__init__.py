@@ -15,10 +15,9 @@ In reading order:
                          for them, all places of a tied tensor, the repeated blocks of a model, torch's fused inference path
     params.py            parameters by name; `rebind`
     dtensors.py          this rank's shard of a DTensor, and DTensors made around one
-    meta.py              copies of a model on the meta device; memory and initial values for what is there
-    optimizer_kinds.py   one row for each optimizer of torch, and what users register: who may be stepped in flat buckets
-    optimizer_states.py  states compared, loaded without rounding, and restored after trial steps
+    optimizers.py        one row for each optimizer of torch, and what users register: who may be stepped in flat buckets;
+                         states compared, loaded without rounding, and restored after trial steps
 
-Every room above imports from here. A new optimizer is a row of `KNOWN` in `optimizer_kinds.py`. `PlacedModule`,
+Every room above imports from here. A new optimizer is a row of `KNOWN` in `optimizers.py`. `PlacedModule`,
 `register_elementwise` and the names of `KNOWN`'s states are public; everything else may change.
 """

@@ -14,8 +14,8 @@ a collective: `gather`, `any_rank`, `largest`, `all_or_none` are; each must be c
 
 Files, in reading order:
 
-- `agreement.py`: values as JSON from every rank, flags, extremes; all raise or none.
-- `messages.py`: how tensors and bytes travel. Backends know few dtypes and want contiguous memory; no pickle travels.
+- `agreement.py`: values as JSON from every rank, flags, extremes; all raise or none. How tensors and bytes travel:
+  backends know few dtypes and want contiguous memory; no pickle travels.
 - `coordinator.py`: `DistCoordinator`, for users: who am I, who goes first.
 
 Everything above calls this room; it calls `common/` alone. `common/hang_watchdog.py` has rounds of ranks that must not wait

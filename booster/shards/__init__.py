@@ -35,18 +35,17 @@ An example: a weight of 6 elements, 2 ranks, Adam; what each rank has (slices ar
 
 Files, in reading order:
 
-    base.py                 `Shards`: every operation, for parameters that are whole
-    shard_states.py         `Shards.states`: states and masters between shards and parameters; a view of them by parameter
-    replicated.py           DDP: whole parameters; which gradients `DistributedDataParallel` has averaged, and which it has not
-    zero_buckets.py         ZeRO: `FlatParameters`, and the buckets of a module: who owns what
+    base.py                 `Shards`: every operation, for parameters that are whole; `Shards.states`: states and masters
+                            between shards and parameters
+    replicated.py           DDP: whole parameters; which gradients DistributedDataParallel has averaged; a few comparisons a
+                            run: do ranks that step alike still hold the same
+    zero_buckets.py         ZeRO: `FlatParameters`, and the buckets of a module: who owns what; weights still on their way
     zero.py                 ZeRO: slices of flat buckets as shards
     zero_states.py          ZeRO: what a rank has of a parameter and of a group; states of whole parameters, gathered
-    pending_all_gathers.py  ZeRO: weights still on their way after a step, and who waits for them
     flat_shard.py           a slice of elements as `torch.distributed.checkpoint` takes it: boxes of the whole tensor
     dtensor.py              tensor parallelism and FSDP: local tensors of DTensors; sums of gradients that ranks hold as terms
     fully_sharded.py        FSDP: what a forward pass leaves gathered, what `no_sync` leaves unreduced
     fp8_gather.py           FSDP: all-gathers in e4m3 for layers that would round to it anyway
-    replica_check.py        a few comparisons a run: do ranks that step alike still hold the same
 
 Who depends on it: `update/`, `masters/`, `kernels/`, `checkpoint/` and the plugins, on `Shards`; checkpoints also on
 `FlatShard`, the plugins on the class that they make, `memory/` and `interface/` on single classes. What is added to `Shards`

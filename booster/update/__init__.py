@@ -21,7 +21,7 @@ Had the norm been inf, on any rank, nothing would be stepped: the host does not 
 In reading order:
 
     context.py           `UpdateContext`: the optimizer, scale, ranks, shards and options that an update is made from;
-                         `StepListener`: base class of what hears of steps
+                         `StepListener`: base class of what hears of steps; parameters by name, and who else changed them
     choice.py            the table of which objects an update is put together from; start here to add a kind of step
     update.py            `Update`: one optimizer's step, as a wrapper calls it
     gradients.py         `Gradients`: which scale `.grad` carries, which clips wait, what was read; when `.grad` is written
@@ -33,11 +33,9 @@ In reading order:
     fused_kernel.py      switching an optimizer to its fused kernel, and back
     compiled_step.py     norms and steps by torch.compile
     distributed_muon.py  Muon on matrices that ranks hold shards of
-    gradual.py           one step in parts: the optimizer restricted to some of its parameters
     in_backward.py       the optimizer in backward (`release_gradients`): passes, and what is known between them
-    in_backward_pass.py  one optimizer in one such pass
+    in_backward_pass.py  one optimizer in one such pass: a step in parts, restricted to some of its parameters
     outcome.py           `StepResult`, the counters of steps, and the error after too many skips
-    parameters.py        names of parameters; checks that nothing else changed dtypes or scaled gradients
     optimizer_state.py   what a checkpoint holds of an optimizer; state_dict.py has its form, state_loading.py a load of it,
                          which changes all or nothing
 

@@ -15,28 +15,28 @@ BUDGETS = {
     "loose": 1700,
     "capture": 1600,
     "checkpoint": 5600,
-    "cli": 2600,
-    "common": 2917,
+    "cli": 2500,
+    "common": 2900,
     "data": 1300,
-    "facade": 4000,
+    "facade": 3900,
     "frozen": 300,
     "integrations": 700,
     "interface": 1800,
     "kernels": 3800,
-    "masters": 4500,
-    "memory": 1900,
+    "masters": 4600,
+    "memory": 2000,
     "mixed_precision": 8700,
     "model": 1100,
     "nn": 500,
     "number_formats": 600,
-    "numerics": 6500,
-    "plugin": 9900,
+    "numerics": 6400,
+    "plugin": 9800,
     "ranks": 500,
     "shards": 3200,
     "tensors": 1500,
     "update": 4700,
 }
-TOTAL = 68_983  # less than all rooms together: not every one of them may use its hundred up
+TOTAL = 68_720  # less than all rooms together: not every one of them may use its hundred up
 LARGEST, SMALLEST = 500, 40  # lines of a file that is rather two nouns, or half a one
 
 

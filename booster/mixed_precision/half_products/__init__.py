@@ -20,7 +20,6 @@ The files, in reading order:
                           `mixed_precision/hardware.py`.
     float32_products.py   `Float32Products`, the mode, and the table of products. It also casts products that autocast has no
                           rule for, such as those of experts, on every device.
-    saved_operands.py     what autograd saves of such a product: the halves.
     half_sums.py          functions that are no products, where CPU kernels add halves up in half: sums in float32.
 
 What may be touched: a new function of torch that multiplies goes into `_products()`, one that sums in half into `SUMS`. Each

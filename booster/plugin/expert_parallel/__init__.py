@@ -17,10 +17,9 @@ group already; over its copies it is summed, and divided by all ranks that share
 
 In reading order:
 
-    exchange.py   moves rows of tokens to ranks and back, with gradients
-    experts.py    which modules are experts, and the forward that takes the place of theirs
+    experts.py    which modules are experts, and the forward that takes the place of theirs; rows of tokens moved to ranks and
+                  back, with gradients; the mesh of experts, and their parameters as DTensors on it, for `fsdp/` and `hybrid.py`
     balancing.py  the loss that keeps experts evenly used
-    sharding.py   the mesh of experts, and how their parameters become DTensors on it; `fsdp/` and `hybrid.py` ask for it
 """
 
 from booster.plugin.expert_parallel.balancing import balancing_loss

@@ -15,7 +15,7 @@ An example, `bf16_naive` on two ranks, one block with a 4 x 4 weight:
 What runs in a pass, in this order; lines without a file are torch's:
 
     model, before forward    what users wrote to gathered weights goes to shards (`write_back_all` of shards/fully_sharded.py)
-    block, before forward    gather; note what forward may write (forward_writes.py); mark the group (unused_parameters.py)
+    block, before forward    gather; note what forward may write (forward_hooks.py); mark the group (unused_parameters.py)
     block, after forward     hooks on outputs, for backward (unused_parameters.py); free; forward_hooks.py shows dtypes
     backward of a block      gather; zeros where this rank lacks a gradient (unused_parameters.py); reduce-scatter
     end of backward          one collective: which parameters had a gradient on any rank (unused_parameters.py)
@@ -23,13 +23,13 @@ What runs in a pass, in this order; lines without a file are torch's:
 The files, in reading order:
 
     plugin.py             `TorchFSDPPlugin`, and `ShardingPlugin`, its base and that of `HybridParallelPlugin`
-    wrap_policy.py        which modules are blocks: the user's `wrap_policy`
-    groups.py             which parameters are gathered together; each group has one dtype and one gather dtype
+    groups.py             which modules are blocks: the user's `wrap_policy`; which parameters are gathered together: each group
+                          has one dtype and one gather dtype
     shard_module.py       `shard_module` checks, casts and shards, group by group; `change_dtypes` for another precision
-    forward_hooks.py      hooks around forward: no views, computed dtypes shown, gathered parameters freed
+    forward_hooks.py      hooks around forward: no views, computed dtypes shown, gathered parameters freed; what a forward
+                          writes to these reaches the shards
     loaded_shards.py      whole or sharded weights that are loaded into shards
     unused_parameters.py  zeros where a rank lacks a gradient; ranks agree which parameters had one
-    forward_writes.py     what a forward writes to gathered parameters reaches the shards
 
 What a rank holds and steps is `shards/fully_sharded.py`. Private names of torch's FSDP are in
 `common/torch_internals/fsdp_internals.py`, and the order of hooks on a module matters: each line says why.

@@ -20,25 +20,25 @@ An example: embedding, four blocks, norm and head; two ranks; cut before block 2
 How it comes about, file by file, in the order in which a model passes them:
 
     split.py         find the row of blocks, cut it: which stage has which module. What is around the blocks goes where the
-                     forward uses it (`booster.plugin.forward_order`): embedding 0, norm and head 1.
+                     forward uses it (`booster.plugin.forward_order`): embedding 0, norm and head 1. Gradients of a weight
+                     that two stages hold (embedding and head) are summed after each run.
     meta_model.py       `MetaModel` copies the model without weights: its parameters are FakeTensors, of shape and dtype alone.
                         A FakeTensor that meets a real tensor gives a FakeTensor. So a forward of the copy tells what depends
                         on parameters, and what every rank can compute. `FakeActivation` is the class of these FakeTensors:
                         what a function of them returned in the first micro-batch it returns in the next ones too.
-    pipeline_plan.py    `plan_pipeline` does both while the model is whole and changes nothing. `PipelinePlan.cut(rank)` puts
-                        the copy's modules in the places of foreign ones. Tensor parallelism comes before, sharding after.
     shape_inference.py  on the first micro-batch of each shape: run the copy once for every stage, as above, on all ranks alike.
                         What is not allowed raises here, before any rank waits for another. Of every fake tensor it tracks
                         which foreign parameters it comes from: one that reaches a block of this stage other than as an
                         argument (a skip over the cut, say) is named in the error.
-    stage_io.py         what the inference found. `Boundary`: which arguments cross a cut, their shapes and dtypes, and which
-                        are only passed on (relays). `RecordedOutput`: what a foreign block returns.
+                        `Boundary` is what it found: which arguments cross a cut, their shapes and dtypes, and which are only
+                        passed on (relays). `RecordedOutput`: what a foreign block returns.
     stage.py            at run time: the first block of the next stage raises `StageEnd` and so leaves the user's forward. A
                         hook on own blocks puts received tensors into their arguments.
     schedule_runner.py  torch's schedules (gpipe, 1f1b, interleaved, zbv) over these stages; `STYLES` has their classes, and
                         the plugin's `pp_style` chooses. `StageIO` declares what is sent.
-    tied_weights.py     a weight that two stages hold (embedding and head): its gradients are summed after each run.
-    pipeline.py         `StagePipeline`, what the plugin returns for the model: `run(micro_batches, criterion, seed=...)`; and
+    pipeline.py         `plan_pipeline` splits and copies while the model is whole and changes nothing. `PipelinePlan.cut(rank)`
+                        puts the copy's modules in the places of foreign ones. Tensor parallelism comes before, sharding after.
+                        `StagePipeline`, what the plugin returns for the model: `run(micro_batches, criterion, seed=...)`; and
                         the hook that takes this rank's layers out of the state of a whole model.
 
 Who calls whom: `HybridParallelPlugin.place` plans, cuts and makes the `StagePipeline`; `b.execute_pipeline` divides a batch

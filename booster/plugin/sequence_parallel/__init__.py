@@ -12,13 +12,11 @@ all ranks, so nothing but attention, the batch and the loss knows of it. No prec
 
 Files, in reading order:
 
-    sequence_cut.py            which tokens a rank has; padding, documents
-    token_batch.py             a batch cut by it; the loss
+    sequence_cut.py            which tokens a rank has; padding, documents; a batch cut by it; the loss
     all_to_all.py              attention by heads (Ulysses); masks of a rank's tokens made whole
     ring.py                    attention in a ring, joined by log-sum-exp
-    attention_mode.py          what a forward pass calls: joined, refused, or left alone
+    attention_mode.py          what a forward pass calls: joined, refused, or left alone; modules that cannot run so
     transformers_attention.py  masks of transformers models, for all tokens
-    refusals.py                modules that cannot run so, before anything is changed
     sequence_parallel.py       `SequenceParallel`, which plugins make: all of it for one group of ranks
 
 torch's own `torch.distributed.tensor.experimental` context parallelism replaces `F.scaled_dot_product_attention` for the whole

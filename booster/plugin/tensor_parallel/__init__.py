@@ -16,11 +16,11 @@ tensors, in a forward that replaces its own, so no operator needs to know DTenso
     boundary.py       the collectives that activations pass, with their gradients
     local_style.py    `LocalStyle`, the base of all styles: what becomes of parameters, of inputs, of outputs
     linear_styles.py  `Colwise`, `Rowwise`
-    module_styles.py  embeddings, experts, and `Region`: unsharded modules that read or return sharded activations
-    attention.py      torch's MultiheadAttention, by heads
+    module_styles.py  embeddings, experts, torch's MultiheadAttention by heads, and `Region`: unsharded modules that read or
+                      return sharded activations
     tp_plan.py        the user's `tp_plan`, patterns and names of styles, to one style for each module; refusals
-    known_plans.py    plans for models that bring none, from classes, names and widths (and the source of a forward)
-    sequence_plan.py  a plan changed so that activations between the blocks' branches are sharded along the sequence
+    known_plans.py    plans for models that bring none, from classes, names and widths (and the source of a forward); a plan
+                      changed so that activations between the blocks' branches are sharded along the sequence
     apply.py          `apply_tensor_parallel` carries a plan out, in place; tied parameters stay one parameter
 
 A new style is a subclass of `LocalStyle` and a line in `STYLES`. `HybridParallelPlugin` is who calls `apply.py`; the pipeline's

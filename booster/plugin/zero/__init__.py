@@ -13,9 +13,9 @@ An example, two ranks, one bucket of the weights a (3 numbers) and b (5), so a s
 
 The files:
 
-    plugin.py             `LowLevelZeroPlugin`: options, and which of the wrappers below a stage needs
-    sliced_gradients.py   `SliceReducer` reduces by hooks of ours (stage 2), `BucketReducer` takes what DistributedDataParallel
-                          filled (stage 1 with reduce_scatter), `ZeroDDP` is that module with pending all-gathers
+    plugin.py   `LowLevelZeroPlugin`: options, and which of the wrappers a stage needs: `SliceReducer` reduces by hooks of ours
+                (stage 2), `BucketReducer` takes what DistributedDataParallel filled (stage 1 with reduce_scatter), `ZeroDDP` is
+                that module with pending all-gathers
 
 Policies that would round weights on their way between ranks are refused (`check_gathers`), because what arrives is kept.
 """
