@@ -15,7 +15,7 @@ Files in reading order:
     model.py                `PrecisionModule` and `ModelWrapper`: forward and methods under a precision; `extras_of`
     error_hints.py          errors of a forward pass with a known cause; what optimizers refuse: a GradScaler, and torch's
                             checkpoints where they would drop masters
-    tape.py                 what models were given in a step, by reference, for replays of it (numerics/diagnosis)
+    call_log.py             what models were given in a step, by reference, for replays of it (numerics/diagnosis)
     optimizer.py            `OptimizerWrapper`: a torch Optimizer around the user's own
     closures.py             closures, and `zero_grad` of gradients of several kinds
     scheduler.py            `LRSchedulerWrapper`, and which state a scheduler may load

@@ -19,7 +19,8 @@ import torch
 
 from booster.common.devices import HostCopy
 from booster.common.torch_internals.optimizer_internals import mark_step_called, step_hooks
-from booster.kernels.launches import current, norm_of
+from booster.kernels.launch_cache import current
+from booster.kernels.launches import norm_of
 from booster.kernels.readings import KernelNorms, KernelReading, PassReadings, TorchReading
 from booster.kernels.rule import Rule
 from booster.kernels.steps import UNSCALED, DecisionInputs, KernelSteps

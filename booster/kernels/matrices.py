@@ -68,7 +68,7 @@ def quantized(
     given: one scale for all of it, of shape (), that is taken where it is above 0, and numbers too large are cut off.
     largest: then the largest magnitude is noted there, unless it is not finite.
     Cost: two launches, of blocks one, with `given` three, of which the first reads nothing where the scale is known."""
-    from booster.kernels.launches import current
+    from booster.kernels.launch_cache import current
     from booster.kernels.matrix_kernels import BLOCKS, ROW, TENSOR, largest_of, track_largest, write
 
     if not (x.is_contiguous() or x.t().is_contiguous()):
@@ -116,7 +116,7 @@ def quantized_to_e2m1(
 
     rotates: after `scaling.rotated`. stochastic: with the noise of what is rounded, see `noise_of`. Numbers are in bfloat16.
     """
-    from booster.kernels.launches import current
+    from booster.kernels.launch_cache import current
     from booster.kernels.matrix_kernels import largest_of_rotated, write_fours
 
     if not (x.is_contiguous() or x.t().is_contiguous()):
@@ -199,7 +199,7 @@ def _differs(
     try:
         found = _tried(target, scaling, device, rotates, stochastic, delayed)
     except Exception as error:  # whatever it is, matrices of a user are not to meet it
-        from booster.kernels.launches import failure
+        from booster.kernels.launch_cache import failure
 
         found = failure(error, device)
     if found is not None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.kernels.kernel_decision import KernelDecision, kernel_update
-from booster.kernels.launches import failure
+from booster.kernels.launch_cache import failure
 from booster.kernels.rule import Rule
 from booster.loss_scaler import DynamicScale
 from booster.masters.bucket import Bucket

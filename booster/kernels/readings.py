@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.kernels.launches import add_up, clip_by, current, norm_of
+from booster.kernels.launch_cache import current
+from booster.kernels.launches import add_up, clip_by, norm_of
 from booster.kernels.supported import SupportedParams
 from booster.kernels.table import Tables
 from booster.ranks import agreement

@@ -20,19 +20,8 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from booster.common.devices import DeviceCopies
-from booster.kernels.launches import (
-    BLOCK,
-    COLUMNS,
-    OUT,
-    SCALARS,
-    TILE,
-    WARPS,
-    CompiledKernels,
-    current,
-    decide,
-    kinds_of,
-    update,
-)
+from booster.kernels.launch_cache import CompiledKernels, current, kinds_of
+from booster.kernels.launches import BLOCK, COLUMNS, OUT, SCALARS, TILE, WARPS, decide, update
 from booster.kernels.rule import MOST_NUMBERS, MOST_STATES, Rule
 from booster.kernels.segments import DTYPES, Segments, Unsupported, numbers_of, same
 from booster.kernels.table import LaunchGroup, Table, Tables

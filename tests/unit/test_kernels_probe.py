@@ -79,7 +79,7 @@ def plant(fault, monkeypatch):
         monkeypatch.setattr(KernelSteps, "_constants", without_skips(KernelSteps._constants))
 
     elif fault == "launch":
-        from booster.kernels.launches import CompiledKernels
+        from booster.kernels.launch_cache import CompiledKernels
 
         monkeypatch.setattr(CompiledKernels, "launch", faulting(CompiledKernels.launch))
 
@@ -125,7 +125,7 @@ def test_a_fault_in_a_kernel_is_found_told_and_stepped_around(fault, monkeypatch
 
 @pytest.mark.parametrize("options", [{}, SPLIT, BF16], ids=["fp32", "split", "bf16 states"])
 def test_without_a_fault_steps_are_those_of_who_asks_in_as_many_launches(options, caplog):
-    from booster.kernels.launches import CompiledKernels
+    from booster.kernels.launch_cache import CompiledKernels
 
     launched = []
     with pytest.MonkeyPatch.context() as patch:

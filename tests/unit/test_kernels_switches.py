@@ -91,7 +91,7 @@ def test_every_rule_and_form_has_a_switch():
 
 
 def test_a_kernel_that_leaves_a_device_unusable_is_told_with_what_to_do():
-    from booster.kernels.launches import failure
+    from booster.kernels.launch_cache import failure
 
     fault = ValueError("an illegal memory access")
     assert failure(fault, torch.device("cpu")) == "a trial raised ValueError: an illegal memory access"
