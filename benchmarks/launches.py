@@ -69,7 +69,7 @@ class Launches(TorchDispatchMode):
         if interprets():
             from triton.runtime.interpreter import InterpretedFunction
 
-            from booster.kernels.table import Table
+            from booster.kernels.segments import Table
 
             launch, follow = InterpretedFunction.__getitem__, Table.set_gradients
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler
 
+from booster.checkpoint.parts.optimizers import warn_of_unsaved
 from booster.checkpoint.run_checkpoints import RunCheckpoints
-from booster.checkpoint.unsaved_states import warn_of_unsaved
 from booster.common import arguments
 from booster.common.devices import resolve_device
 from booster.common.hang_watchdog import PATIENCE, start_watchdog
@@ -31,10 +31,10 @@ from booster.facade import (
 )
 from booster.facade.accumulation import Accumulations
 from booster.facade.before_boost import BeforeBoost
-from booster.facade.boosted_objects import BoostedObjects, BoostOutput
 from booster.facade.booster_state import BoosterState
 from booster.facade.foreign_names import translate
 from booster.facade.precision_run import PrecisionRun
+from booster.facade.switch import BoostedObjects, BoostOutput
 from booster.interface.model import (
     CriterionWrapper,
     ModelWrapper,
@@ -46,7 +46,7 @@ from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule
 from booster.plugin import Plugin, SingleDevice
-from booster.ranks.coordinator import is_main, wait_for_all
+from booster.ranks.agreement import is_main, wait_for_all
 from booster.tensors.cast_regions import region
 from booster.update.context import UpdateOptions
 

@@ -24,7 +24,7 @@ from booster.masters.update import MasterApplication
 from booster.model.modules import LinearProxy
 from booster.tensors.trees import form, leaves, map_tensors, tensors
 from booster.update.application import honours_grad_scale
-from booster.update.outcome import StepResult
+from booster.update.decision import StepResult
 
 _logger = logging.getLogger(__name__)
 _UPDATE = attrgetter("_update")

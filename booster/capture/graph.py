@@ -16,7 +16,7 @@ from booster.capture.graph_inputs import GradientLayout
 from booster.capture.learning_rates import LRLookahead
 from booster.masters.masters import Masters
 from booster.tensors.trees import leaves, tensors, with_leaves
-from booster.update.outcome import StepHistory, StepResult
+from booster.update.decision import StepHistory, StepResult
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -22,7 +22,7 @@ The files, in the order of a save and then of a load:
     objects.py           what the user gave, by kind and name; what a load returns; snapshots for when a later one refuses.
     parts/               what a checkpoint says of models, optimizers, loaders and the rest: one class each, for both ways.
     saving.py            collects tensors and tree of all ranks, decides which rank writes what, writes and publishes.
-    agree.py             ranks that fail together. unsaved_states.py: states that no checkpoint holds, told in time.
+    agree.py             ranks that save and load together fail together.
     folder.py            names and renames of folders; `Lock`, the right to write one, among several jobs.
     manifest.py          the manifest, its form and its hash; `CheckpointError`; hashes of files.
     state_tree.py        values to JSON with references for tensors, and back; tensors as ranks hold them and as files do.

@@ -17,11 +17,11 @@ from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.serving import ExportSpec, sources_of
 from booster.checkpoint.tensor_file import write_tensors
 from booster.checkpoint.weight_files import replaced
-from booster.common.text import listed
+from booster.common.arguments import listed
 from booster.common.torch_internals.tensor_internals import gather_full
 from booster.interface.model import ModelWrapper
-from booster.model.dtensors import is_dtensor
 from booster.model.modules import bare, parameter_names
+from booster.model.params import is_dtensor
 from booster.ranks.agreement import gather
 
 _WRAPPER = "base_model.model."  # what peft puts before the names of a model

@@ -21,11 +21,10 @@ from booster.checkpoint.saved_checkpoint import SavedCheckpoint
 from booster.checkpoint.state_tree import OWN, mark_written
 from booster.checkpoint.tensor_file import entries_of, entry_of
 from booster.checkpoint.weight_files import FittedWeights, check_unchanged, half_read, weights_for
-from booster.common.text import listed
+from booster.common.arguments import listed
 from booster.common.untrusted_files import printable
 from booster.interface.model import ModelWrapper
-from booster.ranks.agreement import gather
-from booster.ranks.coordinator import rank_in
+from booster.ranks.agreement import gather, rank_in
 
 _logger = logging.getLogger(__name__)
 

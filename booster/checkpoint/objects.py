@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from booster.common import arguments
+from booster.common.arguments import listed
 from booster.common.snapshot import StateSnapshot
-from booster.common.text import listed
 from booster.data import DataLoaderWrapper
 from booster.interface.model import ModelWrapper, boosted_wrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of

@@ -31,11 +31,10 @@ from booster.checkpoint.state_tree import (
 from booster.checkpoint.tensor_file import Entry, bytes_of, entries_of, entry_of, fill_from, read_box
 from booster.common.untrusted_files import open_regular
 from booster.interface.optimizer import OptimizerWrapper, update_of, updates_of
-from booster.model.dtensors import dtensor_around, is_dtensor, local_shard
+from booster.model.params import dtensor_around, is_dtensor, local_shard
 from booster.ranks.agreement import gather
-from booster.shards.flat_shard import FlatShard
-from booster.update.optimizer_state import Fill
-from booster.update.state_dict import STATE_KEY
+from booster.shards.zero_states import FlatShard
+from booster.update.state_dict import STATE_KEY, Fill
 from booster.update.state_loading import holds_nan
 
 

@@ -47,13 +47,12 @@ from booster.checkpoint.objects import Objects, user_module
 from booster.checkpoint.parts.part import SaveContext, Tensors, leaves_out_frozen
 from booster.checkpoint.state_tree import OWN, HeldTensor, as_planned
 from booster.checkpoint.tensor_file import need_safetensors
+from booster.common.arguments import listed
 from booster.common.installed import version_of
-from booster.common.text import listed
 from booster.common.untrusted_files import json_cost
-from booster.model.dtensors import is_dtensor
-from booster.ranks.agreement import gather
-from booster.ranks.coordinator import rank_in
-from booster.shards.flat_shard import FlatShard
+from booster.model.params import is_dtensor
+from booster.ranks.agreement import gather, rank_in
+from booster.shards.zero_states import FlatShard
 from booster.update.state_dict import STATE_KEY
 
 _logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from booster.checkpoint.saving import CollectedState, choose_writers, write
 from booster.checkpoint.state_tree import as_planned, refuse_made_of_tensors
 from booster.checkpoint.weight_files import CheckpointTensors, ExportedTensor, FileOptions, Read, export
 from booster.common import arguments
-from booster.common.text import listed
+from booster.common.arguments import listed
 from booster.frozen import FORMS, Form, FrozenLinear, origins_of
 from booster.interface.model import ModelWrapper
 from booster.mixed_precision.policy import dtypes_read

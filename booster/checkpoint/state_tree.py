@@ -17,8 +17,8 @@ import torch
 from booster.checkpoint.manifest import STATE, CheckpointError, Manifest, hash_of, read_text, room_of
 from booster.common.torch_internals.tensor_internals import gather_full
 from booster.common.untrusted_files import ANY, TEXT, check_form, one_of, parse_json
-from booster.model.dtensors import is_dtensor, local_shard
-from booster.shards.flat_shard import FlatShard
+from booster.model.params import is_dtensor, local_shard
+from booster.shards.zero_states import FlatShard
 from booster.update.state_dict import STATE_KEY
 
 HeldTensor = torch.Tensor | FlatShard  # what a rank holds of a tensor

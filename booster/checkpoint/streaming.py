@@ -16,7 +16,7 @@ from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.state_tree import mark_written
 from booster.checkpoint.tensor_file import Entry, entries_of, pieces, read_entry
 from booster.checkpoint.weight_files import check_unchanged, half_read, is_safetensors, weight_files
-from booster.common.text import listed
+from booster.common.arguments import listed
 from booster.common.untrusted_files import open_regular
 from booster.frozen import Form, FrozenLinear, note_origin
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules

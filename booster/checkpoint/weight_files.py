@@ -23,8 +23,8 @@ from booster.checkpoint.objects import user_module
 from booster.checkpoint.state_tree import empty_like_whole, shard_like
 from booster.checkpoint.tensor_file import Entry, entries_of, entry_of, read_entry, write_tensors
 from booster.common.untrusted_files import ROOM, names_a_regular_file, open_regular, parse_json, read_regular
-from booster.model.dtensors import local_shard, memory_of
 from booster.model.modules import tensor_places
+from booster.model.params import local_shard, memory_of
 
 # (name of one file, ending) as transformers looks for them.
 SAFETENSORS, TORCH = ("model", ".safetensors"), ("pytorch_model", ".bin")

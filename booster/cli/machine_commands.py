@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from booster.cli.option_values import command_parser, wrapped
+from booster.common.arguments import columns
 from booster.common.installed import find_apex, version_of
-from booster.common.text import columns
 from booster.common.torch_internals.tensor_internals import scaled_matmul
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -141,7 +141,7 @@ def exit_on(command: str, *errors: type[Exception], status: int) -> Iterator[Non
         # then.
         if isinstance(error, BrokenPipeError) and reader_has_gone():
             raise
-        from booster.common.frames import where_raised  # which needs torch, as whatever raised here did
+        from booster.common.misuse import where_raised  # which needs torch, as whatever raised here did
 
         place = where_raised(error)
         text = f"booster {command}: {error}{f' ({place})' if place else ''}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from booster.cli import option_values as values
 from booster.cli.option_values import exit_on
-from booster.common.text import print_table
+from booster.common.arguments import print_table
 
 if TYPE_CHECKING:
     from booster.numerics import Advice

@@ -7,11 +7,10 @@ The idea: a thing that three rooms need in the same way is here once, with one m
 
 Files in reading order:
 
-    arguments.py         checks of arguments, all of one form of message
-    text.py              names in a sentence, columns, names of dtypes
+    arguments.py         checks of arguments, all of one form of message; names in a sentence, columns, names of dtypes
     devices.py           which device, its clock, copies to and from it that do not wait
-    frames.py            who called, and which line of the user's code an error comes from
-    misuse.py            hooks on the user's own model and optimizer that notice when they are used in place of the boosted ones
+    misuse.py            who called, and which line of the user's code an error comes from; hooks on the user's own model and
+                         optimizer that notice when they are used in place of the boosted ones
     snapshot.py          what Python or torch may change, kept and put back; states of all random generators
     untrusted_files.py   regular files alone, JSON of a bounded size, new files through no link
     installed.py         versions of packages, and which `apex` there is

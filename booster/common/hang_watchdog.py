@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.common.frames import first_user_frame, is_users, line_of, where_raised
+from booster.common.misuse import first_user_frame, is_users, line_of, where_raised
 from booster.common.torch_internals.fsdp_internals import gathered_name
 from booster.common.torch_internals.tensor_internals import agent_serves_store, default_store, end_waits
 from booster.common.untrusted_files import parse_json, printable
@@ -138,7 +138,7 @@ _PACKAGE, _TORCH = (f"{Path(file).parent}/" for file in (Path(__file__).parent, 
 # Files or folders of the package, and which functions of a file (none: all). In the first ones waiting is what was asked for,
 # or is for data; the second ones started the script, so their frames are outside of the script's.
 _WAITS_ON_PURPOSE: Mapping[str, tuple[str, ...]] = {
-    "ranks/coordinator.py": (),
+    "ranks/agreement.py": (),
     "launch.py": ("close_group",),
     "data/": (),
 }

@@ -32,8 +32,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from booster.common.arguments import listed
 from booster.common.snapshot import of_python, of_torch, random_state, set_random_state
-from booster.common.text import listed
 from booster.common.torch_internals.tensor_internals import has_workers
 from booster.ranks.agreement import gather
 

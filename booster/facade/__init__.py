@@ -17,8 +17,8 @@ Files in reading order:
     foreign_names.py        names of other libraries, for errors that say what to write; `Booster.from_config`
     before_boost.py         `BeforeBoost`: dtypes, forwards and buffers of a model as its user built it
     precision_run.py        `PrecisionRun`: the precision now, and what changes it; `PrecisionScheduler`: which phase is due
-    boosted_objects.py      `BoostedObjects`: what one Booster has boosted, as long as the user keeps it
-    switch.py               `Switch`: from one precision to another, as a checkpoint would carry it, but in memory
+    switch.py               `BoostedObjects`: what one Booster has boosted, as long as the user keeps it; `Switch`: from one
+                            precision to another, as a checkpoint would carry it, but in memory
     booster_state.py        `BoosterState`: the attributes that the methods share
     pass_methods.py         `backward`, `accumulate`, `no_sync`, `execute_pipeline`, `shard_sequence`, `capture`
     checkpoint_methods.py   `save`, `load` and the like; `sync_weights`: weights for a sampler, as the forward reads them

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import TorchDispatchMode, default_store, process_group_of
-from booster.ranks.agreement import any_rank
-from booster.ranks.coordinator import world
+from booster.ranks.agreement import any_rank, world
 
 _WAITS = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
 

@@ -12,13 +12,13 @@ import torch
 
 from booster.checkpoint.run_checkpoints import RunCheckpoints
 from booster.facade.accumulation import Accumulations
-from booster.facade.boosted_objects import BoostedObjects
 from booster.facade.precision_run import PrecisionRun
+from booster.facade.switch import BoostedObjects
 from booster.interface.optimizer import OptimizerWrapper
 from booster.mixed_precision import MixedPrecision
 from booster.mixed_precision.low_precision.autopilot import Measurement
 from booster.mixed_precision.schedule import Phase
-from booster.model.dtensors import local_shard
+from booster.model.params import local_shard
 from booster.plugin import Plugin
 from booster.update.context import UpdateOptions
 

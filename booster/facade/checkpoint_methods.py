@@ -20,8 +20,8 @@ from booster.facade import refusals
 from booster.facade.booster_state import BoosterState
 from booster.interface.model import boosted_wrapper
 from booster.mixed_precision.policy import dtypes_read
-from booster.model.dtensors import is_dtensor, memory_of
 from booster.model.modules import bare
+from booster.model.params import is_dtensor, memory_of
 
 if TYPE_CHECKING:
     from booster.checkpoint.serving import ExportSpec

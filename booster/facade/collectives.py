@@ -13,8 +13,7 @@ from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import pytree
 from booster.data import DataLoaderWrapper, YieldedRows
 from booster.ranks import agreement
-from booster.ranks.agreement import communication_device
-from booster.ranks.coordinator import size_of
+from booster.ranks.agreement import communication_device, size_of
 
 Op = Literal["mean", "sum", "max", "min"]
 _OPS = ("mean", "sum", "max", "min")

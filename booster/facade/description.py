@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from booster.common import arguments
-from booster.common.text import columns
+from booster.common.arguments import columns
 from booster.frozen import FrozenLinear, origins_of
 from booster.interface.model import PrecisionModule, precision_of
 from booster.mixed_precision.base import MixedPrecision
+from booster.mixed_precision.half_products.product_choice import multiplies
 from booster.mixed_precision.keep_fp32 import Float32Forward
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.policy import DtypePolicy
-from booster.mixed_precision.products import multiplies
-from booster.model.dtensors import local_shard
 from booster.model.modules import bare, tensor_places
+from booster.model.params import local_shard
 
 _COLUMNS = ("module", "kind", "stored in", "loaded from", "computes in", "gradient in", "bytes")
 

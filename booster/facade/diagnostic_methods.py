@@ -22,7 +22,7 @@ from booster.data.epoch_iterator import EpochIterator
 from booster.facade import refusals
 from booster.facade.booster_state import BoosterState, DisplayedLoss, Optimizers
 from booster.interface.optimizer import OptimizerWrapper
-from booster.ranks.coordinator import is_main
+from booster.ranks.agreement import is_main
 
 if TYPE_CHECKING:
     from booster.memory import Estimate, Measured

@@ -19,8 +19,7 @@ from booster.interface.optimizer import OptimizerWrapper, gradients_of
 from booster.mixed_precision import MixedPrecision
 from booster.plugin import Pipeline
 from booster.tensors.cast_regions import outside, region, sharing_weights
-from booster.tensors.micro_batch import MicroBatch, divide
-from booster.tensors.trees import join, map_tensors
+from booster.tensors.trees import MicroBatch, divide, join, map_tensors
 from booster.update.backward import abandon_backward, begin_backward, check_first, end_backward, run_backward
 
 if TYPE_CHECKING:

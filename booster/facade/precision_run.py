@@ -15,8 +15,7 @@ from booster.common import arguments
 from booster.common.torch_internals.autograd_internals import graph_task
 from booster.facade import refusals
 from booster.facade.accumulation import Accumulations
-from booster.facade.boosted_objects import BoostedObjects
-from booster.facade.switch import BoostRecord, Switch, switch_all
+from booster.facade.switch import BoostedObjects, BoostRecord, Switch, switch_all
 from booster.interface.model import ModelWrapper, extras_of
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule, make

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.common import arguments
-from booster.common.text import listed
+from booster.common.arguments import listed
 from booster.data import DataLoaderWrapper, check_dealt, check_sharded
-from booster.facade.boosted_objects import BoostedObjects
+from booster.facade.switch import BoostedObjects
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import LRSchedulerWrapper

@@ -20,11 +20,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.booster import Booster
-from booster.common.text import listed
+from booster.common.arguments import listed
 from booster.interface.model import ModelWrapper, extras_of, precision_of, remove_raw_call_guard
 from booster.interface.optimizer import OptimizerWrapper
-from booster.model.dtensors import is_dtensor, is_part
 from booster.model.modules import bare
+from booster.model.params import is_dtensor, is_part
 from booster.tensors.cast_regions import region
 
 _logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from booster.ranks import agreement
-from booster.update.outcome import StepResult
+from booster.update.decision import StepResult
 from booster.update.update import Update
 
 

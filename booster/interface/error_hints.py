@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.common.frames import raised_in, where_raised
-from booster.common.text import dtype_name, listed
-from booster.model.dtensors import is_dtensor, is_part
+from booster.common.arguments import dtype_name, listed
+from booster.common.misuse import raised_in, where_raised
+from booster.model.params import is_dtensor, is_part
 from booster.tensors.trees import HALF_DTYPES, tensors
 from booster.update.state_dict import STATE_KEY
 from booster.update.update import Update

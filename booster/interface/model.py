@@ -20,8 +20,8 @@ from booster.common.torch_internals.autograd_internals import graph_task
 from booster.interface.call_log import CallLog
 from booster.interface.error_hints import hint
 from booster.interface.transparent import TransparentModule
-from booster.model.dtensors import is_part
 from booster.model.modules import bare, fast_path_off, is_fully_sharded, is_placed, wait_for_weights
+from booster.model.params import is_part
 from booster.tensors.cast_regions import both, cast_floats, cast_inputs, region
 from booster.tensors.trees import HALF_DTYPES, tensors
 from booster.tensors.weak import reading_weakly, strip_weak

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from booster.common import arguments
-from booster.common.frames import called_by, called_from
+from booster.common.misuse import called_by, called_from
 from booster.common.torch_internals.tensor_internals import SWAPS_TENSORS
-from booster.model.dtensors import is_part
 from booster.model.modules import bare, is_fully_sharded, is_placed, unwrap_placed, wait_for_weights
+from booster.model.params import is_part
 
 _logger = logging.getLogger(__name__)
 _KNOW_PARTS = ("torch.distributed.checkpoint", "booster.")

@@ -23,8 +23,8 @@ In reading order:
     kernel_decision.py  `KernelDecision`: the decision and step, in the place of `update/device.py`'s; the optimizer in backward
     readings.py         what was read of gradients, by kernels or by torch
     supported.py        which parameters are stepped: as they are, or buckets of master weights
-    segments.py         their contiguous segments, with states and step counts
-    table.py            the rows, sorted into launches of one kernel each
+    segments.py         their contiguous segments, with states and step counts; the rows, sorted into launches of one kernel
+                        each
     switches.py         which parts are taken by default, and what a run on a card said of them
     steps.py            `KernelSteps`: tables kept from step to step, and the launches
     launches.py         the kernels `measure`, `decide` and `update`

@@ -23,19 +23,19 @@ from booster.kernels.launch_cache import current
 from booster.kernels.launches import norm_of
 from booster.kernels.readings import KernelNorms, KernelReading, PassReadings, TorchReading
 from booster.kernels.rule import Rule
+from booster.kernels.segments import Tables
 from booster.kernels.steps import UNSCALED, DecisionInputs, KernelSteps
 from booster.kernels.supported import SupportedMasters, SupportedParams
-from booster.kernels.table import Tables
 from booster.loss_scaler import DeviceScale
 from booster.masters.update import MasterApplication
 from booster.update.application import Application, StepScalars
 from booster.update.choice import step_in_backward
 from booster.update.context import UpdateContext
+from booster.update.decision import Copy, LazyStepFields, StepFields, StepResult
 from booster.update.device import DeviceDecision, DeviceGradients, DeviceNorm, is_one, nonfinite
 from booster.update.gradients import Gradients
 from booster.update.in_backward_pass import GradualStep, InBackwardPass
-from booster.update.optimizer_state import OptimizerState
-from booster.update.outcome import Copy, LazyStepFields, StepFields, StepResult
+from booster.update.state_dict import OptimizerState
 from booster.update.update import Update
 
 

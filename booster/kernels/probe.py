@@ -17,9 +17,8 @@ from booster.kernels.launch_cache import failure
 from booster.kernels.rule import Rule
 from booster.loss_scaler import DynamicScale
 from booster.masters.bucket import Bucket
-from booster.masters.formats import Kahan, Nearest, Split24, Stochastic
+from booster.masters.formats import Kahan, MasterOptions, Nearest, Split24, Stochastic
 from booster.masters.masters import Masters
-from booster.masters.options import MasterOptions
 from booster.masters.quantized_state import QuantizedState
 from booster.masters.update import choose_master_update
 from booster.update.choice import choose_update, on_device

@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from booster.kernels.launch_cache import current
 from booster.kernels.launches import add_up, clip_by, norm_of
+from booster.kernels.segments import Tables
 from booster.kernels.supported import SupportedParams
-from booster.kernels.table import Tables
 from booster.ranks import agreement
 from booster.tensors.grads import gradient_values, tensor_norms
 from booster.update.context import UpdateContext
+from booster.update.decision import Copy
 from booster.update.device import DeviceNorms
 from booster.update.gradients import Gradients
-from booster.update.outcome import Copy
 
 _GRAD = attrgetter("grad")
 _VERSION = attrgetter("_version")  # of a gradient

@@ -23,8 +23,7 @@ from booster.common.devices import DeviceCopies
 from booster.kernels.launch_cache import CompiledKernels, current, kinds_of
 from booster.kernels.launches import BLOCK, COLUMNS, OUT, SCALARS, TILE, WARPS, decide, update
 from booster.kernels.rule import MOST_NUMBERS, MOST_STATES, Rule
-from booster.kernels.segments import DTYPES, Segments, Unsupported, numbers_of, same
-from booster.kernels.table import LaunchGroup, Table, Tables
+from booster.kernels.segments import DTYPES, LaunchGroup, Segments, Table, Tables, Unsupported, numbers_of, same
 from booster.loss_scaler import DeviceScale, LossScaler, NoScale
 from booster.masters.formats import WEIGHTS
 from booster.masters.rounding import RoundingRNG

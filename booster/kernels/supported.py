@@ -10,9 +10,8 @@ import torch
 
 from booster.common.torch_internals.optimizer_internals import step_hooks
 from booster.kernels.rule import Rule
-from booster.kernels.segments import Segments
+from booster.kernels.segments import Segments, Table, Tables
 from booster.kernels.steps import KernelSteps
-from booster.kernels.table import Table, Tables
 from booster.masters.bucket import Bucket
 from booster.masters.formats import Stochastic
 from booster.masters.rounding import RoundingRNG

@@ -33,9 +33,8 @@ Words of this room:
 
 Files, in reading order:
 
-    options.py            `MasterOptions`: what users choose
-    formats.py            the bits of every format, in place, for eager steps: `Separate` is "fp32", `Split*` "split" and
-                          "split24", `Kahan` is rounding="kahan"
+    formats.py            `MasterOptions`: what users choose; the bits of every format, in place, for eager steps: `Separate`
+                          is "fp32", `Split*` "split" and "split24", `Kahan` is rounding="kahan"
     formats_compiled.py   the same arithmetic as pure functions: for compiled steps. `kernels/weights.py` is it in Triton
     rounding.py           float32 to half; foreign writes; `RoundingRNG`
     bucket.py             `Bucket`: weights, residual bits, handles
@@ -54,13 +53,13 @@ After a step `MasterStep` calls `Bucket.write_masters`, which is `Format.write` 
 
 Who depends on it: `mixed_precision/` makes `MasterOptions` and `Masters`, `update/` steps by the classes of `update.py`,
 `kernels/` steps the same buckets, `checkpoint/` asks `update.optimizer_state`, which is `MasterState`. A new format touches
-`formats.py`, `options.py`, `formats_compiled.py` where it is to be compiled, and `kernels/weights.py` where a kernel is to
+`formats.py`, `formats_compiled.py` where it is to be compiled, and `kernels/weights.py` where a kernel is to
 step it; the three that compute are held to each other bit for bit by `tests/unit/test_masters_compiled.py` and
 `test_kernels_forms.py`.
 """
 
+from booster.masters.formats import MasterOptions
 from booster.masters.masters import Masters
-from booster.masters.options import MasterOptions
 from booster.masters.update import choose_master_update
 from booster.model.optimizers import register_elementwise
 

@@ -10,7 +10,7 @@ import torch
 from booster.masters.formats import Format
 from booster.masters.offload import HostMemory
 from booster.masters.quantized_state import StateQuantizer, dequantized
-from booster.model.dtensors import dtensor_around, empty_handle, inner_tensor, is_dtensor, local_shard
+from booster.model.params import dtensor_around, empty_handle, inner_tensor, is_dtensor, local_shard
 from booster.tensors.flat import ALIGNMENT, Piece, aligned, flat_like, renumber
 
 _ADDRESS = torch.Tensor.data_ptr

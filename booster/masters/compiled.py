@@ -22,16 +22,15 @@ from torch.optim import Optimizer
 from booster.common.torch_internals.autograd_internals import compile_graph
 from booster.common.torch_internals.optimizer_internals import is_counted_step, unwrapped
 from booster.masters.bucket import Bucket
-from booster.masters.formats import WEIGHTS, Format, Split24
+from booster.masters.formats import WEIGHTS, Format, MasterOptions, Split24
 from booster.masters.formats_compiled import dequantize, fuses, join, quantize, rows, split
 from booster.masters.masters import Masters
-from booster.masters.options import MasterOptions
 from booster.masters.quantized_state import DIVISOR, Encoding, QuantizedState, StateSigns, ratios_last
 from booster.masters.step import MasterStep, inverse
 from booster.model.optimizers import kind_of, restored_afterwards, unknown
 from booster.shards.base import State
 from booster.update.application import StepScalars
-from booster.update.compiled_step import COMPILER_OPTIONS, compile_alone
+from booster.update.choice import COMPILER_OPTIONS, compile_alone
 
 Entries = dict[str, Any]
 # Of a group: what no `step` reads, but differs from group to group. Each value seen is a graph.

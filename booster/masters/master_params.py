@@ -9,7 +9,7 @@ from torch import nn
 
 from booster.masters.masters import Masters
 from booster.masters.states import state_of_bucket
-from booster.model.dtensors import local_shard
+from booster.model.params import local_shard
 from booster.shards.base import State
 from booster.tensors.flat import flat_like, shaped_like
 

@@ -18,16 +18,15 @@ from booster.masters.formats import Split24, Stochastic
 from booster.masters.masters import Masters, Weights, has_half_elements
 from booster.masters.rounding import rounded
 from booster.masters.states import Places, StateView, give_back, places_of, state_of_bucket, state_of_params
-from booster.model.dtensors import is_dtensor, local_shard
 from booster.model.modules import parameter_names
 from booster.model.optimizers import load_states
+from booster.model.params import is_dtensor, local_shard
 from booster.shards import Shards
 from booster.shards.base import State
 from booster.tensors.flat import flat
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.context import UpdateContext
-from booster.update.optimizer_state import Fill, OptimizerState
-from booster.update.state_dict import IN_MODEL
+from booster.update.state_dict import IN_MODEL, Fill, OptimizerState
 
 if TYPE_CHECKING:
     from booster.masters.masters import Masters, Weights

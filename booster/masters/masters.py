@@ -13,22 +13,21 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from booster.common.text import listed
+from booster.common.arguments import listed
 from booster.common.torch_internals.tensor_internals import preserving_versions
 from booster.masters.bucket import Bucket
-from booster.masters.formats import Format
+from booster.masters.formats import Format, MasterOptions
 from booster.masters.formats_compiled import compiled_format
 from booster.masters.offload import HostMemory, can_offload
-from booster.masters.options import MasterOptions
 from booster.masters.rounding import RoundingRNG, rounded
 from booster.masters.states import as_of_master, signature, state_of_bucket, state_of_params, write_pieces
-from booster.model.dtensors import dtensor_around, is_dtensor, local_shard
 from booster.model.optimizers import check_attributes, kind_of
+from booster.model.params import dtensor_around, is_dtensor, local_shard
 from booster.shards.base import State
 from booster.tensors.flat import Piece, bucket_size, cut, cut_apart, flat_like, is_dense, pack, shaped_like
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.optimizer_state import Fill
-from booster.update.parameters import name_of_stranger
+from booster.update.context import name_of_stranger
+from booster.update.state_dict import Fill
 
 Weights = Mapping[torch.Tensor, torch.Tensor]
 

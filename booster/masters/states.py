@@ -12,11 +12,11 @@ from booster.common.torch_internals.autograd_internals import plain_functions
 from booster.common.torch_internals.tensor_internals import version
 from booster.masters.bucket import Bucket, is_elementwise
 from booster.masters.quantized_state import dequantized
-from booster.model.dtensors import local_shard
+from booster.model.params import local_shard
 from booster.shards.base import State
 from booster.tensors.flat import flat, flat_like, shaped_like
 from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
-from booster.update.optimizer_state import Fill
+from booster.update.state_dict import Fill
 
 Places = dict[torch.Tensor, list[tuple[Bucket, int]]]
 

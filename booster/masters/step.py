@@ -51,9 +51,9 @@ from booster.update.application import (
     lay_states,
     start_late_momentum,
 )
+from booster.update.context import KEPT_FLOAT32, SPARSE
 from booster.update.distributed_muon import distributed_muon
 from booster.update.in_backward_pass import Restricted, bare_step, hooks_once
-from booster.update.parameters import KEPT_FLOAT32, SPARSE
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 

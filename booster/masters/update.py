@@ -20,13 +20,12 @@ from booster.tensors.flat import is_dense
 from booster.tensors.grads import gradient_values, tensor_norms
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.application import Application, StepScalars, begins, honours_grad_scale
-from booster.update.choice import Stepping, choose_update
-from booster.update.compiled_step import COMPILER_OPTIONS, compile_alone
+from booster.update.choice import COMPILER_OPTIONS, Stepping, choose_update, compile_alone
 from booster.update.context import UpdateContext
+from booster.update.decision import StepResult
 from booster.update.gradients import Gradients
 from booster.update.host import HostDecision, HostNorms
 from booster.update.in_backward_pass import GradualStep
-from booster.update.outcome import StepResult
 from booster.update.update import Update
 
 _logger = logging.getLogger(__name__)

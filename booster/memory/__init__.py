@@ -18,15 +18,14 @@ In reading order:
     estimate              `Estimate`, `estimate`, `compare`, and `estimate_placed` for a Booster's own plugin
     fake_passes           forward and backward on fake tensors
     step_memory           what steps of an optimizer hold and take, from a small copy of it
-    gradient_arrivals     `release_gradients`: when each gradient is complete, on one rank and in buckets
-    fully_sharded_memory  the same, and what is gathered, under `fully_shard`
+    pass_memory           what `fully_shard` gathers and reduces; `release_gradients`: when each gradient is complete
     measured_memory       what a boosted model holds now; `StorageTracker`, the mode that follows storages
     fitting               what fits into a memory, the largest batch, what to change first
     estimate_table        estimates as a table and as a picture
     named_jobs            jobs by name, of timm, transformers or a file, for `booster estimate` and `booster advise`
 
 A tool: `Booster.estimate_memory`, `Booster.memory`, `booster.numerics.choosing` and the command line use it, and nothing below
-does. When a plugin moves what it allocates, `gradient_arrivals` or `fully_sharded_memory` moves with it.
+does. When a plugin moves what it allocates, `pass_memory` moves with it.
 """
 
 from booster.memory.estimate import (

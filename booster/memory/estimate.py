@@ -17,15 +17,15 @@ from torch.optim import Optimizer
 
 from booster.common import arguments
 from booster.common.torch_internals import tensor_internals
+from booster.masters.formats import MasterOptions
 from booster.masters.offload import can_offload
-from booster.masters.options import MasterOptions
 from booster.memory.fake_passes import run_passes
-from booster.memory.gradient_arrivals import Bucketed, GradientArrivals, Sizes, StepsInBackward, Unsharded
 from booster.memory.measured_memory import StepMemory, step_memory
+from booster.memory.pass_memory import Bucketed, GradientArrivals, Sizes, StepsInBackward, Unsharded
 from booster.mixed_precision import MixedPrecision, make
 from booster.plugin import base
 from booster.plugin.sequence_parallel import shard_batch
-from booster.plugin.zero.plugin import check_gathers
+from booster.plugin.zero import check_gathers
 from booster.tensors import trees
 from booster.tensors.grads import PIECE
 from booster.update.context import UpdateOptions

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from booster.common.text import print_table
+from booster.common.arguments import print_table
 from booster.common.untrusted_files import replace_regular
 from booster.memory.estimate import Estimate
 

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from booster.common.frames import where_raised
+from booster.common.misuse import where_raised
 from booster.common.torch_internals import tensor_internals
-from booster.memory.fully_sharded_memory import FullySharded
-from booster.memory.gradient_arrivals import GradientArrivals, Sizes, StepsInBackward
 from booster.memory.measured_memory import StorageTracker
+from booster.memory.pass_memory import FullySharded, GradientArrivals, Sizes, StepsInBackward
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.configure import wrap_criterion
 from booster.mixed_precision.policy import cast_parameters
@@ -26,7 +25,7 @@ from booster.plugin.sequence_parallel.attention_mode import CutShapes, SequenceM
 from booster.plugin.sequence_parallel.sequence_cut import SequenceCut
 from booster.plugin.sequence_parallel.transformers_attention import is_of_transformers, use_own_masks
 from booster.tensors import trees
-from booster.tensors.micro_batch import MicroBatch
+from booster.tensors.trees import MicroBatch
 
 
 @dataclass(frozen=True)

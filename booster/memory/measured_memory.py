@@ -19,15 +19,15 @@ from torch.optim import Optimizer
 from booster.common.torch_internals.optimizer_internals import unhooked
 from booster.common.torch_internals.tensor_internals import TorchDispatchMode, dense_parts
 from booster.interface.optimizer import OptimizerWrapper, update_of
+from booster.masters.formats import MasterOptions
 from booster.masters.offload import can_offload
-from booster.masters.options import MasterOptions
 from booster.masters.quantized_state import GROUP, QuantizedState, StateQuantizer
 from booster.masters.rounding import RoundingRNG
-from booster.model.dtensors import local_shard
 from booster.model.optimizers import kind_of, probe_of, restored_afterwards
+from booster.model.params import local_shard
 from booster.tensors import trees
 from booster.tensors.flat import SMALLEST_BUCKET, aligned, bucket_size
-from booster.update.fused_kernel import switch_to_fused
+from booster.update.choice import switch_to_fused
 from booster.update.in_backward_pass import most_at_once
 
 

@@ -22,8 +22,7 @@ Files and rooms, in reading order:
     fp32.py            float32, and products of it that read fewer bits (TF32)
     half.py            half precision in common; autocast
     naive.py           half weights with masters, and `NaiveAMPModel` without a Booster
-    products.py        weights that only products read, so that plugins may gather them in half
-    half_products/     products of halves on a CPU, in float32
+    half_products/     products of halves on a CPU, in float32; weights that only products read
     low_precision/     linear layers in 4 to 8 bits
     schedule.py        precisions one after another in one run
     apex/, apex_amp.py the levels of NVIDIA's apex, and its own interface

@@ -47,8 +47,8 @@ from booster.common import arguments
 from booster.interface.model import CriterionWrapper, ForwardPrecision, ModelWrapper
 from booster.loss_scaler import LossScaler, NoScale
 from booster.masters.compiled import can_compile_masters
+from booster.masters.formats import STATES, MasterOptions
 from booster.masters.offload import can_offload
-from booster.masters.options import STATES, MasterOptions
 from booster.masters.quantized_state import States
 from booster.masters.update import choose_master_update
 from booster.mixed_precision.configure import configure, master_update
@@ -56,8 +56,8 @@ from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.keep_fp32 import KeepFP32
 from booster.mixed_precision.policy import Conversion, DtypePolicy, Placement
 from booster.tensors.trees import HALF_DTYPES
+from booster.update.choice import has_sound_kernel
 from booster.update.context import UpdateContext, UpdateOptions
-from booster.update.fused_kernel import has_sound_kernel
 from booster.update.update import Update
 
 

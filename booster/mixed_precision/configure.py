@@ -23,8 +23,8 @@ from booster.common import arguments
 from booster.interface.model import CriterionWrapper, ModelWrapper, avoid_fast_path, extras_of
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.kernels.eligibility import ASKED, by_kernels
+from booster.masters.formats import MasterOptions
 from booster.masters.masters import Masters
-from booster.masters.options import MasterOptions
 from booster.mixed_precision.half_products.half_sums import check_probabilities
 from booster.mixed_precision.half_products.product_choice import CHOICES, Choice
 from booster.mixed_precision.policy import InProcess, Placement
@@ -33,10 +33,8 @@ from booster.model.params import as_one_module, name_prefixes, named_parameters,
 from booster.shards import Shards
 from booster.tensors.trees import HALF_DTYPES
 from booster.tensors.weak import reading_weakly
-from booster.update.choice import COMPILED, PARAMETERS, choose_update
-from booster.update.compiled_step import can_compile
+from booster.update.choice import COMPILED, PARAMETERS, can_compile, choose_update, switch_to_fused
 from booster.update.context import UpdateContext, UpdateOptions
-from booster.update.fused_kernel import switch_to_fused
 from booster.update.update import Update
 
 

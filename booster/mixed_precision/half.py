@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from booster.common import arguments
-from booster.common.text import listed
+from booster.common.arguments import listed
 from booster.interface.model import ModelWrapper, extras_of
 from booster.loss_scaler import DynamicScale, LossScaler, check_scale
-from booster.masters.options import MasterOptions
+from booster.masters.formats import MasterOptions
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.half_products.half_sums import UNSAFE
 from booster.mixed_precision.half_products.product_choice import HalfProducts

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from booster.common import arguments
-from booster.common.arguments import as_fraction
-from booster.common.text import listed
+from booster.common.arguments import as_fraction, listed
 from booster.common.torch_internals.tensor_internals import BatchNorm
 from booster.model.modules import matcher, parents, repeated_blocks, tensor_places
 from booster.tensors.cast_regions import NewTensors, cast_floats, disabled

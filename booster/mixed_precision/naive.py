@@ -18,7 +18,7 @@ from booster.common import arguments
 from booster.interface.model import CriterionWrapper, ModelWrapper, PrecisionModule
 from booster.interface.transparent import refuse_torchscript
 from booster.loss_scaler import DynamicScale, LossScaler, check_scale, check_scale_options
-from booster.masters.options import MasterOptions, MasterWeights, Rounding
+from booster.masters.formats import MasterOptions, MasterWeights, Rounding
 from booster.masters.quantized_state import States
 from booster.masters.update import choose_master_update
 from booster.mixed_precision.half import HalfPrecision

@@ -17,8 +17,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
 from booster.common import arguments
-from booster.common.text import dtype_name, listed
+from booster.common.arguments import dtype_name, listed
 from booster.interface.model import Resumable
+from booster.mixed_precision.half_products.product_choice import product_modules
 from booster.mixed_precision.keep_fp32 import (
     Float32Forward,
     KeepFP32,
@@ -31,7 +32,6 @@ from booster.mixed_precision.keep_fp32 import (
     normalise_keep_fp32,
     selected_buffers,
 )
-from booster.mixed_precision.products import product_modules
 from booster.model.modules import bare, parents, tensor_places
 from booster.model.params import Done, set_tensors
 from booster.shards import Shards

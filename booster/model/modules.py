@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.common.text import listed
+from booster.common.arguments import listed
 from booster.number_formats.scaling import ScaledTensor
 
 

@@ -17,7 +17,7 @@ In reading order:
 
     base.py            `Plugin`, all that one may override, with what each means; `SingleDevice`; meshes that plugins share
     ddp/               DistributedDataParallel, and reducers of ours
-    zero/              slices of states, masters and gradients
+    zero.py            slices of states, masters and gradients
     fsdp/              torch's `fully_shard`
     tensor_parallel/   layers sharded over ranks
     sequence_parallel/ ranks that share sequences
@@ -38,13 +38,13 @@ from typing import TYPE_CHECKING, Any
 
 from booster.model.modules import PlacedModule
 from booster.plugin.base import Pipeline, Plugin, SingleDevice
-from booster.plugin.ddp.fp8_communication import FP8Communication
+from booster.plugin.ddp.averaged_gradients import FP8Communication
 from booster.plugin.ddp.plugin import TorchDDPPlugin
 
 if TYPE_CHECKING:
     from booster.plugin.fsdp.plugin import TorchFSDPPlugin
     from booster.plugin.hybrid import HybridParallelPlugin
-    from booster.plugin.zero.plugin import LowLevelZeroPlugin
+    from booster.plugin.zero import LowLevelZeroPlugin
 
 __all__ = [
     "FP8Communication",
@@ -60,7 +60,7 @@ __all__ = [
 
 _LAZY = {
     "HybridParallelPlugin": "booster.plugin.hybrid",
-    "LowLevelZeroPlugin": "booster.plugin.zero.plugin",
+    "LowLevelZeroPlugin": "booster.plugin.zero",
     "TorchFSDPPlugin": "booster.plugin.fsdp.plugin",
 }
 

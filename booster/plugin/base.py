@@ -18,9 +18,9 @@ from booster.data import prepare_dataloader
 from booster.launch import environment_world_size
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.model.modules import materialise_on
-from booster.ranks.coordinator import rank_in, size_of
+from booster.ranks.agreement import rank_in, size_of
 from booster.shards import Shards
-from booster.tensors.micro_batch import MicroBatch
+from booster.tensors.trees import MicroBatch
 
 if TYPE_CHECKING:
     from booster.plugin.sequence_parallel import SequenceParallel

@@ -26,8 +26,7 @@ from booster.mixed_precision.policy import (
 )
 from booster.model.modules import bare, check_meta, materialise_on
 from booster.plugin.base import Pipeline, shared_mesh
-from booster.plugin.fsdp.groups import WrapPolicy, check_wrap_policy
-from booster.plugin.fsdp.loaded_shards import ShardLoaded, follow_policy
+from booster.plugin.fsdp.groups import ShardLoaded, WrapPolicy, check_wrap_policy, follow_policy
 from booster.plugin.fsdp.plugin import ShardingPlugin
 from booster.plugin.fsdp.shard_module import check_hooks, keep_whole, shard_module
 from booster.plugin.pipeline import PipelinePlan, StagePipeline, plan_pipeline

@@ -14,9 +14,8 @@ a collective: `gather`, `any_rank`, `largest`, `all_or_none` are; each must be c
 
 Files, in reading order:
 
-- `agreement.py`: values as JSON from every rank, flags, extremes; all raise or none. How tensors and bytes travel:
-  backends know few dtypes and want contiguous memory; no pickle travels.
-- `coordinator.py`: `DistCoordinator`, for users: who am I, who goes first.
+- `agreement.py`: `DistCoordinator`, for users: who am I, who goes first; values as JSON from every rank, flags, extremes;
+  all raise or none. How tensors and bytes travel: backends know few dtypes and want contiguous memory; no pickle travels.
 
 Everything above calls this room; it calls `common/` alone. `common/hang_watchdog.py` has rounds of ranks that must not wait
 in a collective. A decision of every step goes through `largest`, `on_overflow` or `all_reduce`; keep it at one

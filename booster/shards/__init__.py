@@ -41,8 +41,8 @@ Files, in reading order:
                             run: do ranks that step alike still hold the same
     zero_buckets.py         ZeRO: `FlatParameters`, and the buckets of a module: who owns what; weights still on their way
     zero.py                 ZeRO: slices of flat buckets as shards
-    zero_states.py          ZeRO: what a rank has of a parameter and of a group; states of whole parameters, gathered
-    flat_shard.py           a slice of elements as `torch.distributed.checkpoint` takes it: boxes of the whole tensor
+    zero_states.py          ZeRO: what a rank has of a parameter and of a group; states of whole parameters, gathered; a slice
+                            of elements as `torch.distributed.checkpoint` takes it: boxes of the whole tensor
     dtensor.py              tensor parallelism and FSDP: local tensors of DTensors; sums of gradients that ranks hold as terms
     fully_sharded.py        FSDP: what a forward pass leaves gathered, what `no_sync` leaves unreduced
     fp8_gather.py           FSDP: all-gathers in e4m3 for layers that would round to it anyway

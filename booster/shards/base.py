@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.model.dtensors import is_dtensor, local_shard
+from booster.model.params import is_dtensor, local_shard
 
 if TYPE_CHECKING:
     from booster.model.params import Selection
-    from booster.shards.flat_shard import FlatShard
+    from booster.shards.zero_states import FlatShard
 
 State = dict[str, Any]
 Entries = dict[Any, State]

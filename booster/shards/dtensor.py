@@ -14,12 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
-from booster.common.text import listed
+from booster.common.arguments import listed
 from booster.common.torch_internals.tensor_internals import gather_full, local_tensor, local_tensors, placed_differently
-from booster.model.dtensors import dtensor_around
 from booster.model.optimizers import check_attributes, kind_of, known, unknown
-from booster.ranks.agreement import all_names, reduced
-from booster.ranks.coordinator import size_of
+from booster.model.params import dtensor_around
+from booster.ranks.agreement import all_names, reduced, size_of
 from booster.shards.base import Entries, ShardedStateView, Shards, ShardStates, State
 from booster.shards.replicated import ReplicaCheck, trained
 from booster.tensors.trees import HALF_DTYPES

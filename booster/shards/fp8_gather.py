@@ -17,7 +17,7 @@ from booster.common.torch_internals.fsdp_internals import (
     padded_length,
 )
 from booster.common.torch_internals.tensor_internals import storage_key, version
-from booster.model.dtensors import local_shard
+from booster.model.params import local_shard
 from booster.number_formats.number_format import E4M3
 from booster.number_formats.scaling import (
     ScaledTensor,

@@ -31,7 +31,7 @@ from booster.common.torch_internals.fsdp_internals import (
     unreduced_grad,
 )
 from booster.common.torch_internals.tensor_internals import writes
-from booster.model.dtensors import local_shard
+from booster.model.params import local_shard
 from booster.shards.base import UNSYNCHRONISED
 from booster.shards.dtensor import DTensorShards
 from booster.shards.fp8_gather import FP8Gather

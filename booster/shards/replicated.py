@@ -18,12 +18,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.common import arguments
+from booster.common.arguments import listed
 from booster.common.devices import HostCopy
-from booster.common.text import listed
 from booster.common.torch_internals.autograd_internals import graph_task
 from booster.common.torch_internals.tensor_internals import version
-from booster.model.dtensors import local_shard
 from booster.model.modules import bare
+from booster.model.params import local_shard
 from booster.ranks.agreement import all_names, gather, reduced
 from booster.shards.base import ALONE, FROZEN, RELAID, UNSYNCHRONISED, Shards
 from booster.tensors.grads import tensor_norms

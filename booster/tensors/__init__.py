@@ -14,8 +14,7 @@ An example: what a boosted model does with its inputs, `model({"ids": ids, "mask
 
 Files, in reading order:
 
-    trees.py          containers: visit, replace and join the tensors in them
-    micro_batch.py    what a pipeline makes of a batch
+    trees.py          containers: visit, replace and join the tensors in them; what a pipeline makes of a batch
     grads.py          values, norms, unscaling and clamping of gradients, a few calls for all of them
     flat.py           how parameters are cut into flat buckets, aligned so that the cut changes no bit
     cast_regions.py   torch function modes that cast, and regions under one precision alone

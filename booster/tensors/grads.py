@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from booster.common.torch_internals.optimizer_internals import multiply_and_check_
 from booster.common.torch_internals.tensor_internals import sparse_values
-from booster.model.dtensors import dtensor_types, is_dtensor
+from booster.model.params import dtensor_types, is_dtensor
 
 _HALF = (torch.float16, torch.bfloat16)
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))

@@ -21,24 +21,23 @@ Had the norm been inf, on any rank, nothing would be stepped: the host does not 
 In reading order:
 
     context.py           `UpdateContext`: the optimizer, scale, ranks, shards and options that an update is made from;
-                         `StepListener`: base class of what hears of steps
-    parameters.py        names of parameters; checks that nothing else changed dtypes or scaled gradients
-    choice.py            the table of which objects an update is put together from; start here to add a kind of step
+                         `StepListener`: base class of what hears of steps; `Parameters`: names, and checks that nothing
+                         else changed dtypes or scaled gradients
+    choice.py            the table of which objects an update is put together from; start here to add a kind of step;
+                         switching an optimizer to its fused kernel, and back; norms and steps by torch.compile
     update.py            `Update`: one optimizer's step, as a wrapper calls it
     gradients.py         `Gradients`: which scale `.grad` carries, which clips wait, what was read; when `.grad` is written
     backward.py          `run_backward` for one or several optimizers; `JointDecision` of those that share a loss
-    decision.py          the rule of a decision, and the two base classes `Norms` and `Decision`
+    decision.py          the rule of a decision, and the two base classes `Norms` and `Decision`; `StepResult`, the counters
+                         of steps, and the error after too many skips
     host.py, device.py   the rule by Python numbers, and by 0-dim tensors that nothing waits for
     application.py       `Application`: step the user's optimizer; `StepScalars`: by which numbers; `FusedKernel`: what
                          torch's fused kernels can step
-    fused_kernel.py      switching an optimizer to its fused kernel, and back
-    compiled_step.py     norms and steps by torch.compile
     distributed_muon.py  Muon on matrices that ranks hold shards of
     in_backward.py       the optimizer in backward (`release_gradients`): passes, and what is known between them
     in_backward_pass.py  one optimizer in one such pass: a step in parts, restricted to some of its parameters
-    outcome.py           `StepResult`, the counters of steps, and the error after too many skips
-    optimizer_state.py   what a checkpoint holds of an optimizer; state_dict.py has its form, state_loading.py a load of it,
-                         which changes all or nothing
+    state_dict.py        what a checkpoint holds of an optimizer, and its form; state_loading.py: a load of it, which
+                         changes all or nothing
 
 An option to clipping goes from `Booster` through `UpdateOptions` (context.py), from a call through `clip_grad_by_norm` of
 `interface/optimizer.py`, to `Gradients.clip_norm`. The factor is `Norms.clipped`: host.py, device.py, `kernels/readings.py`.

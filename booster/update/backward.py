@@ -15,8 +15,8 @@ from torch.autograd.graph import GradientEdge
 from booster.common import arguments
 from booster.tensors.cast_regions import region
 from booster.tensors.trees import HALF_DTYPES
+from booster.update.decision import Copy, NonFiniteParams, SkippedReason, SkipReport
 from booster.update.in_backward import run_in_backward
-from booster.update.outcome import Copy, NonFiniteParams, SkippedReason, SkipReport
 
 Gradients = Any  # of `update.gradients`, which imports this file
 _IN_BACKWARD = attrgetter("in_backward")

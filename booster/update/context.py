@@ -1,18 +1,26 @@
-"""What an update is made from, what it is asked to do, and who hears of its steps."""
+"""What an update is made from, what it is asked to do, and who hears of its steps; the parameters of one optimizer, by name.
+
+While gradients are multiplied by a loss scale, a clip of the user's own would clip scaled ones. `GradMutationCheck` finds that,
+in the first steps and then one in a hundred, from tensors' version counters, which cost nothing to read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from booster.common import arguments
+from booster.common.torch_internals.tensor_internals import local_tensor, version
 from booster.loss_scaler import LossScaler
+from booster.model.params import is_dtensor
 from booster.shards import Shards
+from booster.tensors.trees import HALF_DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,3 +80,114 @@ class StepListener:
 
     def after_step(self, update: Any, number: int, result: Any) -> None:
         """The step is made or skipped. number: of the step, from 1; a checkpoint keeps count. result: a `StepResult`."""
+
+
+SPARSE = "{name}, {dtype}, has a sparse gradient, which flat buckets do not step; build its module with sparse=False"
+KEPT_FLOAT32 = ", or keep it in float32 (keep_fp32=...)"
+
+_DTYPE = attrgetter("dtype")  # of every parameter, without a Python call for each
+
+
+def name_of_stranger(group: int, place: int) -> str:
+    """What a parameter of no boosted model is called in states and checkpoints: by its group and its place there."""
+    return f"group {group}, parameter {place}"
+
+
+FIRST, EVERY = 2, 100  # steps at which `GradMutationCheck` compares gradients: the first ones, and one in so many
+
+
+class Parameters:
+    """What the groups of `optimizer` hold. names: of each, for reports.
+
+    are_full: whether none was half when that was noted last.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[Any, str]) -> None:
+        self._optimizer = optimizer
+        self.names = names
+        self.note_dtypes()
+
+    def held(self) -> list[torch.Tensor]:
+        """What the optimizer's groups hold now."""
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
+
+    def name_of(self, param: torch.Tensor) -> str:
+        """The qualified name of `param`, for reports."""
+        return self.names.get(param, f"a parameter of shape {tuple(param.shape)}")
+
+    def names_of(self, indices: Sequence[int], params: Sequence[torch.Tensor]) -> tuple[str, ...]:
+        """The names of those of `params`."""
+        return tuple(self.name_of(params[index]) for index in indices)
+
+    def refuse_sparse_halves(self) -> None:
+        """Raise RuntimeError where a half parameter has a sparse gradient, to which torch may not be able to add another."""
+        for param in self.held():
+            if param.dtype in HALF_DTYPES and param.grad is not None and param.grad.is_sparse:
+                raise RuntimeError(SPARSE.format(name=self.name_of(param), dtype=param.dtype) + KEPT_FLOAT32)
+
+    def note_dtypes(self) -> None:
+        """Note whether parameters are float32 now, so that a step notices if they were made half since."""
+        self.are_full = HALF_DTYPES.isdisjoint(map(_DTYPE, self.held()))
+
+    def check_full(self, params: Sequence[torch.Tensor]) -> None:
+        """Raise RuntimeError if all parameters were float32 or float64, and some of `params` are half now."""
+        half = [param for param in params if param.dtype in HALF_DTYPES] if self.are_full else []
+        if half:
+            raise RuntimeError(
+                f"{self.name_of(half[0])} was float32 at boost() and is {half[0].dtype} now, as after model.half() or "
+                "model.to(dtype): it has no float32 master, and small updates would be lost. Leave the weights as "
+                "they are, since the precision casts what it computes; for half weights with masters use "
+                "mixed_precision='fp16_naive' or 'bf16_naive'"
+            )
+
+
+class _Noted(NamedTuple):
+    param: torch.Tensor
+    value: torch.Tensor  # that holds the numbers: of a DTensor this rank's part
+    version: int
+
+
+class GradMutationCheck:
+    """The gradients of `params` as a backward pass left them. Kept are the tensors themselves, and how often they were written.
+
+    Torch's clip of DTensors counts nowhere, so of them an element each is kept too; comparing it waits for the device.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        self._noted = [
+            _Noted(param, value, _version(param)) for param in params if (value := _value(param)) is not None
+        ]
+        self._in_parts = [noted.value for noted in self._noted if is_dtensor(noted.param.grad)]
+        self._sample = self._sampled()
+
+    def mutated(self) -> list[torch.Tensor]:
+        """Return the parameters with gradients that were written in place since, or are other tensors."""
+        now = [(noted, _value(noted.param)) for noted in self._noted]
+        found = [
+            noted.param
+            for noted, value in now
+            if value is not None
+            and (value is not noted.value or _version(noted.param) != noted.version)
+            # `zero_grad` makes no scaled gradient wrong.
+            and value.any()
+        ]
+        # A write to one of many views of one tensor counts for all: a sample of the numbers says whether any changed.
+        if found or not self._in_parts or torch.equal(self._sample, self._sampled()):
+            return found
+        return [noted.param for noted in self._noted]
+
+    def _sampled(self) -> torch.Tensor:
+        elements = [value.detach().reshape(-1)[:1].float() for value in self._in_parts]
+        return torch.cat(elements).nan_to_num() if elements else torch.zeros(0, dtype=torch.float32)
+
+
+def _value(param: torch.Tensor) -> torch.Tensor | None:
+    grad = param.grad
+    if grad is None or grad.is_sparse:  # its reader puts a coalesced one in its place
+        return None
+    return local_tensor(grad) if is_dtensor(grad) else grad
+
+
+def _version(param: torch.Tensor) -> int:
+    grad: torch.Tensor = param.grad  # type: ignore[assignment]
+    return version(grad) + (version(local_tensor(grad)) if is_dtensor(grad) else 0)

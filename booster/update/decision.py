@@ -1,4 +1,4 @@
-"""The rule by which a step is made or skipped, and what a host, a device and kernels do of it in their own way.
+"""The rule by which a step is made or skipped, and what a host, a device and kernels do of it in their own way;
 
 With `norm`, the norm of the gradients as they are, multiplied by `carried`, and `pending`, the factor of clips that wait::
 
@@ -13,6 +13,8 @@ Three executions follow it. The host (`host.py`) has Python numbers, and does no
 (`device.py`) has 0-dim tensors that nothing waits for, and the optimizer's fused kernel heeds them. Triton kernels
 (`kernels/launches.py`, `decide`) compute all of it in one launch. One table of numbers holds the three together:
 `tests/unit/test_decision_rule.py`.
+
+What steps did is a `StepResult` each, and the counters of a `StepHistory`, which raises after too many skips.
 """
 
 from __future__ import annotations
@@ -20,17 +22,339 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from booster.common import arguments
+from booster.loss_scaler import LossScaler
 from booster.ranks import agreement
 from booster.update.context import UpdateContext
 from booster.update.in_backward_pass import InBackwardPass
-from booster.update.outcome import NonFiniteParams, StepResult
+
+SkippedReason = Literal["nonfinite_loss", "nonfinite_grad"]
+
+
+class StepFields(NamedTuple):
+    """The fields of a `StepResult` that are not needed to go on."""
+
+    loss_scale: float
+    grad_norm: float | None = None
+    skipped_reason: SkippedReason | None = None
+    culprit: tuple[str, ...] = ()
+    num_zeros_in_grad: int | None = None
+
+
+Copy = Callable[[torch.Tensor], torch.Tensor]
+
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Lazy(Protocol[T_co]):
+    """A result that is made when it is called for, which waits for the device. copied: the same, of copies of its tensors."""
+
+    def __call__(self) -> T_co: ...
+    def copied(self, copy: Copy) -> Lazy[T_co]: ...
+
+
+class Applied(Lazy[bool], Protocol):
+    """Whether a step was applied, which a device knows. ready: whether a call would not wait. on_device: the answer, 0-dim."""
+
+    def ready(self) -> bool: ...
+    def on_device(self) -> torch.Tensor: ...
+    def copied(self, copy: Copy) -> Applied: ...
+
+
+NonFiniteParams = Lazy[tuple[str, ...]]
+"""Names of the parameters with an inf or NaN in their gradients."""
+SkipReport = Lazy[tuple[SkippedReason, tuple[str, ...]]]
+"""Why a step was skipped, and those names."""
+
+
+@dataclass(frozen=True, eq=False)
+class LazyStepFields:
+    """The fields of a step that a device decided, read when somebody asks.
+
+    Attributes:
+        loss_scale, grad_norm, num_zeros: numbers, or 0-dim tensors.
+        report: why it was skipped, if it was.
+    """
+
+    loss_scale: Any
+    grad_norm: Any = None
+    report: SkipReport | None = None
+    num_zeros: Any = None
+
+    def __call__(self, applied: bool) -> StepFields:
+        norm = None if self.grad_norm is None else float(self.grad_norm)
+        fields = StepFields(loss_scale=float(self.loss_scale), grad_norm=norm)
+        if applied and self.num_zeros is not None:
+            return fields._replace(num_zeros_in_grad=int(self.num_zeros))
+        if applied or self.report is None:
+            return fields
+        reason, culprit = self.report()
+        return fields._replace(skipped_reason=reason, culprit=culprit)
+
+    @property
+    def pending(self) -> dict[str, torch.Tensor]:
+        """Those that live on a device, by name."""
+        numbers = {"loss_scale": self.loss_scale, "grad_norm": self.grad_norm}
+        return {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
+
+    def copied(self, copy: Copy) -> LazyStepFields:
+        """The same, of `copy` of each tensor."""
+        loss_scale, grad_norm, num_zeros = (
+            copy(value) if isinstance(value, torch.Tensor) else value
+            for value in (self.loss_scale, self.grad_norm, self.num_zeros)
+        )
+        return LazyStepFields(
+            loss_scale, grad_norm, None if self.report is None else self.report.copied(copy), num_zeros
+        )
+
+
+class StepResult:
+    """The outcome of `optimizer.step()`; true if parameters were updated.
+
+    applied: whether the optimizer changed the parameters.
+    skipped_reason: why it did not: None, "nonfinite_loss" (the forward pass made an inf or NaN) or "nonfinite_grad" (an
+        overflow).
+    culprit: names of the parameters with an inf or NaN in the gradient.
+    grad_norm: of the unscaled gradients before clipping; None where the step did not look at them.
+    loss_scale: the scale that this step's gradients carried; 1.0 without a loss scaler.
+    loss: what the closure returned, where ranks share gradients the mean over them; None without one.
+    num_zeros_in_grad: zero gradient elements of this rank; None unless the precision was asked to count them.
+    is_known: whether `applied` would not wait.
+    decision: `applied` without waiting, a 0-dim bool tensor where a device decides.
+    pending: numbers that still lie on a device, 0-dim, by name; None in the constructor is none.
+    fields: of the constructor: a `StepFields`, or what makes one when it is read.
+
+    Where the decision lives on a device, `applied` waits for that one flag and the other fields for the device, each when
+    first read; until then nothing waits.
+    """
+
+    __slots__ = ("_applied", "_fields", "loss", "pending")
+
+    def __init__(
+        self,
+        applied: bool | Applied,
+        fields: StepFields | Callable[[bool], StepFields],
+        *,
+        loss: Any = None,
+        pending: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self._applied = applied
+        self._fields = fields
+        self.loss = loss
+        self.pending = {} if pending is None else pending
+        """Numbers of the fields that live on a device, 0-dim, for those who want copies of them without waiting."""
+
+    @property
+    def applied(self) -> bool:
+        """Return whether the optimizer changed the parameters."""
+        if not isinstance(self._applied, bool):
+            self._applied = self._applied()
+        return self._applied
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether `applied` would not wait."""
+        return isinstance(self._applied, bool) or self._applied.ready()
+
+    @property
+    def decision(self) -> bool | torch.Tensor:
+        """Return what `applied` says, without waiting: a 0-dim bool tensor on the device where the decision lives on one."""
+        return self._applied if isinstance(self._applied, bool) else self._applied.on_device()
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of the unscaled gradients before clipping; None where the step did not look at them, as torch's own.
+
+        It looks under a loss scaler, after a clip and with `skip_nonfinite`. The gradients are those after the last
+        backward, and the norm type is that of the first `clip_grad_by_norm` since then, else 2.
+        """
+        return self._read().grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that this step's gradients carried; 1.0 without a loss scaler."""
+        return self._read().loss_scale
+
+    @property
+    def skipped_reason(self) -> SkippedReason | None:
+        """Return why the step was skipped: None, "nonfinite_loss" or "nonfinite_grad"."""
+        return self._read().skipped_reason
+
+    @property
+    def culprit(self) -> tuple[str, ...]:
+        """Names of the parameters with an inf or NaN in the gradient when the step was skipped."""
+        # Those of any rank where hosts decide, of this one where devices do: names would have to be waited for.
+        return self._read().culprit
+
+    @property
+    def num_zeros_in_grad(self) -> int | None:
+        """How many gradient elements of this rank were zero; None unless the precision was asked to count them."""
+        return self._read().num_zeros_in_grad
+
+    def without_loss(self) -> StepResult:
+        """This result, or a copy that does not hold the loss of a closure, and with it a graph."""
+        return self if self.loss is None else StepResult(self._applied, self._fields, pending=self.pending)
+
+    def with_zeros(self, number: int | None) -> StepResult:
+        """This result of a step that was applied, with `number` of zeros."""
+        return StepResult(True, self._read()._replace(num_zeros_in_grad=number))
+
+    def copied(self, copy: Copy) -> StepResult:
+        """Return the same result, of `copy` of each tensor that is not read yet, for who is about to overwrite them.
+
+        Raises TypeError for a result that is read by another way.
+        """
+        applied = self._applied if isinstance(self._applied, bool) else self._applied.copied(copy)
+        if isinstance(self._fields, StepFields):
+            return StepResult(applied, self._fields, loss=self.loss)
+        if not isinstance(self._fields, LazyStepFields):
+            raise TypeError(f"a step result that is read by {type(self._fields).__name__} cannot be copied")
+        # Waits for nothing.
+        fields = self._fields.copied(copy)
+        return StepResult(applied, fields, loss=self.loss, pending=fields.pending if self.pending else None)
+
+    def _read(self) -> StepFields:
+        if not isinstance(self._fields, StepFields):
+            self._fields = self._fields(self.applied)
+        return self._fields
+
+    def __bool__(self) -> bool:
+        return self.applied
+
+    def __repr__(self) -> str:
+        loss = self.loss.item() if isinstance(self.loss, torch.Tensor) and self.loss.numel() == 1 else self.loss
+        fields = ", ".join(f"{name}={value!r}" for name, value in self._read()._asdict().items())
+        return f"StepResult(applied={self.applied}, {fields}, loss={loss!r})"
+
+
+class LossScaleError(RuntimeError):
+    """Too many optimizer steps in a row were skipped because gradients were not finite."""
+
+
+class StepHistory:
+    """Counters of one optimizer's steps, and what waits for the outcome of the last ones.
+
+    max_consecutive_skips: so many skips in a row raise `LossScaleError` in `sync`; None never does.
+
+    Attributes:
+        progress: steps applied in this process, which no checkpoint restores.
+        last: the last result.
+        scaler: of the next steps, which the message describes.
+        waiting: steps that are not counted yet, each with what waits for it.
+        num_syncs: how often all were to be counted.
+    """
+
+    def __init__(self, max_consecutive_skips: int | None, scaler: LossScaler) -> None:
+        self.num_steps = 0
+        self.num_applied = 0
+        self.num_consecutive_skips = 0
+        self.progress = 0
+        self.last: StepResult | None = None
+        self._max_consecutive_skips = max_consecutive_skips
+        self.scaler = scaler
+        self.waiting: list[tuple[StepResult, list[Callable[[], None]]]] = []
+        self.num_syncs = 0
+        self._is_syncing = False
+
+    def record(self, result: StepResult) -> None:
+        """Record a step; its outcome need not be known yet."""
+        self.num_steps += 1
+        self.last = result if result.loss is None else result.without_loss()
+        self.waiting.append((self.last, []))
+
+    def when_synced(self, action: Callable[[], None]) -> None:
+        """Run `action` once the last step's outcome is known to the host: now, or at the next `sync()`."""
+        if self.waiting:
+            self.waiting[-1][1].append(action)
+        else:
+            action()
+
+    def sync(self, result: StepResult | None = None, *, ready_only: bool = False) -> None:
+        """Count the steps that wait, waiting for the outcome of each, then run what waited for it. Raises `LossScaleError`.
+
+        result: of a step that is not recorded yet. ready_only: count those alone that are known without waiting."""
+        if result is not None:
+            self.num_steps += 1
+            # A loss keeps its graph alive, and with it every activation.
+            self.last = result if result.loss is None else result.without_loss()
+            self.waiting.append((self.last, []))
+        if self._is_syncing:  # what waited asks about the step it waited for
+            return
+        self._is_syncing = True
+        self.num_syncs += not ready_only
+        try:
+            while self.waiting:
+                result, deferred = self.waiting[0]
+                if ready_only and not result.is_known:
+                    return
+                applied = result._applied is True or result.applied
+                del self.waiting[0]
+                if applied:
+                    self.num_applied += 1
+                    self.progress += 1
+                    self.num_consecutive_skips = 0
+                else:
+                    self.num_consecutive_skips += 1
+                # A scheduler steps only after a step that was applied.
+                for action in deferred:
+                    action()
+                if (
+                    self._max_consecutive_skips is not None
+                    and self.num_consecutive_skips >= self._max_consecutive_skips
+                ):
+                    raise LossScaleError(self._report(result))
+        finally:
+            self._is_syncing = False
+
+    def state_dict(self) -> dict[str, int]:
+        """The counters, without `progress`."""
+        return {name: getattr(self, name) for name in _COUNTERS}
+
+    def load_state_dict(self, counters: dict[str, int]) -> None:
+        """Restore what `read_counters` found."""
+        for name in _COUNTERS:
+            setattr(self, name, counters[name])
+
+    def _report(self, result: StepResult) -> str:
+        number = self.num_steps - len(self.waiting)
+        last = number - self.num_consecutive_skips
+        return (
+            f"{self.num_consecutive_skips} optimizer steps in a row were skipped, up to step {number}; "
+            f"{f'the last finite one was step {last}' if last else 'none was finite'}. Reason: {result.skipped_reason}; "
+            f"not finite: {', '.join(result.culprit) or 'gradients of another rank'}; loss scale {self.scaler.describe()}. "
+            "Look at these parameters' module and its inputs, lower the learning rate, keep the module in float32 "
+            "(keep_fp32=...), or raise Booster(max_consecutive_skips=...), which is "
+            f"{self._max_consecutive_skips}"
+        )
+
+
+def read_counters(state: Mapping[str, Any]) -> dict[str, int]:
+    """The counters in `state`; raises ValueError if one is missing or no whole number, or if they contradict each other."""
+    missing = [name for name in _COUNTERS if name not in state]
+    if missing:
+        raise ValueError(f"step counters {missing} are missing; there are {sorted(map(str, state))}")
+    counters = {name: state[name] for name in _COUNTERS}
+    for name, count in counters.items():
+        if not arguments.is_whole(count) or count < 0:
+            raise ValueError(f"{name}={count!r} is not a whole number of at least 0")
+    if counters["num_applied"] + counters["num_consecutive_skips"] > counters["num_steps"]:
+        raise ValueError(
+            f"the step counters contradict each other, more were applied and skipped than done: {counters}"
+        )
+    return counters
+
+
+_COUNTERS = ("num_steps", "num_applied", "num_consecutive_skips")
+
 
 Gradients = Any  # of `update.gradients`, which imports this file
 Application = Any  # of `update.application`, likewise

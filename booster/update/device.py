@@ -20,9 +20,8 @@ from booster.common.devices import HostCopy
 from booster.ranks.agreement import communication_device
 from booster.tensors.grads import agree_on, clamp_values, tensor_norms
 from booster.update.application import NO_SCALARS, Application, StepScalars
-from booster.update.decision import Decision, Norms
+from booster.update.decision import Copy, Decision, LazyStepFields, NonFiniteParams, Norms, StepFields, StepResult
 from booster.update.gradients import Gradients
-from booster.update.outcome import Copy, LazyStepFields, NonFiniteParams, StepFields, StepResult
 
 
 def device_of(optimizer: Any, group: dist.ProcessGroup | None) -> torch.device:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from booster.common.torch_internals.optimizer_internals import adjusted_muon_lr
-from booster.model.dtensors import is_dtensor, is_part, local_shard
+from booster.model.params import is_dtensor, is_part, local_shard
 from booster.update.in_backward_pass import bare_step
 
 MOST = 2**24

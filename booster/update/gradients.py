@@ -22,10 +22,9 @@ from booster.ranks import agreement
 from booster.tensors.grads import gradient_values, own_memory, scale_in_graph, scale_values
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.backward import BackwardPass, JointDecision
-from booster.update.context import StepListener, UpdateContext
+from booster.update.context import EVERY, FIRST, GradMutationCheck, Parameters, StepListener, UpdateContext
 from booster.update.decision import Norms
 from booster.update.in_backward import OptimizerInBackward
-from booster.update.parameters import EVERY, FIRST, GradMutationCheck, Parameters
 
 _logger = logging.getLogger(__name__)
 WHOLE = nullcontext()  # where parameters are whole, `local()` changes nothing

@@ -16,9 +16,8 @@ from booster.ranks import agreement
 from booster.tensors.grads import clamp_values, nonfinite_indices, tensor_norms
 from booster.update.application import NO_SCALARS, Application, StepScalars
 from booster.update.context import UpdateContext
-from booster.update.decision import Decision, Norms
+from booster.update.decision import Copy, Decision, NonFiniteParams, Norms, StepFields, StepResult
 from booster.update.gradients import Gradients
-from booster.update.outcome import Copy, NonFiniteParams, StepFields, StepResult
 
 _NONFINITE = attrgetter("nonfinite")  # of every norm in every step, without a Python call for each
 

@@ -11,18 +11,18 @@ import torch
 from torch.optim import Optimizer
 
 from booster.common.snapshot import StateSnapshot
-from booster.model.dtensors import local_shard
 from booster.model.optimizers import state_differences
+from booster.model.params import local_shard
 from booster.ranks import agreement
-from booster.shards.flat_shard import FlatShard
+from booster.shards.zero_states import FlatShard
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.fused_kernel import implementation, keep_implementation
-from booster.update.optimizer_state import Fill
-from booster.update.outcome import StepHistory, read_counters
+from booster.update.choice import implementation, keep_implementation
+from booster.update.decision import StepHistory, read_counters
 from booster.update.state_dict import (
     PREVIOUS_NORM,
     RELEASE,
     STATE_KEY,
+    Fill,
     check_complete,
     check_shapes,
     cut,

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.common.arguments import listed
 from booster.common.snapshot import attributes
-from booster.common.text import listed
 from booster.ranks import agreement
-from booster.update.decision import Decision
+from booster.update.decision import Decision, LazyStepFields, StepFields, StepResult
 from booster.update.gradients import WHOLE, Gradients
 from booster.update.in_backward import OptimizerInBackward
-from booster.update.optimizer_state import OptimizerState
-from booster.update.outcome import LazyStepFields, StepFields, StepResult
+from booster.update.state_dict import OptimizerState
 
 _logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from booster.ranks.coordinator import DistCoordinator
+from booster.ranks.agreement import DistCoordinator
 
 
 def test_without_a_process_group_it_is_a_world_of_one(capsys):

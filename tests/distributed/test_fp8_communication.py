@@ -11,7 +11,7 @@ from torch import nn
 from booster import Booster
 from booster.mixed_precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from booster.plugin import FP8Communication, LowLevelZeroPlugin, TorchDDPPlugin
-from booster.plugin.ddp import fp8_communication
+from booster.plugin.ddp import averaged_gradients
 
 DIM, CLASSES, BATCH = 24, 5, 64
 FEEDBACK = FP8Communication(error_feedback=True)
@@ -146,14 +146,14 @@ def sent(rank, world_size, kind, precision):
     with pytest.MonkeyPatch.context() as patch:
 
         def counted(name, of):
-            real = getattr(fp8_communication, name, None) or getattr(dist, name)
+            real = getattr(averaged_gradients, name, None) or getattr(dist, name)
 
             def call(out, given, *args, **kwargs):
                 nonlocal count
                 count += (world_size - 1) / world_size * max(out.nbytes, given.nbytes) if of == "whole" else 0.0
                 return real(out, given, *args, **kwargs)
 
-            patch.setattr(fp8_communication if hasattr(fp8_communication, name) else dist, name, call)
+            patch.setattr(averaged_gradients if hasattr(averaged_gradients, name) else dist, name, call)
 
         counted("all_to_all_single", "whole")
         counted("all_gather_flat", "whole")

@@ -396,7 +396,7 @@ def test_ssh_that_fails_is_told_from_a_failing_script(tmp_path, cluster):
 LONGER = """
 import os, time
 from pathlib import Path
-from booster.ranks.coordinator import DistCoordinator
+from booster.ranks.agreement import DistCoordinator
 if dist.get_rank() == 0:
     Path("pid").write_text(str(os.getpid()))
 coordinator = DistCoordinator()

@@ -26,10 +26,10 @@ from booster import Booster
 from booster.common.torch_internals.pipeline_internals import computes_weights_apart
 from booster.mixed_precision import BF16MixedPrecision
 from booster.mixed_precision.half_products.product_choice import HalfProducts
-from booster.model.dtensors import local_shard
+from booster.model.params import local_shard
 from booster.plugin import HybridParallelPlugin
 from booster.plugin.pipeline import StagePipeline, plan_pipeline
-from booster.tensors.micro_batch import divide
+from booster.tensors.trees import divide
 
 DIM, HEADS, LENGTH, WORDS = 16, 2, 6, 23
 CPU = torch.device("cpu")

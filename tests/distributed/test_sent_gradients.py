@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.plugin.ddp.fp8_communication import ExchangedSum
-from booster.plugin.zero.plugin import SliceReducer
+from booster.plugin.ddp.averaged_gradients import ExchangedSum
+from booster.plugin.zero import SliceReducer
 from booster.shards.zero_buckets import ModuleBuckets
 
 SIZE = 2**16  # elements of a bucket, of which each of two ranks keeps half

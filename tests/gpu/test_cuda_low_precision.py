@@ -11,9 +11,9 @@ from booster import Booster
 from booster.kernels import matrices
 from booster.mixed_precision import FP8MixedPrecision, Int8MixedPrecision
 from booster.mixed_precision.low_precision import operands
-from booster.mixed_precision.low_precision.kernels import lacks
-from booster.mixed_precision.low_precision.layer_trials import complaint
+from booster.mixed_precision.low_precision.conversion import complaint
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, product
+from booster.mixed_precision.low_precision.operands import lacks
 from booster.mixed_precision.low_precision.recipes import (
     FP8_RECIPES,
     INT8_RECIPE,

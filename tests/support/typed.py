@@ -13,7 +13,7 @@ from typing_extensions import assert_type
 
 from booster import Booster
 from booster.interface.optimizer import OptimizerWrapper
-from booster.update.outcome import StepResult
+from booster.update.decision import StepResult
 
 
 class Net(nn.Module):

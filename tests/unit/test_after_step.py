@@ -111,7 +111,7 @@ def test_a_decision_on_a_device_is_told_as_a_tensor_there_and_waits_for_nothing(
 
 
 def test_the_compiled_update_tells_too(monkeypatch):
-    monkeypatch.setattr("booster.update.compiled_step.torch.compile", lambda function, **options: function)
+    monkeypatch.setattr("booster.update.choice.torch.compile", lambda function, **options: function)
     precision = listening(FP16TorchMixedPrecision, init_scale=2.0**8)
     booster = Booster("cpu", precision, fused_optimizer="compile")
     net = nn.Linear(4, 4)

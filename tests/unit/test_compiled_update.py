@@ -12,7 +12,7 @@ from torch import nn
 
 from booster import Booster
 from booster.update.application import Application
-from booster.update.compiled_step import CompiledApplication, can_compile
+from booster.update.choice import CompiledApplication, can_compile
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2}),

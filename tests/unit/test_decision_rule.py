@@ -17,7 +17,7 @@ from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DeviceScale, DynamicScale
 from booster.update.application import Application
 from booster.update.context import UpdateContext, UpdateOptions
-from booster.update.optimizer_state import OptimizerState
+from booster.update.state_dict import OptimizerState
 
 KERNELS = "kernels"
 INF, NAN = math.inf, math.nan

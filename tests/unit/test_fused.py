@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from booster import Booster
 from booster.common.torch_internals.tensor_internals import FakeTensorMode
-from booster.update import fused_kernel as fused
+from booster.update import choice as fused
 
 LOGGER = "booster.update"
 

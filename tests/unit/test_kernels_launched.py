@@ -33,7 +33,7 @@ FORMS = {  # with the bytes of an element of the weights, their rest, and each s
 def test_elements_beyond_those_that_32_bits_count_are_found(form, monkeypatch):
     """Addresses are moved back by as much as offsets are moved on, so no memory of that size is needed."""
     from booster.kernels.launches import COLUMNS, TILE
-    from booster.kernels.table import Table
+    from booster.kernels.segments import Table
 
     precision, options, sizes, has_scales = FORMS[form]
     found = []
@@ -206,10 +206,10 @@ def test_a_form_is_one_file_and_one_entry_and_serves_every_rule(monkeypatch):
     from interpreted_added import CUT, Cut
 
     from booster.kernels.weights import FORMS as KERNELS
-    from booster.masters import options
+    from booster.masters import formats
 
     monkeypatch.setitem(KERNELS, Cut, CUT)
-    monkeypatch.setitem(options._ROUNDINGS, "nearest", Cut)
+    monkeypatch.setitem(formats._ROUNDINGS, "nearest", Cut)
     for make in (adamw, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.RMSprop(p, lr=1e-3)):
         both = pair(make_model, make, lambda: BF16NaiveMixedPrecision(master_weights="none"))
         for number in range(3):

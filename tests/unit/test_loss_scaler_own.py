@@ -12,7 +12,7 @@ from torch.optim import SGD
 from booster import Booster
 from booster.loss_scaler import DeviceScale, DynamicScale, LossScaler, NoScale, StaticScale
 from booster.mixed_precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
-from booster.update.outcome import LossScaleError
+from booster.update.decision import LossScaleError
 
 both = pytest.mark.parametrize("decides", [HOST, DEVICE])
 OVERFLOWS = [False, False, True, False, True, True, False, False, False]

@@ -34,7 +34,7 @@ from booster.mixed_precision import (
 )
 from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.hardware import gives_float32_sums, multiplies_into_sums, sums_int8_exactly
-from booster.mixed_precision.low_precision import kernels, layer_trials
+from booster.mixed_precision.low_precision import conversion, operands
 from booster.mixed_precision.low_precision.conversion import LinearConversion
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, emulate, multiply_scaled, product
 from booster.mixed_precision.low_precision.recipes import (
@@ -290,7 +290,7 @@ def test_what_a_cpu_does_with_a_factor_is_looked_at(monkeypatch):
 def test_kernels_that_a_cpu_has_agree_with_the_emulation(name):
     linear, x, g = data((3, 7), 48, 32)  # 21 rows: filled up
     emulated = passes(LowPrecisionLinear.of(copy.deepcopy(linear), RECIPES[name], kernels=False), x, g)
-    recipe = kernels.for_device(RECIPES[name], torch.device("cpu"))
+    recipe = operands.for_device(RECIPES[name], torch.device("cpu"))
     try:
         run = passes(LowPrecisionLinear.of(linear, recipe, kernels=True), x, g)
     except NotImplementedError as error:  # torch 2.11 multiplies fp8 on GPUs alone
@@ -312,9 +312,9 @@ def test_whole_numbers_are_summed_exactly_by_the_kernel_of_this_cpu_and_by_that_
     b[:, length // 2 :] *= -1
     left, right = (scale_to(each, INT8_RECIPE.output.left.format, Scaling("row")) for each in (a, b))
     exact = (left.values.double() @ right.values.double().t()).float() * left.scale * right.scale.t()
-    assert torch.equal(kernels.whole_numbers_in_float32(left, right), exact)
+    assert torch.equal(operands.whole_numbers_in_float32(left, right), exact)
     if sums_int8_exactly():
-        assert torch.equal(kernels.whole_numbers(left, right), exact)
+        assert torch.equal(operands.whole_numbers(left, right), exact)
 
 
 def test_int8_takes_another_kernel_where_sums_saturate(monkeypatch):
@@ -322,11 +322,11 @@ def test_int8_takes_another_kernel_where_sums_saturate(monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.setattr("booster.mixed_precision.hardware.int_mm", lambda a, b: torch._int_mm(a, b).clamp(max=2**15))
     assert not sums_int8_exactly.__wrapped__()
-    monkeypatch.setattr("booster.mixed_precision.low_precision.kernels.sums_int8_exactly", lambda: False)
+    monkeypatch.setattr("booster.mixed_precision.low_precision.operands.sums_int8_exactly", lambda: False)
     _, model, _ = boosted(STRATEGIES["int8"]())
     assert {m.recipe.kernel for m in model.modules() if isinstance(m, LowPrecisionLinear)} == {"int8 in float32"}
-    assert kernels.for_device(INT8_RECIPE, torch.device("cuda")) is INT8_RECIPE
-    assert kernels.for_device(RECIPES["fp8"], cpu) is RECIPES["fp8"]
+    assert operands.for_device(INT8_RECIPE, torch.device("cuda")) is INT8_RECIPE
+    assert operands.for_device(RECIPES["fp8"], cpu) is RECIPES["fp8"]
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -355,12 +355,12 @@ def test_scales_lie_in_tiles_as_the_documentation_of_cublas_says():
             for column in range(columns):
                 tile = row // 128 * across + column // 4
                 expected[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = scale[row, column]
-        assert torch.equal(kernels.tiled(scale), expected)
+        assert torch.equal(operands.tiled(scale), expected)
 
 
 def test_two_numbers_of_four_bits_lie_in_a_byte_the_first_one_below():
     values = round_to(torch.randn(6, 32, generator=torch.Generator().manual_seed(0)) * 3, E2M1)
-    bytes_ = kernels.packed(values).view(torch.uint8)
+    bytes_ = operands.packed(values).view(torch.uint8)
     assert torch.equal(decode(bytes_ & 15, E2M1), values[:, ::2])
     assert torch.equal(decode(bytes_ >> 4, E2M1), values[:, 1::2])
 
@@ -373,7 +373,7 @@ def test_rows_are_filled_up_for_kernels_without_changing_the_numbers(monkeypatch
         seen.append((a.values.shape, b.values.shape))
         return emulate(a, b, torch.bfloat16)
 
-    monkeypatch.setattr(kernels, "microscaled", stand_in)
+    monkeypatch.setattr(operands, "microscaled", stand_in)
     for name in ("mxfp8", "nvfp4"):
         linear, x, g = data((3, 7), 64, 96)
         emulated = passes(LowPrecisionLinear.of(copy.deepcopy(linear), RECIPES[name], kernels=False), x, g)
@@ -450,22 +450,22 @@ def test_a_device_without_the_format_is_refused_with_the_way_out():
 def test_what_a_gpu_has_goes_by_its_compute_capability(monkeypatch, capability, has):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Something")
-    monkeypatch.setattr(kernels, "fails", lambda recipe, device: "")
+    monkeypatch.setattr(operands, "fails", lambda recipe, device: "")
     device = torch.device("cuda", 0)
-    lacking = {name: kernels.lacks(RECIPES[name], device) for name in ("fp8", "fp8 blocks", "mxfp8", "nvfp4", "int8")}
+    lacking = {name: operands.lacks(RECIPES[name], device) for name in ("fp8", "fp8 blocks", "mxfp8", "nvfp4", "int8")}
     assert " ".join(name for name, said in lacking.items() if not said) == has
     assert all(
         said.endswith(f"NVIDIA Something has {capability[0]}.{capability[1]}") for said in lacking.values() if said
     )
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "AMD's" in kernels.lacks(RECIPES["fp8"], device)
+    assert "AMD's" in operands.lacks(RECIPES["fp8"], device)
 
 
 PROBED = ["fp8", "fp8 rowwise", "fp8 rowwise_with_gw_hp", "fp8 blocks", "mxfp8", "nvfp4", "int8"]
 
 
 def products_of(run):
-    """A stand-in for `kernels.multiply`, which a CPU has not for all: what is emulated, changed by `run`."""
+    """A stand-in for `operands.multiply`, which a CPU has not for all: what is emulated, changed by `run`."""
     return lambda a, b, how, recipe: run(emulate(a, b, torch.bfloat16), a, how, recipe)
 
 
@@ -475,26 +475,26 @@ def test_a_gpu_is_asked_for_each_product_that_a_recipe_makes(monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX Something")
     recipe, cpu, asked = RECIPES[name], torch.device("cpu"), []
-    monkeypatch.setattr(kernels, "multiply", products_of(lambda y, a, how, recipe: asked.append(how) or y))
-    assert kernels.fails.__wrapped__(recipe, cpu) == ""
+    monkeypatch.setattr(operands, "multiply", products_of(lambda y, a, how, recipe: asked.append(how) or y))
+    assert operands.fails.__wrapped__(recipe, cpu) == ""
     low = [how for how in (recipe.output, recipe.input_gradient, recipe.weight_gradient) if isinstance(how, GemmConfig)]
     assert asked == low
 
     def refuse(y, a, how, recipe):
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul\nand more")
 
-    monkeypatch.setattr(kernels, "multiply", products_of(refuse))
-    said = kernels.fails.__wrapped__(recipe, cpu)
+    monkeypatch.setattr(operands, "multiply", products_of(refuse))
+    said = operands.fails.__wrapped__(recipe, cpu)
     assert said == (
         f"{recipe.name} cannot run on NVIDIA RTX Something, where the product of the output is refused: "
         "CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul"
     )
     for wrong in (lambda y: y * 1.02, lambda y: y * torch.nan, lambda y: torch.cat([y[:64], y[:64]])):
         monkeypatch.setattr(
-            kernels, "multiply", products_of(lambda y, a, how, recipe, wrong=wrong: wrong(y) if how is low[-1] else y)
+            operands, "multiply", products_of(lambda y, a, how, recipe, wrong=wrong: wrong(y) if how is low[-1] else y)
         )
-        assert kernels.fails.__wrapped__(recipe, cpu).endswith(" is wrong")
-    monkeypatch.setattr(kernels, "fails", lambda recipe, device: said)
+        assert operands.fails.__wrapped__(recipe, cpu).endswith(" is wrong")
+    monkeypatch.setattr(operands, "fails", lambda recipe, device: said)
     with pytest.raises(ValueError, match=r"where the product of the output is refused.*\(emulate=True\)"):
         LinearConversion(recipe, precision="X").runs(torch.device("cuda:0"))
     assert not LinearConversion(recipe, "auto").runs(torch.device("cuda:0"))
@@ -567,7 +567,7 @@ def test_the_table_of_hardware_says_what_precisions_do_there(monkeypatch, hardwa
     refusing = True  # whether a product that is asked for is refused
     refused = {"fp8 blocks"} if hardware.startswith(("B200", "RTX 50")) else set()  # by torch, but for Hopper
     monkeypatch.setattr(
-        kernels,
+        operands,
         "fails",
         lambda recipe, device: (
             "no product" if recipe.name in refused or refusing and cells.get(recipe.name) == "asked" else ""
@@ -950,7 +950,7 @@ def test_right_layers_pass_the_check_and_no_generator_moves(name, dtype):
     for inputs, outputs, bias in ((32, 96, True), (256, 32, False)):
         layer = LowPrecisionLinear.of(nn.Linear(inputs, outputs, bias=bias), RECIPES[name], kernels=False)
         weights, state = copy.deepcopy(layer.state_dict()), torch.get_rng_state()
-        assert layer_trials.complaint(layer, torch.device("cpu"), dtype) == ""
+        assert conversion.complaint(layer, torch.device("cpu"), dtype) == ""
         assert torch.equal(torch.get_rng_state(), state)
         assert all(torch.equal(value, weights[key]) for key, value in layer.state_dict().items())
         assert all(param.grad is None for param in layer.parameters())

@@ -13,8 +13,8 @@ import booster
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, NoScale
 from booster.masters import MasterOptions, Masters, choose_master_update
+from booster.update.choice import switch_to_fused
 from booster.update.context import UpdateContext
-from booster.update.fused_kernel import switch_to_fused
 
 ELEMENTWISE = {
     "Adam": lambda p: optim.Adam(p, lr=1e-2),

@@ -19,8 +19,8 @@ from booster.memory import (
     show,
     what_to_change,
 )
-from booster.memory.fully_sharded_memory import FullySharded
 from booster.memory.measured_memory import StorageTracker
+from booster.memory.pass_memory import FullySharded
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP8MixedPrecision, FP16ApexMixedPrecision, hardware
 from booster.mixed_precision.policy import DtypePolicy
 from booster.plugin import SingleDevice

@@ -11,7 +11,7 @@ from small_job import boost, train
 from test_record import INF, recorded
 
 from booster.cli import main
-from booster.common.text import shortened
+from booster.common.arguments import shortened
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 from booster.numerics import read_run
 from booster.numerics.record.recorded_run import Run, Step

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from booster.plugin.pipeline import plan_pipeline
 from booster.plugin.pipeline.shape_inference import infer_shapes
-from booster.tensors.micro_batch import divide
+from booster.tensors.trees import divide
 
 DIM = 4
 

@@ -7,8 +7,8 @@ from torch.nn.utils import parametrize, weight_norm
 
 from booster import Booster
 from booster.mixed_precision import BF16MixedPrecision, DtypePolicy, FP16TorchMixedPrecision
+from booster.mixed_precision.half_products.product_choice import product_modules
 from booster.mixed_precision.policy import gathered_modules
-from booster.mixed_precision.products import product_modules
 
 
 def named(**modules):

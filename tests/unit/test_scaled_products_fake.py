@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from booster.common.torch_internals.tensor_internals import FakeTensorMode
-from booster.mixed_precision.low_precision import kernels
+from booster.mixed_precision.low_precision import operands
 from booster.mixed_precision.low_precision.linear import product
 from booster.mixed_precision.low_precision.recipes import (
     FP8_RECIPES,
@@ -48,6 +48,6 @@ def test_products_of_any_layer_and_number_of_tokens_meet_the_demands_of_a_gpu(na
 
 
 def test_a_layout_that_a_gpu_refuses_is_refused_here(monkeypatch):
-    monkeypatch.setattr(kernels, "column_major", lambda x: x.scale)
+    monkeypatch.setattr(operands, "column_major", lambda x: x.scale)
     with pytest.raises(RuntimeError, match="blockwise scaling"):
         products(RECIPES["fp8 blocks"], 64, 1280, 256)

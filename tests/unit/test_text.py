@@ -2,7 +2,7 @@
 
 import torch
 
-from booster.common.text import columns, counted, dtype_name, listed, raised
+from booster.common.arguments import columns, counted, dtype_name, listed, raised
 
 
 def test_names_are_listed_up_to_a_number_and_the_rest_is_counted():

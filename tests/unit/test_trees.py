@@ -14,8 +14,7 @@ from booster.mixed_precision import FP16ApexMixedPrecision, NaiveAMPModel, set_f
 from booster.plugin import TorchDDPPlugin
 from booster.plugin.fsdp.forward_hooks import outputs_without_views
 from booster.tensors.cast_regions import cast_floats
-from booster.tensors.micro_batch import divide
-from booster.tensors.trees import form, join, map_tensors, tensors, with_leaves
+from booster.tensors.trees import divide, form, join, map_tensors, tensors, with_leaves
 from booster.tensors.trees import leaves as all_leaves
 
 META = torch.device("meta")

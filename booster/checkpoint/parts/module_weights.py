@@ -18,13 +18,12 @@ from booster.checkpoint.parts.part import LoadContext, Part, SaveContext, Step, 
 from booster.checkpoint.saved_checkpoint import SavedCheckpoint
 from booster.checkpoint.state_tree import reference, shard_like
 from booster.checkpoint.weight_files import fits, ties_that_differ
-from booster.common.arguments import is_whole
-from booster.common.text import listed
+from booster.common.arguments import is_whole, listed
 from booster.common.untrusted_files import JsonForm, check_form
 from booster.interface.model import ModelWrapper, extras_of
 from booster.masters.master_state import LoadedWeights
-from booster.model.dtensors import local_shard
 from booster.model.modules import parameter_names, parents
+from booster.model.params import local_shard
 from booster.tensors.trees import HALF_DTYPES
 
 _logger = logging.getLogger(__name__)

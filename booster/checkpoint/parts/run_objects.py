@@ -16,7 +16,7 @@ from booster.checkpoint.state_tree import reference
 from booster.common.snapshot import SharedRandom, of_torch, random_state, set_random_state, shared_random
 from booster.data import DRAWS, OWN_STATE, DataLoaderWrapper, skips
 from booster.interface.scheduler import LRSchedulerWrapper, known_state
-from booster.model.dtensors import is_dtensor
+from booster.model.params import is_dtensor
 
 
 class StatefulObjects(Part):

@@ -18,9 +18,9 @@ Files, in reading order:
 
     apex_options.py       the four levels as data, what a user overrides, what contradicts a level, in apex's words
     scale.py              one loss scale for each loss, shared by all optimizers
-    apex_precision.py     `FP16ApexMixedPrecision`: the hooks of a precision, and its boosted model
+    apex_precision.py     `FP16ApexMixedPrecision`: the hooks of a precision, its boosted model, and its update, which skips a
+                          step after an overflow
     apex_gradients.py     `ApexGradients`: a pass set apart, unscaled, checked, added; under O2 sums in float32 besides `.grad`
-    skipping_update.py    the update of both, which skips a step after an overflow
     o1.py                 O1's casts: functions of torch by apex's lists, functions that the user registers, contexts
     real.py               the real apex.amp, where it is installed and asked for
 

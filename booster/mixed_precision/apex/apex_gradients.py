@@ -16,7 +16,7 @@ from booster.common.torch_internals.tensor_internals import sparse_values, versi
 from booster.masters.masters import Masters
 from booster.mixed_precision.apex.apex_options import check_dtypes
 from booster.mixed_precision.apex.scale import ApexScales
-from booster.model.dtensors import dtensor_around, local_shard
+from booster.model.params import dtensor_around, local_shard
 from booster.ranks import agreement
 from booster.tensors.grads import gradient_values, own_memory, scale_values, unscale_values
 from booster.update.backward import BackwardPass

@@ -28,11 +28,10 @@ from booster.model.params import named_parameters
 from booster.update.application import Application, StepScalars
 from booster.update.backward import BackwardPass
 from booster.update.context import UpdateContext, UpdateOptions
-from booster.update.decision import Norms
+from booster.update.decision import Norms, StepFields, StepResult
 from booster.update.gradients import Gradients
 from booster.update.host import HostDecision, HostNorms
-from booster.update.optimizer_state import OptimizerState
-from booster.update.outcome import StepFields, StepResult
+from booster.update.state_dict import OptimizerState
 from booster.update.update import Update
 
 

@@ -24,7 +24,7 @@ from booster.common.torch_internals.autograd_internals import (
 from booster.common.torch_internals.tensor_internals import storage_key, version
 from booster.mixed_precision import hardware
 from booster.mixed_precision.half_products.half_sums import CONDITIONS, SMALL, SUMS, is_half, rounded, without_autocast
-from booster.model.dtensors import is_dtensor
+from booster.model.params import is_dtensor
 from booster.tensors.cast_regions import CastMode, cast_floats, run_engine
 from booster.tensors.trees import HALF_DTYPES
 from booster.tensors.weak import cast_weak_args

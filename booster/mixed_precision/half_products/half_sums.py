@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from booster.common.torch_internals.autograd_internals import dual_level, interpreters_around, node_dtypes
-from booster.model.dtensors import is_dtensor
+from booster.model.params import is_dtensor
 from booster.tensors.trees import HALF_DTYPES
 
 # Elements of an operand that autograd keeps in float32: to keep the half and widen that again costs more time than such an

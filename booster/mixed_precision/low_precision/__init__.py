@@ -16,16 +16,15 @@ An example: one layer in `fp8` with the recipe "tensorwise", one training step.
 Files, in reading order:
 
     recipes.py       formats and scales as data: `CastConfig` of a matrix, `GemmConfig` of a product, `Recipe` of a layer
-    operands.py      a matrix as a product reads it: padded, rotated, quantized, transposed; weights quantized once
-    kernels.py       the products on hardware that has the format, by torch's scaled products
+    operands.py      a matrix as a product reads it: padded, rotated, quantized, transposed; weights quantized once; and
+                     the products on hardware that has the format, by torch's scaled products
     linear.py        `LowPrecisionLinear` and its autograd function; the emulation in a wide dtype; delayed scaling
-    conversion.py    which layers of a model are converted, how, and back
-    layer_trials.py  a layer checked against a plain one, and timed
+    conversion.py    which layers of a model are converted, how, and back; each is checked against a plain one, and timed
     low_precisions.py
                      the precisions: options, and what is around the layers
     autopilot.py     products that go over to a high precision, and back, while a run goes on
 
-What may be touched: a new recipe is data in recipes.py, and its own kernel in kernels.py; the emulation defines its
+What may be touched: a new recipe is data in recipes.py, and its own kernel in operands.py; the emulation defines its
 numbers, and tests hold the kernel to it. `Recipe` is hashed by torch.compile, so it stays frozen. `numerics/record` watches
 products through `LowPrecisionLinear.watchers`; plugins that gather weights in fp8 set `LowPrecisionLinear.arrived`.
 """

@@ -19,12 +19,12 @@ from booster.common import arguments
 from booster.common.torch_internals.autograd_internals import compiler_is_loaded, outside_of_graphs
 from booster.common.torch_internals.tensor_internals import is_fake_kind
 from booster.mixed_precision.hardware import gives_float32_sums, multiplies_into_sums
-from booster.mixed_precision.low_precision.kernels import multiply
 from booster.mixed_precision.low_precision.operands import (
     GatheredWeight,
     QuantizedWeight,
     QuantizedWeights,
     both,
+    multiply,
     quantized,
     transposed,
 )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from booster.common import arguments
-from booster.masters.options import MasterOptions
+from booster.masters.formats import MasterOptions
 from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.keep_fp32 import Blocks, Ends, KeepFP32, is_batch_norm, normalise_keep_fp32
@@ -61,7 +61,7 @@ class LowPrecision(HalfPrecision):
     `keep=(Ends(), Blocks(last=0.15))` keeps the ends and the last blocks wide. Layers with features that are not a multiple of
     what kernels want stay wide too, and so do subclasses of `nn.Linear`; one INFO line names them.
 
-    `boost` checks each kind of layer against a plain one (`layer_trials.complaint`), and raises RuntimeError where they differ
+    `boost` checks each kind of layer against a plain one (`conversion.complaint`), and raises RuntimeError where they differ
     by more than the recipe may. Raises ValueError for a model of which no layer can be converted. Backward with
     create_graph=True raises RuntimeError.
     """

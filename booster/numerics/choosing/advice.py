@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from booster.common import arguments
-from booster.common.text import columns, listed
+from booster.common.arguments import columns, listed
 from booster.mixed_precision import MixedPrecision
 from booster.numerics.choosing.trained_subject import LayerError
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from booster.common import arguments
+from booster.common.arguments import columns
 from booster.common.devices import resolve_device
 from booster.common.snapshot import seeded
-from booster.common.text import columns
 from booster.mixed_precision import (
     FP8MixedPrecision,
     Int8MixedPrecision,
@@ -20,10 +20,9 @@ from booster.mixed_precision import (
     MXFP8MixedPrecision,
     NVFP4MixedPrecision,
 )
-from booster.mixed_precision.low_precision.kernels import for_device
-from booster.mixed_precision.low_precision.layer_trials import seconds, timed
-from booster.tensors.micro_batch import MicroBatch
-from booster.tensors.trees import map_tensors
+from booster.mixed_precision.low_precision.conversion import seconds, timed
+from booster.mixed_precision.low_precision.operands import for_device
+from booster.tensors.trees import MicroBatch, map_tensors
 
 _PRECISIONS: dict[str, Callable[[], LowPrecision]] = {
     "fp8 tensorwise": FP8MixedPrecision,

@@ -20,8 +20,7 @@ from booster.memory import Measured, measure
 from booster.memory.measured_memory import StorageTracker, kept_tensors
 from booster.mixed_precision import MixedPrecision
 from booster.plugin import SingleDevice
-from booster.tensors.micro_batch import MicroBatch
-from booster.tensors.trees import map_tensors, tensors
+from booster.tensors.trees import MicroBatch, map_tensors, tensors
 from booster.update.context import UpdateOptions
 
 _MOST_SCALES = 48  # that are tried until gradients are finite

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from booster.common.text import listed
+from booster.common.arguments import listed
 from booster.numerics.diagnosis.nonfinite_trace import SUMS, NonFiniteInput, NonFiniteResult, is_intended
 from booster.numerics.diagnosis.places import Numbers
 from booster.numerics.diagnosis.replay import Outcome

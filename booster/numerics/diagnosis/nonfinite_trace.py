@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from booster.common.text import dtype_name
+from booster.common.arguments import dtype_name
 from booster.common.torch_internals.autograd_internals import without_function_modes
 from booster.common.torch_internals.tensor_internals import TorchDispatchMode, is_fake_kind, storage_key, written_values
 from booster.numerics.diagnosis.places import MemoryNames, Numbers, Place, PlaceFinder, bad_rows, numbers_of

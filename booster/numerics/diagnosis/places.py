@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.common.frames import is_users
-from booster.common.text import dtype_name
+from booster.common.arguments import dtype_name
+from booster.common.misuse import is_users
 from booster.common.torch_internals.autograd_internals import (
     engine_starts,
     graph_task,
@@ -23,7 +23,7 @@ from booster.common.torch_internals.autograd_internals import (
     running_node,
 )
 from booster.common.torch_internals.tensor_internals import storage_key
-from booster.tensors.micro_batch import at_stage
+from booster.tensors.trees import at_stage
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from booster.common.torch_internals.autograd_internals import uncompiled
 from booster.common.torch_internals.tensor_internals import default_store
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of
-from booster.model.dtensors import local_shard
 from booster.model.modules import bare
+from booster.model.params import local_shard
 from booster.numerics.diagnosis.nonfinite_trace import NonFiniteInput, NonFiniteResult, NonFiniteTrace
 from booster.numerics.diagnosis.places import MemoryNames, PlaceFinder
 from booster.ranks.agreement import gather_bytes

@@ -27,7 +27,7 @@ from booster.ranks import agreement
 from booster.tensors.cast_regions import region
 from booster.update.backward import begin_backward, end_backward, run_backward
 from booster.update.context import StepListener
-from booster.update.outcome import StepResult
+from booster.update.decision import StepResult
 
 _ADVICE = "To see all of it, pass the criterion to boost(), or call b.diagnose(lambda: loss, optimizer)."
 _logger = get_dist_logger("booster.numerics")

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from booster.common.arguments import dtype_name
 from booster.common.snapshot import attributes, random_state, set_random_state
-from booster.common.text import dtype_name
 from booster.numerics.diagnosis.diagnosis import Cause, Diagnosis, Kind, cause_of
 from booster.numerics.diagnosis.replay import RanksApart, Replay, ReplayBarrier, StoppedElsewhere
 from booster.ranks import agreement

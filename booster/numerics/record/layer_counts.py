@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.common.arguments import dtype_name
 from booster.common.devices import HostCopy
-from booster.common.text import dtype_name
 from booster.common.torch_internals.autograd_internals import graph_task
 from booster.interface.model import ModelWrapper
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.operands import low, padded_and_rotated
 from booster.mixed_precision.low_precision.recipes import GemmConfig, HighPrecision
-from booster.model.dtensors import local_shard
 from booster.model.modules import matcher
+from booster.model.params import local_shard
 from booster.numerics.record.samples import NUM_COUNTS, count_exponents, exponents_of
 from booster.tensors.trees import tensors
 

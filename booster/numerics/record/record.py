@@ -31,9 +31,9 @@ from booster.numerics.record.layer_counts import ActivationCounts, OperandCounts
 from booster.numerics.record.record_file import SCHEMA, LineFile
 from booster.numerics.record.samples import Sample
 from booster.plugin import Plugin
-from booster.ranks.coordinator import DistCoordinator
+from booster.ranks.agreement import DistCoordinator
 from booster.update.context import StepListener
-from booster.update.outcome import StepResult
+from booster.update.decision import StepResult
 from booster.update.update import Update
 
 _logger = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from booster.common.arguments import dtype_name
 from booster.common.devices import HostCopy
-from booster.common.text import dtype_name
 from booster.masters.formats import Kahan, Nearest
 from booster.masters.master_state import MasterState
 from booster.tensors.flat import flat_like, is_dense

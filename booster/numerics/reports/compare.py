@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from booster.common import arguments
-from booster.common.text import counted
+from booster.common.arguments import counted
 from booster.numerics.record.recorded_run import Run, Step
 from booster.numerics.record.samples import Underflow
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from html import escape
 
-from booster.common.text import raised
+from booster.common.arguments import raised
 from booster.numerics.record.recorded_run import Run, Step
 from booster.numerics.record.samples import Underflow, edges
 from booster.numerics.reports.pictures import STYLE, Band, bars, lines, map_of

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from booster.common.text import raised, shortened
+from booster.common.arguments import raised, shortened
 
 STYLE = """:root { color-scheme: light dark; --paper: #fff; --ink: #1c2024; --soft: #606873; --grid: #e3e6ea;
   --accent: #1f6feb; --bad: #c62f2f; }

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from booster.common.text import counted
+from booster.common.arguments import counted
 from booster.numerics.record.recorded_run import AutopilotLook, RoundedOperand, Run, Step
 from booster.numerics.record.samples import Underflow, best_scale
 

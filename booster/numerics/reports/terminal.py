@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from booster.common import arguments
-from booster.common.text import columns, print_table, shortened
+from booster.common.arguments import columns, print_table, shortened
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.numerics.record.recorded_run import Run, Step, read_run
 from booster.numerics.record.samples import Sample, Underflow, best_scale, merge

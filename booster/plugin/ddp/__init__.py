@@ -14,9 +14,9 @@ The files, in reading order:
     plugin.py                `TorchDDPPlugin`: options, refusals, what is wrapped around the model
     gradient_reducer.py      `GradientReducer`, the order above for any kind of bucket; a subclass says what
                              buckets are, how one is sent and where its average goes
-    averaged_gradients.py    `AverageReducer`: unsharded averages, in torch's buckets; the wrapper of a model
-    fp8_communication.py     a communication hook for DistributedDataParallel that sends 8 bits; sums by all-to-alls
+    averaged_gradients.py    `AverageReducer`: unsharded averages, in torch's buckets; the wrapper of a model; a communication
+                             hook for DistributedDataParallel that sends 8 bits; sums by all-to-alls
 
-`booster/plugin/zero` subclasses the plugin and the reducer. `shards/replicated.py` and `memory/released.py` know of the reducer
-`register_grad_hooks`, `synchronises`, `left` and MOST_IN_FLIGHT. The order in which ranks send must be the same on all.
+`booster/plugin/zero.py` subclasses the plugin and the reducer. `shards/replicated.py` and `memory/pass_memory.py` know of the
+reducer `register_grad_hooks`, `synchronises`, `left` and MOST_IN_FLIGHT. The order in which ranks send must be the same on all.
 """

@@ -19,11 +19,9 @@ from booster.common.torch_internals.fsdp_internals import ignored_by_ddp, remove
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.model.modules import bare, materialise_on, unwrap_placed
 from booster.plugin.base import Plugin, check_joined
-from booster.plugin.ddp.averaged_gradients import AverageReducer, ReducedModule
-from booster.plugin.ddp.fp8_communication import FP8Average, FP8Communication
+from booster.plugin.ddp.averaged_gradients import AverageReducer, FP8Average, FP8Communication, ReducedModule
 from booster.plugin.ddp.gradient_reducer import GradientReducer
-from booster.ranks.agreement import broadcast, broadcast_from_first, is_sendable
-from booster.ranks.coordinator import world
+from booster.ranks.agreement import broadcast, broadcast_from_first, is_sendable, world
 from booster.shards import Shards
 from booster.shards.replicated import GradSyncTracker, ReplicatedShards
 

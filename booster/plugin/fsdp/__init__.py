@@ -24,11 +24,10 @@ The files, in reading order:
 
     plugin.py             `TorchFSDPPlugin`, and `ShardingPlugin`, its base and that of `HybridParallelPlugin`
     groups.py             which modules are blocks: the user's `wrap_policy`; which parameters are gathered together: each group
-                          has one dtype and one gather dtype
+                          has one dtype and one gather dtype; whole or sharded weights that are loaded into shards
     shard_module.py       `shard_module` checks, casts and shards, group by group; `change_dtypes` for another precision
     forward_hooks.py      hooks around forward: no views, computed dtypes shown, gathered parameters freed; what a forward
                           writes to these reaches the shards
-    loaded_shards.py      whole or sharded weights that are loaded into shards
     unused_parameters.py  zeros where a rank lacks a gradient; ranks agree which parameters had one
 
 What a rank holds and steps is `shards/fully_sharded.py`. Private names of torch's FSDP are in

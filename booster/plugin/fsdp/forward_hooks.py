@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from booster.common.text import listed
+from booster.common.arguments import listed
 from booster.common.torch_internals.fsdp_internals import (
     fsdp_groups,
     fsdp_states,
@@ -29,7 +29,7 @@ from booster.common.torch_internals.fsdp_internals import (
     unsharded_versions,
 )
 from booster.common.torch_internals.tensor_internals import is_view, of_class, storage_key
-from booster.model.dtensors import is_dtensor, local_shard
+from booster.model.params import is_dtensor, local_shard
 from booster.plugin.fsdp.groups import Group
 from booster.shards.fully_sharded import UnshardedParams, compared, recover, reshard, write_back
 from booster.tensors.trees import map_tensors, tensors

@@ -18,15 +18,14 @@ from torch.optim import Optimizer
 from booster.common import arguments
 from booster.common.snapshot import SharedRandom
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters, gathered_modules
-from booster.model.dtensors import local_shard
 from booster.model.modules import bare, materialise_on
+from booster.model.params import local_shard
 from booster.plugin.base import Plugin, check_joined, shared_mesh
 from booster.plugin.expert_parallel import ExpertSharding, check_experts, find_experts
 from booster.plugin.fsdp.groups import WrapPolicy, block_names, check_wrap_policy
 from booster.plugin.fsdp.shard_module import change_dtypes, shard_module, stays_sharded
 from booster.plugin.sequence_parallel import CutMode, SequenceParallel, check_sizes
-from booster.ranks.agreement import broadcast_from_first
-from booster.ranks.coordinator import world
+from booster.ranks.agreement import broadcast_from_first, world
 from booster.shards import Shards
 from booster.shards.dtensor import check_steps_shards
 from booster.shards.fully_sharded import FullyShardedShards, UnshardedParams

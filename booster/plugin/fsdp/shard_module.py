@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from booster.common.text import listed
+from booster.common.arguments import listed
 from booster.common.torch_internals.autograd_internals import has_gradient_hooks
 from booster.common.torch_internals.fsdp_internals import (
     fsdp_groups,
@@ -52,8 +52,7 @@ from booster.plugin.fsdp.forward_hooks import (
     outputs_without_views,
     show_computed_dtypes,
 )
-from booster.plugin.fsdp.groups import Group, plan_groups
-from booster.plugin.fsdp.loaded_shards import ShardLoaded, follow_policy
+from booster.plugin.fsdp.groups import Group, ShardLoaded, follow_policy, plan_groups
 from booster.plugin.fsdp.unused_parameters import UnusedParameters
 from booster.ranks.agreement import SENDABLE
 from booster.shards.fp8_gather import FP8Gather, WeightScales

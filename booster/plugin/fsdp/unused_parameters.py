@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from booster.common.text import listed
+from booster.common.arguments import listed
 from booster.common.torch_internals.autograd_internals import graph_task, when_backward_ends, without_function_modes
 from booster.common.torch_internals.fsdp_internals import (
     FROZEN,

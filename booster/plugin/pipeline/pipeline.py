@@ -19,8 +19,7 @@ from booster.plugin.pipeline.schedule_runner import ScheduleRunner, Shape, check
 from booster.plugin.pipeline.shape_inference import StageIO, infer_shapes
 from booster.plugin.pipeline.split import Split, TiedWeights, find_split, holders, owners, qualified
 from booster.plugin.pipeline.stage import Stage, StageForward
-from booster.tensors.micro_batch import MicroBatch
-from booster.tensors.trees import HALF_DTYPES, form, leaves, map_tensors
+from booster.tensors.trees import HALF_DTYPES, MicroBatch, form, leaves, map_tensors
 
 if TYPE_CHECKING:
     from booster.plugin.sequence_parallel import SequenceParallel

@@ -27,7 +27,7 @@ from booster.common.torch_internals.pipeline_internals import PipelineStage, bac
 from booster.common.torch_internals.tensor_internals import is_view
 from booster.plugin.pipeline.shape_inference import StageIO
 from booster.plugin.pipeline.stage import Stage
-from booster.tensors.micro_batch import at_stage
+from booster.tensors.trees import at_stage
 
 Shape = tuple[int, ...]
 STYLES: dict[str, Any] = {

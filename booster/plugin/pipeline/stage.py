@@ -12,7 +12,7 @@ from torch import nn
 from booster.plugin.pipeline.meta_model import MetaModel, is_fake
 from booster.plugin.pipeline.shape_inference import StageEnd, StageIO, substitute
 from booster.plugin.pipeline.split import Split
-from booster.tensors.micro_batch import MicroBatch
+from booster.tensors.trees import MicroBatch
 from booster.tensors.trees import leaves as leaves_of
 from booster.tensors.weak import ForwardProxy, ModuleReference, WeakTensor, strip_weak
 

@@ -13,8 +13,8 @@ An example, an MLP on two ranks, `tp_plan={"up": "colwise", "down": "rowwise"}`,
 Parameters become DTensors, so that optimizers, checkpoints and FSDP know what they are. The module computes on plain local
 tensors, in a forward that replaces its own, so no operator needs to know DTensor. In reading order:
 
-    boundary.py       the collectives that activations pass, with their gradients
-    local_style.py    `LocalStyle`, the base of all styles: what becomes of parameters, of inputs, of outputs
+    local_style.py    `LocalStyle`, the base of all styles: what becomes of parameters, of inputs, of outputs; the collectives
+                      that activations pass, with their gradients
     linear_styles.py  `Colwise`, `Rowwise`
     module_styles.py  embeddings, experts, torch's MultiheadAttention by heads, and `Region`: unsharded modules that read or
                       return sharded activations

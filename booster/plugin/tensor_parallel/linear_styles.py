@@ -17,7 +17,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import StridedShard
-from booster.plugin.tensor_parallel import boundary
+from booster.plugin.tensor_parallel import local_style
 from booster.plugin.tensor_parallel.local_style import (
     Args,
     Kwargs,
@@ -94,9 +94,9 @@ class Colwise(LocalStyle):
     def enter(self, module: nn.Module, mesh: DeviceMesh, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         x, *rest = args
         if self.sequence_dim is not None:
-            x = boundary.gather(x, mesh, self.sequence_dim, sum_gradients=True)
+            x = local_style.gather(x, mesh, self.sequence_dim, sum_gradients=True)
         elif not self.shared_input:
-            x = boundary.copy(x, mesh) if self.shared is None else self.shared.copy(x, mesh)
+            x = local_style.copy(x, mesh) if self.shared is None else self.shared.copy(x, mesh)
         return (x, *rest), kwargs
 
     def local_params(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, torch.Tensor | None]:
@@ -108,7 +108,7 @@ class Colwise(LocalStyle):
     def exit(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
         if not self.gather_output:
             return output
-        whole = boundary.gather(output, mesh, -1, sum_gradients=False)
+        whole = local_style.gather(output, mesh, -1, sum_gradients=False)
         name, left = self._to_compare.get(module, ("", 0))
         if left and whole.requires_grad and not torch.compiler.is_compiling():
             self._to_compare[module] = name, left - 1
@@ -165,7 +165,7 @@ class Rowwise(LocalStyle):
 
     def enter(self, module: nn.Module, mesh: DeviceMesh, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         x, *rest = args
-        return (boundary.split(x, mesh, -1) if self.split_input else x, *rest), kwargs
+        return (local_style.split(x, mesh, -1) if self.split_input else x, *rest), kwargs
 
     def local_params(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, torch.Tensor | None]:
         params = dict(super().local_params(module, mesh))
@@ -178,9 +178,9 @@ class Rowwise(LocalStyle):
     def exit(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
         bias = own_dtensors(module).get("bias")
         if self.sequence_dim is None:
-            output = boundary.reduce(output, mesh)
+            output = local_style.reduce(output, mesh)
             return output if bias is None else output + bias.to_local().to(output.dtype)
-        output = boundary.reduce_scatter(output, mesh, self.sequence_dim)
+        output = local_style.reduce_scatter(output, mesh, self.sequence_dim)
         return output if bias is None else output + local_with_gradient(bias).to(output.dtype)
 
 

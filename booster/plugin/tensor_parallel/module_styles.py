@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from booster.common import arguments
 from booster.common.torch_internals.tensor_internals import StridedShard
-from booster.plugin.tensor_parallel import boundary
+from booster.plugin.tensor_parallel import local_style
 from booster.plugin.tensor_parallel.linear_styles import packed_shard
 from booster.plugin.tensor_parallel.local_style import Args, Kwargs, LocalStyle, ShardForward, swapped
 from booster.tensors.weak import ForwardProxy, ModuleReference
@@ -69,8 +69,8 @@ class EmbeddingParallel(LocalStyle):
 
     def exit(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
         if self.by == "vocabulary":
-            return boundary.reduce(output, mesh)
-        return boundary.gather(output, mesh, -1, sum_gradients=False) if self.gather_output else output
+            return local_style.reduce(output, mesh)
+        return local_style.gather(output, mesh, -1, sum_gradients=False) if self.gather_output else output
 
 
 class _VocabularyLookup(ForwardProxy):
@@ -180,7 +180,7 @@ class Region(LocalStyle):
         for name in self.shared:
             tensors = given.arguments.get(name)
             if isinstance(tensors, (tuple, list)):
-                given.arguments[name] = tuple(boundary.copy(x, mesh) if x.requires_grad else x for x in tensors)
+                given.arguments[name] = tuple(local_style.copy(x, mesh) if x.requires_grad else x for x in tensors)
         return given.args[1:], given.kwargs
 
     def _move_in(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -190,15 +190,15 @@ class Region(LocalStyle):
                 f"{tuple(x.shape)}"
             )
         if self.into == "split":
-            return boundary.split(x, mesh, self.sequence_dim)
-        return boundary.gather(x, mesh, self.sequence_dim, sum_gradients=True)
+            return local_style.split(x, mesh, self.sequence_dim)
+        return local_style.gather(x, mesh, self.sequence_dim, sum_gradients=True)
 
     def _move_out(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         if self.out == "reduce":
-            return boundary.reduce(x, mesh)
+            return local_style.reduce(x, mesh)
         if self.out == "copy":
-            return boundary.copy(x, mesh)
-        return boundary.gather(x, mesh, self.sequence_dim, sum_gradients=False)
+            return local_style.copy(x, mesh)
+        return local_style.gather(x, mesh, self.sequence_dim, sum_gradients=False)
 
 
 def _is_name(value: Any) -> bool:
@@ -218,7 +218,7 @@ class KVLatentProjection(Region):
 
     def exit(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
         latent = output.shape[-1] - int(self.num_positions or 0)
-        return torch.cat([output[..., :latent], boundary.copy(output[..., latent:], mesh)], dim=-1)
+        return torch.cat([output[..., :latent], local_style.copy(output[..., latent:], mesh)], dim=-1)
 
 
 _PIECES = {"colwise": 1, "packed_colwise": 2, "rowwise": 1}
@@ -263,12 +263,12 @@ class Experts(LocalStyle):
     def enter(self, module: nn.Module, mesh: DeviceMesh, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         def copy(value: Any) -> Any:
             differentiable = isinstance(value, torch.Tensor) and value.is_floating_point()
-            return boundary.copy(value, mesh) if differentiable else value
+            return local_style.copy(value, mesh) if differentiable else value
 
         return tuple(map(copy, args)), {key: copy(value) for key, value in kwargs.items()}
 
     def exit(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
-        return boundary.reduce(output, mesh)
+        return local_style.reduce(output, mesh)
 
 
 class HeadParallel(LocalStyle):
@@ -364,9 +364,9 @@ class _HeadForward(ModuleReference):
             if id(x) in entered:
                 continue
             if dim is not None and (x is query or not self.style.whole_memory):
-                entered[id(x)] = boundary.gather(x, self.mesh, dim, sum_gradients=True)
+                entered[id(x)] = local_style.gather(x, self.mesh, dim, sum_gradients=True)
             else:
-                entered[id(x)] = boundary.copy(x, self.mesh)
+                entered[id(x)] = local_style.copy(x, self.mesh)
         return entered[id(query)], entered[id(key)], entered[id(value)]
 
     def _mask(
