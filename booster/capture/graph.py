@@ -53,6 +53,7 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
+        # A graph cannot be recorded on the default stream.
         self._stream = cuda.Stream(device)
         self._graphs: WeakSet[Any] = WeakSet()
 
@@ -67,12 +68,14 @@ class CudaRecorder:
     def record(self, body: Callable[[], T], generators: Iterable[torch.Generator]) -> tuple[T, Callable[[], None]]:
         graph = self._cuda.CUDAGraph()
         for generator in generators:
+            # A replay then goes on with the generator's numbers, instead of repeating those of the recording.
             graph.register_generator_state(generator)
         if not self._graphs:  # torch aborts in a pool of which no graph is left while a tensor is still in it
             self._pool = self._cuda.graph_pool_handle()
         # Pinned memory is allocated meanwhile, by other threads as those of loaders, and for addresses that kernels read.
         with self._cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"):
             result = body()
+        # Weakly: the graph belongs to the step that replays it; here it only says whether the pool is in use.
         self._graphs.add(graph)
         return result, graph.replay
 
@@ -95,8 +98,10 @@ class RecordedStep:
     def by(cls, history: StepHistory, lookahead: LRLookahead) -> RecordedStep:
         """The last of `history`, counted in `lookahead`. Of what runs in a graph."""
         result, deferred = history.waiting[-1]
+        # Nothing waits for the outcome of a step without a schedule, so it needs no counting.
         decision = result.decision if deferred else True
         if isinstance(decision, torch.Tensor):
+            # In the graph itself: the count is a tensor that the next replay reads.
             lookahead.count(decision)
         return cls(result, list(deferred), isinstance(decision, torch.Tensor))
 
@@ -150,6 +155,7 @@ class StepGraph:
         def note(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal size
             if id(tensor) not in self._places:
+                # As bytes, since results are of several dtypes.
                 own = tensor.detach().reshape(-1).view(torch.uint8)
                 self._places[id(tensor)] = (size, own.numel())
                 self._held.append(tensor)  # so that no other tensor gets its id
@@ -166,6 +172,7 @@ class StepGraph:
     def copies(self) -> tuple[Any, list[StepResult | None]]:
         """Return copies of what `train_step` returned, and of the results."""
         packed = None if self.packed is None else self.packed.clone()
+        # A result that `train_step` returned is also one of `steps`: both get the same copy.
         made: dict[int, StepResult] = {}
 
         def number(tensor: torch.Tensor) -> torch.Tensor:
@@ -210,6 +217,7 @@ class RoundingDraws:
     @contextmanager
     def fixed(self) -> Iterator[None]:
         """Inside, what has been drawn in steps before is read from memory that does not move."""
+        # Drawn on the host, read where the graph runs.
         asked = {(name, device if device.type != "cpu" else self._device) for name, device in self._rng.asked}
         for name, device in asked - self._lanes.keys():
             self._lanes[name, device] = self._rng.draw(name, device).to(device)

@@ -72,6 +72,7 @@ def _run_stages(
         # A criterion that was not boosted runs outside of the precision, as it does without a pipeline.
         with nullcontext() if boosted else outside():
             loss: torch.Tensor = criterion(model.cast_outputs(output), target)
+        # In the last stage alone, where the loss is; what is wrong with it raises before others wait for its gradient.
         if gradients and isinstance(loss, torch.Tensor):
             check_first(loss, gradients)
             if sequences is not None:
@@ -86,6 +87,7 @@ def _run_stages(
             losses, outputs = pipeline.run(cast, computed, seed=seed, return_outputs=return_outputs)
     except BaseException:
         if this is not None:
+            # Else the next pass would find this one open, and refuse.
             abandon_backward(this)
         raise
     if this is not None:
@@ -127,6 +129,7 @@ def backward(
         # Calls cost in every step, so what nearly every call passes is compared here: 0 is a scaler of every precision.
         if type(loss_id) is not int or loss_id != 0:
             self.precision.check_loss_id(loss_id)
+        # Of a pass outside of any group; most are.
         group, divisor, weight, delayed = None, 1.0, 1.0, False
         if self._accumulations.any_open:  # an attribute, for the same reason
             group = self._accumulations.group_of(optimizers)
@@ -149,11 +152,13 @@ def backward(
             create_graph=create_graph,
         )
     except Exception as error:
+        # Ranks that are in this pass wait for this one; they are to raise too, and not at the timeout.
         leave_pass(error)
         raise
     if group is not None:
         group.after_backward()
     if self._shown_loss is not None:
+        # Micro-batches of unequal weight: the bar shows what they sum up to.
         self._shown_loss.keep(loss if weight == 1.0 else loss.detach() * weight)
     if self._watcher is not None:
         self._watcher.log.end_pass(loss, optimizers, divisor)
@@ -186,6 +191,7 @@ def accumulate(
     self._run.switch_if_due()
     placed = self._boosted.own(model, "accumulate").module
     size = self.plugin.averaging_size
+    # There another number of passes is other collectives, of which one rank has none.
     alike = self.plugin.passes_together or self.plugin.sequence_parallel is not None
     self._accumulations.compare(num_micro_batches, num_tokens, self.plugin.group, alike=alike)
     # Ranks average their gradients, while tokens count over all of them.
@@ -195,6 +201,7 @@ def accumulate(
         optimizers,
         num_micro_batches=num_micro_batches,
         divisor=divisor,
+        # Made anew for each pass: a context of DistributedDataParallel is entered once.
         no_sync=lambda: self.plugin.no_sync(placed),
         synchronises=size > 1,
         by_tokens=num_tokens is not None,
@@ -263,6 +270,7 @@ def execute_pipeline(
             else:
                 run_by = pipeline, self.precision, wrapper, criterion, optimizers
                 losses, outputs = _run_stages(*run_by, micro_batches, return_outputs, sequences)
+        # Losses are on the last stage; `share` brings the mean to the others.
         loss = torch.stack([part.detach().reshape(()) for part in losses]).mean() if losses else None
         if return_loss and pipeline is not None:
             loss = pipeline.share(loss, self.device)
@@ -283,15 +291,15 @@ def capturable(self: BoosterState, train_step: Callable[..., Any], *example_batc
     device. Tensors that are made without naming a device lie on the host, and cost nothing to read.
 
     train_step: called with `example_batch`, on the device: forward, `backward`, clip, `optimizer.step()`,
-        `scheduler.step()`,
-    `zero_grad`. It runs twice, of which the second is looked at. Weights, states, gradients, loss scales, schedules and
-    random states are afterwards what they were, also where it raises; what it does besides, such as appending to a list,
-    it does. No line is written to a record. Costs a copy of all that training changes.
+        `scheduler.step()`, `zero_grad`. It runs twice, of which the second is looked at. Weights, states, gradients, loss
+        scales, schedules and random states are afterwards what they were, also where it raises; what it does besides, such
+        as appending to a list, it does. No line is written to a record. Costs a copy of all that training changes.
     """
     from booster.capture.trial import reads_of
     from booster.data.boosted_loader import to_device
 
     arguments.function("train_step", train_step, "a function that makes one training step of a batch")
+    # Before the step runs: without an optimizer nothing of it could be undone.
     optimizers = self._boosted.all_optimizers("capturable")
     batch, roots = to_device(example_batch, self.device), self._boosted.modules()
     with nullcontext() if self._watcher is None else self._watcher.log.paused(), self._unrecorded():

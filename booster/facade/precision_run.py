@@ -109,11 +109,13 @@ class PrecisionScheduler:
     def step(self) -> int:
         """How many steps the run has made: those of the optimizer that made fewest, of those that have begun and are not at
         rest. One that begins, or begins again, counts on from there."""
+        # An optimizer that has not begun, as of a discriminator trained later, must not hold the run at 0.
         counts = {each: each.num_steps for each in self._optimizers() if each.num_steps}
         awake = [each for each in counts if not self._is_idle(each, counts[each]) and each in self._offsets]
         here = min((counts[each] + self._offsets[each] for each in awake), default=0)
         for each, count in counts.items():
             if each not in self._offsets:
+                # It may have made steps before it was boosted, or while it was at rest.
                 self._offsets[each] = max(0, here - count) if awake else 0
                 awake.append(each)
         places = {each: counts[each] + self._offsets[each] for each in awake}
@@ -121,6 +123,7 @@ class PrecisionScheduler:
         for each in places:
             if self._last_progress.get(each, (0, 0))[0] != counts[each]:
                 self._last_progress[each] = counts[each], first
+            # Optimizers that take turns wait for each other too, but not for so long.
             elif first - self._last_progress[each][1] >= PATIENCE:
                 self._idle.add(each)
                 _logger.warning(
@@ -145,12 +148,16 @@ class PrecisionScheduler:
         wanted = due(self.phases, step)
         if (
             wanted is self.now
+            # Tensors made there could not be trained.
             or torch.is_inference_mode_enabled()
+            # Gradients of one precision are not stepped by another.
             or any(update_of(each).gradients.num_backwards for each in self._optimizers())
             or not self._is_allowed()
+            # Last, since it is a collective: all that is above is the same on all ranks.
             or any_rank(self._awaits_backward(), self._group)
         ):
             return
+        # Graphs of the old precision that no backward came for: their outputs were for reading.
         self._waiting.clear()
         self._go(wanted, f"the schedule, after step {step}")
         self.now = wanted
@@ -201,6 +208,7 @@ class PrecisionScheduler:
 
     def _track_graph(self, output: Any) -> None:
         """A forward that trains returned `output`."""
+        # A graph that was dropped dropped its hook, and with it what is referenced here.
         self._waiting = [(found, then) for found, then in self._waiting if _is_open(found)]
         waiting = _BackwardSeen()
         recorded = [tensor for tensor in tensors(output) if tensor.grad_fn is not None]
@@ -348,6 +356,7 @@ class PrecisionRun:
             controller = PrecisionController(
                 boosted.unwrap(), self._plugin.group, lambda found: self._on_measurement(number, found)
             )
+            # Several optimizers of a model see the same layers; one of them is the clock.
             for optimizer in optimizers[:1]:
                 update_of(optimizer).gradients.listeners.append(controller)
             self._control(record, controller)
@@ -381,6 +390,7 @@ class PrecisionRun:
     def _go_over(self, phase: Phase, why: str) -> None:
         """Go over to `phase` in all that was boosted. why: for records."""
         records = self._boosted.boostings()
+        # Read before the switch, which replaces the model's extras.
         controllers = [extras_of(each.model).pins if isinstance(each.model, ModelWrapper) else None for each in records]
         switch_all(self._switch_to(phase.precision), records, self._plugin.group)
         self.phase = phase

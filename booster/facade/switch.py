@@ -123,6 +123,7 @@ class Switch:
             scale = self._new.make_scaler()
             if scale.state_dict().keys() == update.gradients.scaler.state_dict().keys():
                 scale.load_state_dict(update.gradients.scaler.state_dict())
+        # Such a forward was put there after boost, around the old placement; it would be lost.
         if (why := boosting.built.replaced_forward(placed)) is not None:
             raise RuntimeError(self._refusal(why))
         # Names and types that keep_fp32 selects are those of the model as its user built it.
@@ -155,6 +156,7 @@ class Switch:
         wrapper, placed = boosting.model, boosting.model.module  # type: ignore[union-attr]
         wrapper.unwrap()  # type: ignore[union-attr]  # which waits for weights
         inner, optimizers = bare(placed), boosting.optimizers
+        # A switch must not change which numbers the run draws later.
         before = random_state()
         carried = [_CarriedState(optimizer) for optimizer in optimizers]
         masters: dict[torch.Tensor, torch.Tensor] = {}
@@ -164,13 +166,16 @@ class Switch:
             # own of both, as a load would. They are moved, not copied, so states are never there twice.
             masters |= update.give_back()
         for param in inner.parameters():
+            # Of parameters without an optimizer as well: gradients are of the old dtype.
             param.grad = None
         names: dict[torch.Tensor, str] = {param: name for name, param in inner.named_parameters()}
+        # What the user wrapped around forward before boost stays outermost, so it comes off first and is put back last.
         around = boosting.built.remove_wrapped_forwards(placed)
         self._old.revert(placed)
         policy, after = self._policies[boosting]
         half = (after.store or after.param) in HALF_DTYPES and not self._plugin.stores_float32
         done = boosting.built.restore(placed, masters, for_masters=half)
+        # Their memory is free before the new masters are made: the peak is that of one precision.
         del masters
         for optimizer in optimizers:  # parameters that changed their dtype are new tensors
             for group in optimizer.optimizer.param_groups:
@@ -207,12 +212,14 @@ def switch_all(switch: Switch, boostings: Sequence[BoostRecord], group: dist.Pro
                 switch.check(boosting)
         except Exception as error:  # raised again once the others know
             problem = error
+        # Before anything changes: a rank that refused while others place again would leave them waiting.
         others = gather([switch.target, None if problem is None else f"{type(problem).__name__}: {problem}"], group)
         if problem is not None:
             raise problem
         for rank, (target, why) in enumerate(others):
             if why is not None:
                 raise RuntimeError(f"switch() was refused on rank {rank}, so nothing has changed on any: {why}")
+            # Ranks of two precisions would send each other tensors of two dtypes.
             if target != switch.target:
                 raise RuntimeError(
                     f"switch() got {switch.target} here and {target} on rank {rank}; give all ranks the same"
@@ -244,6 +251,7 @@ class _CarriedState:
 
     def give(self, optimizer: OptimizerWrapper) -> None:
         (update,) = updates_of([optimizer])
+        # From float16 to bfloat16 there is no scale to go on with, and back a new one begins.
         if update.gradients.scaler.state_dict().keys() == self._scale.keys():
             update.gradients.scaler.load_state_dict(self._scale)
         update.optimizer_state.load_rounding(self._rounding)
@@ -279,6 +287,7 @@ class _PlacedAgain:
         made, old = self._plugin.make_shards(optimizer), self._shards[id(optimizer)]
         now = dict(bare(self._placed).named_parameters())
         made.states.move_states_from(old, {param: now[name] for param, name in self._names.items()})
+        # What the user froze or chose since boost stays so.
         made.selection = old.selection
         return made
 
@@ -334,6 +343,7 @@ class BoostedObjects:
 
     def boostings(self) -> list[BoostRecord]:
         """Return what each call of `boost` returned, in their order, of which the user has the model still."""
+        # Models are held weakly; those that the user dropped leave here.
         self._boostings = [each for each in self._boostings if each.model is not None]
         return list(self._boostings)
 

@@ -83,6 +83,7 @@ class SkipWatcher:
     def after_step(self, optimizer: OptimizerWrapper, result: StepResult, decides_on_device: bool) -> None:
         """The step is made or skipped; which of them may be known later."""
         passes = self.log.pop_passes(optimizer)
+        # True: applied for certain. Without passes, as of gradients by hand, there is nothing to replay.
         if not passes or result.decision is True:
             return
         if self._group is not None and decides_on_device:
@@ -100,11 +101,14 @@ class SkipWatcher:
         if result.applied or self._left == 0:
             return
         if self._left is not None:
+            # Before the replay, so that one that fails counts too: it would fail again.
             self._left -= 1
             if self._left == 0:
+                # Inputs are kept for replays; after the last one that memory is free.
                 self.log.stop()
         try:
             found = self._diagnose(passes, result.loss_scale)
+        # Ranks that wait for each other cannot go on: this one ends the training.
         except RanksApart:
             raise
         except Exception as error:
@@ -118,6 +122,7 @@ class SkipWatcher:
             each.run is not None or (each.link is not None and not any(call.loose for call in each.calls))
             for each in passes
         )
+        # Collectives of a backward pass differ by whether the loss is in it, so ranks replay alike.
         whole = not agreement.largest(float(not whole), self._group)
         written = any(call.was_written_to for each in passes for call in each.calls)
         written = bool(agreement.largest(float(written), self._group))
@@ -129,6 +134,7 @@ class SkipWatcher:
             notes.append(f"What computes the loss is not in the replay. {_ADVICE}")
             if found.kind is None:
                 found = dataclasses.replace(found, **_outside_of_calls(passes))
+        # With other inputs the replay may overflow elsewhere.
         certain = found.certain and not written
         return dataclasses.replace(found, certain=certain, notes=(*found.notes, *notes))
 
@@ -137,6 +143,7 @@ class _StepsOf(StepListener):
     """Hands the steps of one optimizer to its watcher; see `StepListener`."""
 
     def __init__(self, optimizer: OptimizerWrapper, watcher: SkipWatcher) -> None:
+        # Weakly, since the optimizer's update holds this listener: a circle would outlive the user's references.
         self._optimizer, self._watcher = weakref.ref(optimizer), watcher
 
     def before_step(self, update: Any, number: int) -> None:
@@ -174,6 +181,7 @@ def _run_again(passes: list[LoggedPass], whole: bool, scale: float) -> Any:
         with region(context):
             torch.autograd.backward(
                 [root for root, _ in roots],
+                # What the loss made infinite is left out: the question is what the model adds to it.
                 [torch.nan_to_num(grad * (now / scale), 0.0, 0.0, 0.0) for _, grad in roots],
             )
         end_backward(this, None)
@@ -230,7 +238,9 @@ class PinningWatcher(SkipWatcher):
         if result.applied:
             return
         own = blamed_module(self.diagnoses[-1]) if len(self.diagnoses) > before else ""
+        # A pin is named as the user named the module, before torch.compile.
         own = own.replace(_COMPILED, "")
+        # A module in float32 on some ranks alone would send other dtypes.
         if len(set(agreement.gather(own, self._group))) > 1 or not own:
             return
         optimizer = passes[0].optimizers[0]

@@ -142,6 +142,7 @@ class Record:
 
     def is_sampled(self, update: Update, number: int, first: bool) -> bool:
         """Whether gradients and weights are sampled in step `number` of `update`, the `first` of this process or another."""
+        # The first step of a process as well: after a resume one sees at once whether numbers go on as before.
         if self.closed or self.every is None or not (first or number % self.every == 0):
             return False
         # Where all ranks hold the same, one of them does it.
@@ -157,6 +158,7 @@ class Record:
         if policy.param is not None:
             # A float32 weight under it is a kept one, or the shard of one that is gathered in half precision.
             return policy.param if update.shards.sharded else param.dtype
+        # Under float16 autocast weights are float32, and what overflows is the gradient in half on its way to them.
         return torch.float16 if update.gradients.scaler.enabled else param.dtype
 
     def paused(self) -> AbstractContextManager[None]:
@@ -211,6 +213,7 @@ class Record:
             self._tracker(dict(self.latest), step)
         except Exception:
             if not self._tracker_failed:
+                # One traceback: it may be called in each of a million steps.
                 self._tracker_failed = True
                 _logger.warning(
                     "the tracker of the record in %s raised in step %d; training goes on, and so does the record. It is called "
@@ -300,6 +303,7 @@ class _RecordListener(StepListener):
             self._losses.append(loss)
 
     def before_step(self, update: Update, number: int) -> None:
+        # The step resets what gradients carry, so it is read before.
         self._clip = update.gradients.carried[1]
         record = self._record
         if record.is_sampled(update, number, self._first):
@@ -315,6 +319,7 @@ class _RecordListener(StepListener):
             return
         if sample is not None:
             sample.gradients.after(result.decision)
+        # Layers count while the next forward runs, so they have to know before it begins.
         self._record.expect(self._name, self._record.is_sampled(update, number + 1, False))
         line: Line = {"kind": "step", "optimizer": self._name, "step": number, "time": time.time()}
         numbers: dict[str, Any] = {**({} if clip is None else {"clip": clip}), **result.pending}
@@ -326,11 +331,13 @@ class _RecordListener(StepListener):
         for key, value in list(numbers.items()):
             if not isinstance(value, torch.Tensor):
                 line[key] = float(numbers.pop(key))
+            # A closure may return anything; a line holds numbers.
             elif value.numel() != 1:
                 del numbers[key]
             elif value.is_cpu and key not in result.pending:  # which waits for nothing
                 line[key] = numbers.pop(key).item()
         rates = [group.get("lr") for group in update.optimizer.param_groups]
+        # Reading it would wait for the device in every step.
         if not any(isinstance(rate, torch.Tensor) and rate.is_cuda for rate in rates):
             line["lr"] = [_rate(rate) for rate in rates]
         self._record.add(_PendingStep(line, numbers, result.without_loss(), sample))
@@ -438,6 +445,7 @@ class Records:
         if tracker is not None:
             arguments.function("tracker", tracker, "a function of the numbers by name and of the step", also="None")
         self._open = [record for record in self._open if not record.closed]
+        # Two records would write over each other's lines.
         if any(record.folder.resolve() == root.resolve() for record in self._open):
             raise ValueError(
                 f"this Booster records in {root} already; close that record first, or choose another folder"

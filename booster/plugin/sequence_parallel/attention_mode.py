@@ -59,6 +59,7 @@ class SequenceMode(TorchFunctionMode):
         self.cut = cut
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        # Inside a compiled function the mode is not asked again, so attention there would be of this rank's tokens.
         if torch.compiler.is_compiling():  # for a function that the user compiled torch then takes the eager way
             raise RuntimeError(
                 "flex_attention, or another function that compiles itself, in a forward pass on part of a sequence: what it "
@@ -94,6 +95,7 @@ class SequenceMode(TorchFunctionMode):
                 f"attention in a forward pass of a model with sp_size={self.owner.size} before a batch was cut; give the model "
                 "what b.shard_sequence(batch) returns"
             )
+        # Cross-attention reads other sequences, of which nothing was cut: its lengths differ.
         lengths = {query.shape[-2], key.shape[-2], value.shape[-2]}
         if lengths != {cut.local_length} or query.dim() != 4:
             raise RuntimeError(
@@ -121,6 +123,7 @@ class SequenceMode(TorchFunctionMode):
     def _multi_head(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Compute `F.multi_head_attention_forward`; no mode sees the attention inside of it."""
         given = inspect.signature(func).bind(*args, **kwargs)
+        # Options that were left out have to be looked at as well.
         given.apply_defaults()
         at = given.arguments
         refused = {
@@ -142,6 +145,7 @@ class SequenceMode(TorchFunctionMode):
         else:
             weights = at["in_proj_weight"].chunk(3)
         biases = (None,) * 3 if at["in_proj_bias"] is None else at["in_proj_bias"].chunk(3)
+        # A mode is not active inside of its own call; entered again, it sees the attention below.
         with self:  # time, batch, features to batch, heads, time, features of a head
             q, k, v = (
                 F.linear(x, weight, bias).unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
@@ -161,6 +165,7 @@ class SequenceMode(TorchFunctionMode):
                         "a causal or square attn_mask with a key_padding_mask on part of a sequence; leave the padding mask "
                         "out where padding comes last, or call F.scaled_dot_product_attention with a mask over all keys"
                     )
+                # The same keys for each head and each query; a mode completes the keys of other ranks.
                 mask = padding[:, None, None, :]
             elif mask is not None and mask.dim() == 3:  # of batch times heads
                 mask = mask.unflatten(0, (-1, heads))
@@ -176,6 +181,7 @@ class SequenceMode(TorchFunctionMode):
     def _product(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         length = self.local_length
+        # Scores are recognised by their shape, (..., tokens, tokens): by then no name is left of what they are.
         if length > 1 and out.dim() >= 3 and out.shape[-1] == length and out.shape[-2] == length:
             operands = [x for x in args if isinstance(x, torch.Tensor)]
             # Not an outer product, as of frequencies and positions.
@@ -186,8 +192,10 @@ class SequenceMode(TorchFunctionMode):
     def _over_dim(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         x = args[0] if args else kwargs.get("input")
         given = kwargs.get("dim", kwargs.get("dims", args[1] if len(args) > 1 else None))
+        # None is all dimensions, as for the mean of a loss: right, since ranks average it.
         dims = given if isinstance(given, (tuple, list)) else (given,)
         for dim in dims:
+            # A bool is `keepdim` or `unbiased`, given by place.
             if isinstance(dim, int) and not isinstance(dim, bool) and self._is_tokens(x, dim):
                 self._refuse(func, x, "reads this rank's tokens as if they were all")
         return func(*args, **kwargs)
@@ -211,6 +219,7 @@ class SequenceMode(TorchFunctionMode):
         parts = index if isinstance(index, tuple) else (index,)
         dims = _dims_of(x, parts)
         for dim, part in zip(dims, parts, strict=False) if dims is not None else ():
+            # A step of 2 splits features of rotary embeddings more often than tokens.
             if isinstance(part, slice) and part.step in (None, 1):
                 # A table of positions, or of a mask, cut to the length of what is taken for a whole sequence.
                 fixed = isinstance(x, nn.Parameter) or id(x) in self.owner.buffers
@@ -224,6 +233,7 @@ class SequenceMode(TorchFunctionMode):
 
     def _arange(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         ends = [x for x in (*args[:2], kwargs.get("end"), kwargs.get("start")) if isinstance(x, int) and x != 0]
+        # A count to another number is of heads, layers or experts.
         if self.local_length > 1 and ends == [self.local_length] and kwargs.get("step", 1) == 1 and len(args) < 3:
             raise RuntimeError(
                 f"forward counts positions by torch.arange({self.local_length}), but this rank has {self.local_length} of "
@@ -237,6 +247,7 @@ class SequenceMode(TorchFunctionMode):
         cut = self.cut
         if cut is None or not isinstance(x, torch.Tensor) or not cut.local_length > 1 or x.dim() not in (2, 3):
             return False
+        # (batch, tokens) or (batch, tokens, features); what has heads is attention's, which has a rule of its own.
         return dim % x.dim() == 1 and x.shape[:2] == (cut.batch_size, cut.local_length)
 
     def _refuse(self, func: Any, x: Any, why: str) -> None:
@@ -273,6 +284,7 @@ def active_mode() -> SequenceMode | None:
 
 def _rules() -> dict[Any, Callable[[SequenceMode, Any, Any, dict[str, Any]], Any]]:
     def both(names: str) -> list[Any]:
+        # `torch.softmax`, `x.softmax` and `F.softmax` are three functions for a mode.
         places = (torch, torch.Tensor, F)
         return [getattr(place, name) for name in names.split() for place in places if hasattr(place, name)]
 
@@ -334,6 +346,7 @@ def check_model(model: nn.Module, *, by_heads: bool, size: int, tp_size: int) ->
 
 def _check_config(name: str, kind: str, config: Any, *, by_heads: bool, size: int, tp_size: int) -> None:
     used = config._attn_implementation
+    # None: the model is no transformers model, or one without attention.
     if used not in ("sdpa", "booster_sequence", None):
         _refuse(
             name, kind, f"computes attention by {used!r}, which is not seen", "load it with attn_implementation='sdpa'"

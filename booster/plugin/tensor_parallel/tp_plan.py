@@ -164,11 +164,13 @@ def _known_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     plan = derive_by_shape(model) | derive_plan(model)
     inside = ""
     for name, module in model.named_modules():
+        # Modules come parents first, so all of a model's own follow it.
         if inside and name.startswith(inside):
             continue
         config: Any = getattr(module, "config", None)
         own = getattr(module, "_tp_plan", None) or getattr(config, "base_model_tp_plan", None)
         if own and _is_transformers(module):
+            # A plan by shapes is a guess; the model's own replaces all of it, not entry by entry.
             plan = {other: style for other, style in plan.items() if not other.startswith(f"{name}." if name else "")}
             plan |= {f"{name}.{other}".lstrip("."): style for other, style in derive_plan(module).items()}
             prefix = f"{name}." if name else ""
@@ -180,6 +182,7 @@ def _known_plan(model: nn.Module) -> dict[str, ParallelStyle]:
             if not name:
                 break
             inside = prefix  # a model's plan covers the models inside it
+    # A weight that one module shards and the other reads whole cannot be one tensor.
     plan = _without_half_tied(model, plan)
     if not any(isinstance(style, (Colwise, Rowwise, HeadParallel)) for style in plan.values()):
         raise ValueError(
@@ -207,6 +210,7 @@ def _is_transformers(module: nn.Module) -> bool:
 def _expand(model: nn.Module, plan: Mapping[str, Any], *, strict: bool) -> dict[str, ParallelStyle]:
     """Return the plan by exact names. Later patterns win; a shared module is listed once, by its first name."""
     modules = dict(model.named_modules(remove_duplicate=False))
+    # Reversed, so that the first name of a shared module is the one that stays.
     first = {id(module): name for name, module in reversed(modules.items())}
     prefix = f"{model.base_model_prefix}." if _is_transformers(model) else ""
     expanded: dict[str, Any] = {}  # in the order of patterns, which is that of application
@@ -217,14 +221,18 @@ def _expand(model: nn.Module, plan: Mapping[str, Any], *, strict: bool) -> dict[
         return list(filter(matcher(pattern), modules))
 
     for pattern, value in plan.items():
+        # Plans of transformers name modules of the base model, without its prefix in a model with a head.
         names = matching(pattern) or matching(prefix + pattern)
         if names:
             expanded |= {first[id(modules[name])]: style_of(pattern, modules[name], value) for name in names}
             continue
+        # Fused experts are parameters without modules of their own.
         holders, _, own = pattern.rpartition(".")
         held = [name for name in matching(holders) if own in modules[name]._parameters]
         for name in held:
             experts.setdefault(name, {})[own] = value
+        # A model's own plan names modules that only some of its variants have; a user's name that matches none is a typing
+        # error.
         if strict and not held:
             unmatched.append(pattern)
     if unmatched:
@@ -255,6 +263,7 @@ def _with_heads(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, P
     known = derive_plan(model)
     for name, style in list(plan.items()):
         parent = name.rpartition(".")[0]
+        # Heads are counted in the attention module, which reshapes by that number.
         if isinstance(style, (Colwise, ColwiseParallel)) and parent in known and parent not in plan:
             plan[parent] = known[parent]
             # A fused projection has one way to be divided.
@@ -290,6 +299,7 @@ def _with_inner_parameters(model: nn.Module, plan: dict[str, ParallelStyle]) -> 
         styles = {name: plan.get(f"{parent}.{name}".lstrip(".")) for name, _ in module.named_children()}
         up = [name for name, style in styles.items() if isinstance(style, (Colwise, ColwiseParallel))]
         down = [name for name, style in styles.items() if isinstance(style, (Rowwise, RowwiseParallel))]
+        # Only between the two is an activation sharded; a gathered one is whole again.
         if not up or len(down) != 1 or any(getattr(styles[name], "gather_output", False) for name in up):
             continue
         used = names_in_forward(module)
@@ -343,6 +353,7 @@ def _check_heads(model: nn.Module, name: str, style: ParallelStyle, tp_size: int
     if not isinstance(style, (Colwise, ColwiseParallel)) or getattr(style, "gather_output", False) or not head_dim:
         return
     features = module.weight.shape[output_dim(module)] // getattr(style, "num_parts", 1)
+    # A projection of another size, as of latents, has no heads to cut.
     if features % head_dim == 0 and (features // head_dim) % tp_size:
         raise ValueError(
             f"{name!r} has {features // head_dim} heads of {head_dim} features, which do not divide by tp_size={tp_size}; "
