@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler
 
-from booster.checkpoint.parts.optimizers import warn_of_unsaved
+from booster.checkpoint.objects import warn_of_unsaved
 from booster.checkpoint.run_checkpoints import RunCheckpoints
 from booster.common import arguments
 from booster.common.devices import resolve_device

@@ -19,7 +19,7 @@ name and shape and requests it, each file is read once and hashed meanwhile, and
 The files, in the order of a save and then of a load:
 
     run_checkpoints.py   `RunCheckpoints`, what saves of one `Booster` share: a thread that writes, signals to stop.
-    objects.py           what the user gave, by kind and name; what a load returns; snapshots for when a later one refuses.
+    objects.py           what the user gave, by kind and name; what a load returns; snapshots for when one refuses.
     parts/               what a checkpoint says of models, optimizers, loaders and the rest: one class each, for both ways.
     saving.py            collects tensors and tree of all ranks, decides which rank writes what, writes and publishes.
     agree.py             ranks that save and load together fail together.

@@ -43,7 +43,7 @@ from booster.checkpoint.manifest import SAFETENSORS_DTYPES, CheckpointError, Chu
 from booster.checkpoint.state_tree import HeldTensor, can_be_read_into
 from booster.checkpoint.tensor_file import Entry, entries_of, entry_of, read_box, read_verified, write_tensors
 from booster.common.untrusted_files import open_regular
-from booster.shards.zero_states import FlatShard
+from booster.shards.base import FlatShard
 
 
 class WholeLoadPlanner(dcp.DefaultLoadPlanner):

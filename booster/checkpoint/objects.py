@@ -1,11 +1,13 @@
 """The objects that a checkpoint is made of, each under a name, and snapshots of them while they are loaded.
 
-Where a later object refuses its state, those that were loaded before it are restored.
+Where a later object refuses its state, those that were loaded before it are restored. What an optimizer keeps that no
+checkpoint holds is named after its first step: its states do not exist before.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,17 +16,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from booster.checkpoint.state_tree import encode
 from booster.common import arguments
 from booster.common.arguments import listed
 from booster.common.snapshot import StateSnapshot
+from booster.common.untrusted_files import printable
 from booster.data import DataLoaderWrapper
 from booster.interface.model import ModelWrapper, boosted_wrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.masters.master_state import LoadedWeights
+from booster.masters.quantized_state import QuantizedState
 from booster.model.modules import bare, tensor_places
-from booster.tensors.trees import map_tensors
+from booster.model.optimizers import kind_of
+from booster.tensors.trees import is_container, map_tensors, tensors
 
 
 @dataclass(frozen=True)
@@ -268,3 +275,40 @@ def _with_attributes(part: Any) -> Iterator[Any]:
         yield part
         for inner in getattr(part, "_schedulers", ()):  # SequentialLR, ChainedScheduler
             yield from _with_attributes(inner)
+
+
+_logger = logging.getLogger(__name__)
+
+
+def is_cut(optimizer: OptimizerWrapper, param: torch.Tensor) -> bool:
+    """Return whether `param` is stepped in parts, so that a container of its states holds parts of tensors."""
+    update = update_of(optimizer)
+    in_parts = update.optimizer_state.has_masters or update.shards.shard_of(param) is not param
+    return in_parts and kind_of(optimizer.unwrap()) == "elementwise"
+
+
+def has_tensors(value: Any) -> bool:
+    """Return whether `value` is a container with tensors."""
+    return is_container(value) and next(tensors(value), None) is not None
+
+
+def warn_of_unsaved(optimizer: OptimizerWrapper) -> None:
+    """Log a WARNING if no checkpoint will hold what `optimizer` keeps, as its first step left it. No collective."""
+    own = optimizer.unwrap()
+    if type(own).state_dict is not Optimizer.state_dict:
+        return  # it may save other things than it keeps
+    cut = any(is_cut(optimizer, param) for group in own.param_groups for param in group["params"])
+    try:
+        for state in own.state.values():
+            for key, value in state.items() if isinstance(state, Mapping) else ():
+                if cut and has_tensors(value):
+                    raise TypeError(
+                        f"its state {key!r} is a container of tensors, of which ranks or buckets have parts"
+                    )
+                if not isinstance(value, QuantizedState):
+                    encode(value, f"its state {key!r}", {})
+        for group in own.param_groups:
+            encode({key: value for key, value in group.items() if key != "params"}, "its group", {})
+    except TypeError as error:
+        what = f"{type(own).__name__} trains, but saving it will raise, and nothing be written: {error}"
+        _logger.warning("%s", printable(what))

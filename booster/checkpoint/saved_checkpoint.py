@@ -33,8 +33,9 @@ from booster.common.untrusted_files import open_regular
 from booster.interface.optimizer import OptimizerWrapper, update_of, updates_of
 from booster.model.params import dtensor_around, is_dtensor, local_shard
 from booster.ranks.agreement import gather
-from booster.shards.zero_states import FlatShard
-from booster.update.state_dict import STATE_KEY, Fill
+from booster.shards.base import FlatShard
+from booster.update.context import Fill
+from booster.update.state_dict import STATE_KEY
 from booster.update.state_loading import holds_nan
 
 

@@ -52,7 +52,7 @@ from booster.common.installed import version_of
 from booster.common.untrusted_files import json_cost
 from booster.model.params import is_dtensor
 from booster.ranks.agreement import gather, rank_in
-from booster.shards.zero_states import FlatShard
+from booster.shards.base import FlatShard
 from booster.update.state_dict import STATE_KEY
 
 _logger = logging.getLogger(__name__)

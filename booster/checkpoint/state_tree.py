@@ -18,7 +18,7 @@ from booster.checkpoint.manifest import STATE, CheckpointError, Manifest, hash_o
 from booster.common.torch_internals.tensor_internals import gather_full
 from booster.common.untrusted_files import ANY, TEXT, check_form, one_of, parse_json
 from booster.model.params import is_dtensor, local_shard
-from booster.shards.zero_states import FlatShard
+from booster.shards.base import FlatShard
 from booster.update.state_dict import STATE_KEY
 
 HeldTensor = torch.Tensor | FlatShard  # what a rank holds of a tensor

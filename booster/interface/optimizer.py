@@ -22,10 +22,10 @@ from booster.interface.closures import step_with_closure, takes, zero_mixed_grad
 from booster.interface.error_hints import check_nothing_is_lost, refuse_grad_scaler
 from booster.update.backward import run_backward
 from booster.update.choice import choose_update
-from booster.update.context import UpdateContext, name_of_stranger
+from booster.update.context import Fill, UpdateContext, name_of_stranger
 from booster.update.decision import StepHistory, StepResult
 from booster.update.gradients import Gradients
-from booster.update.state_dict import STATE_KEY, Fill, state_of
+from booster.update.state_dict import STATE_KEY, state_of
 from booster.update.state_loading import Reading, read_state
 from booster.update.update import Update
 

@@ -30,12 +30,11 @@ from booster.loss_scaler import DeviceScale
 from booster.masters.update import MasterApplication
 from booster.update.application import Application, StepScalars
 from booster.update.choice import step_in_backward
-from booster.update.context import UpdateContext
+from booster.update.context import OptimizerState, UpdateContext
 from booster.update.decision import Copy, LazyStepFields, StepFields, StepResult
 from booster.update.device import DeviceDecision, DeviceGradients, DeviceNorm, is_one, nonfinite
 from booster.update.gradients import Gradients
 from booster.update.in_backward_pass import GradualStep, InBackwardPass
-from booster.update.state_dict import OptimizerState
 from booster.update.update import Update
 
 

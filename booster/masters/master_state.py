@@ -25,8 +25,8 @@ from booster.shards import Shards
 from booster.shards.base import State
 from booster.tensors.flat import flat
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.context import UpdateContext
-from booster.update.state_dict import IN_MODEL, Fill, OptimizerState
+from booster.update.context import Fill, OptimizerState, UpdateContext
+from booster.update.state_dict import IN_MODEL
 
 if TYPE_CHECKING:
     from booster.masters.masters import Masters, Weights

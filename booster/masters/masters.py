@@ -26,8 +26,7 @@ from booster.model.params import dtensor_around, is_dtensor, local_shard
 from booster.shards.base import State
 from booster.tensors.flat import Piece, bucket_size, cut, cut_apart, flat_like, is_dense, pack, shaped_like
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.context import name_of_stranger
-from booster.update.state_dict import Fill
+from booster.update.context import Fill, name_of_stranger
 
 Weights = Mapping[torch.Tensor, torch.Tensor]
 

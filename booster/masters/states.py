@@ -16,7 +16,7 @@ from booster.model.params import local_shard
 from booster.shards.base import State
 from booster.tensors.flat import flat, flat_like, shaped_like
 from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
-from booster.update.state_dict import Fill
+from booster.update.context import Fill
 
 Places = dict[torch.Tensor, list[tuple[Bucket, int]]]
 

@@ -12,7 +12,8 @@ An example, an optimizer that was built before the model was sharded:
 In reading order:
 
     modules.py           the model inside plugin and `torch.compile` wrappers (`bare`), `PlacedModule`, names and patterns
-                         for them, all places of a tied tensor, the repeated blocks of a model, torch's fused inference path
+                         for them, all places of a tied tensor, the repeated blocks of a model, torch's fused inference path,
+                         the order in which a forward uses its children
     params.py            parameters by name; `rebind`; this rank's shard of a DTensor, and DTensors made around one
     optimizers.py        one row for each optimizer of torch, and what users register: who may be stepped in flat buckets;
                          states compared, loaded without rounding, and restored after trial steps

@@ -24,7 +24,6 @@ In reading order:
     pipeline/          stages on several ranks
     expert_parallel/   whole experts on each rank
     hybrid.py          the last four together: who is placed first, and on which dimension of the mesh
-    forward_order.py   in which order a forward uses its children, from its source; for tensor_parallel/ and pipeline/
 
 A new plugin is one file and a line below (`examples/extending/plugin.py`). Rooms above import the names below alone, but for
 `memory/`, which estimates what these do. Plugins on DTensors are loaded when first asked for: they import much of

@@ -36,13 +36,12 @@ An example: a weight of 6 elements, 2 ranks, Adam; what each rank has (slices ar
 Files, in reading order:
 
     base.py                 `Shards`: every operation, for parameters that are whole; `Shards.states`: states and masters
-                            between shards and parameters
+                            between shards and parameters; `FlatShard`: a slice of elements as boxes of the whole tensor
     replicated.py           DDP: whole parameters; which gradients DistributedDataParallel has averaged; a few comparisons a
                             run: do ranks that step alike still hold the same
     zero_buckets.py         ZeRO: `FlatParameters`, and the buckets of a module: who owns what; weights still on their way
     zero.py                 ZeRO: slices of flat buckets as shards
-    zero_states.py          ZeRO: what a rank has of a parameter and of a group; states of whole parameters, gathered; a slice
-                            of elements as `torch.distributed.checkpoint` takes it: boxes of the whole tensor
+    zero_states.py          ZeRO: what a rank has of a parameter and of a group; states of whole parameters, gathered
     dtensor.py              tensor parallelism and FSDP: local tensors of DTensors; sums of gradients that ranks hold as terms
     fully_sharded.py        FSDP: what a forward pass leaves gathered, what `no_sync` leaves unreduced
     fp8_gather.py           FSDP: all-gathers in e4m3 for layers that would round to it anyway

@@ -22,7 +22,7 @@ In reading order:
 
     context.py           `UpdateContext`: the optimizer, scale, ranks, shards and options that an update is made from;
                          `StepListener`: base class of what hears of steps; `Parameters`: names, and checks that nothing
-                         else changed dtypes or scaled gradients
+                         else changed dtypes or scaled gradients; `OptimizerState`: what a checkpoint holds of an optimizer
     choice.py            the table of which objects an update is put together from; start here to add a kind of step;
                          switching an optimizer to its fused kernel, and back; norms and steps by torch.compile
     update.py            `Update`: one optimizer's step, as a wrapper calls it
@@ -36,8 +36,7 @@ In reading order:
     distributed_muon.py  Muon on matrices that ranks hold shards of
     in_backward.py       the optimizer in backward (`release_gradients`): passes, and what is known between them
     in_backward_pass.py  one optimizer in one such pass: a step in parts, restricted to some of its parameters
-    state_dict.py        what a checkpoint holds of an optimizer, and its form; state_loading.py: a load of it, which
-                         changes all or nothing
+    state_dict.py        the form of that; state_loading.py: a load of it, which changes all or nothing
 
 An option to clipping goes from `Booster` through `UpdateOptions` (context.py), from a call through `clip_grad_by_norm` of
 `interface/optimizer.py`, to `Gradients.clip_norm`. The factor is `Norms.clipped`: host.py, device.py, `kernels/readings.py`.

@@ -44,13 +44,12 @@ from booster.update.application import (
     laid_like,
     lay_states,
 )
-from booster.update.context import UpdateContext
+from booster.update.context import OptimizerState, UpdateContext
 from booster.update.decision import Decision, Norms
 from booster.update.device import DeviceDecision, DeviceGradients, DeviceNorms
 from booster.update.gradients import Gradients
 from booster.update.host import HostDecision, HostNorms
 from booster.update.in_backward import OptimizerInBackward
-from booster.update.state_dict import OptimizerState
 from booster.update.update import Update
 
 # Inductor's cache on disk does not ask for the width of a CPU's vectors: code made for AVX512 and found again on a CPU with

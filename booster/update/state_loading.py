@@ -14,20 +14,12 @@ from booster.common.snapshot import StateSnapshot
 from booster.model.optimizers import state_differences
 from booster.model.params import local_shard
 from booster.ranks import agreement
-from booster.shards.zero_states import FlatShard
+from booster.shards.base import FlatShard
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.choice import implementation, keep_implementation
+from booster.update.context import Fill
 from booster.update.decision import StepHistory, read_counters
-from booster.update.state_dict import (
-    PREVIOUS_NORM,
-    RELEASE,
-    STATE_KEY,
-    Fill,
-    check_complete,
-    check_shapes,
-    cut,
-    numbered,
-)
+from booster.update.state_dict import PREVIOUS_NORM, RELEASE, STATE_KEY, check_complete, check_shapes, cut, numbered
 
 if TYPE_CHECKING:
     from booster.model.params import Selection

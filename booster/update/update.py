@@ -14,10 +14,10 @@ from torch import nn
 from booster.common.arguments import listed
 from booster.common.snapshot import attributes
 from booster.ranks import agreement
+from booster.update.context import OptimizerState
 from booster.update.decision import Decision, LazyStepFields, StepFields, StepResult
 from booster.update.gradients import WHOLE, Gradients
 from booster.update.in_backward import OptimizerInBackward
-from booster.update.state_dict import OptimizerState
 
 _logger = logging.getLogger(__name__)
 

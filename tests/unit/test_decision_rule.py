@@ -16,8 +16,7 @@ from torch.optim import SGD
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DeviceScale, DynamicScale
 from booster.update.application import Application
-from booster.update.context import UpdateContext, UpdateOptions
-from booster.update.state_dict import OptimizerState
+from booster.update.context import OptimizerState, UpdateContext, UpdateOptions
 
 KERNELS = "kernels"
 INF, NAN = math.inf, math.nan

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from booster.shards.zero_states import FlatShard
+from booster.shards.base import FlatShard
 
 SHAPES = [(7,), (3, 4), (4, 1, 3), (2, 3, 2, 2), (1, 1), (5, 1)]
 

@@ -16,7 +16,7 @@ The files:
     part.py         `Part`, `SaveContext` (what one rank puts in), `LoadContext` (a checkpoint, and who loads it).
     module_weights.py
                     weights and buffers; what a precision keeps of a model: pins, choices of layers, histories of scales.
-    optimizers.py   states, master weights and loss scale, by names of parameters; states that no checkpoint holds.
+    optimizers.py   states, master weights and loss scale, by names of parameters.
     run_objects.py  loaders, schedulers and `extra`; errors that rounded gradients carry; random states.
 
 A new part goes into one of them and into `PARTS`. Its keys in the tree are its own; a load must take a tree without them.

@@ -1,11 +1,7 @@
-"""Optimizers in a checkpoint: states, masters and loss scale, by the names of parameters.
-
-What an optimizer keeps that no checkpoint holds is named after its first step: its states do not exist before.
-"""
+"""Optimizers in a checkpoint: states, masters and loss scale, by the names of parameters."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -15,59 +11,20 @@ import torch
 from torch.optim import Optimizer
 
 from booster.checkpoint.manifest import CheckpointError
-from booster.checkpoint.objects import Objects, may_refuse, user_module
+from booster.checkpoint.objects import Objects, has_tensors, is_cut, may_refuse, user_module
 from booster.checkpoint.parts.part import LoadContext, Part, SaveContext, Step
 from booster.checkpoint.saved_checkpoint import SavedCheckpoint
-from booster.checkpoint.state_tree import BESIDE, encode, has_order, reference, references
+from booster.checkpoint.state_tree import BESIDE, has_order, reference, references
 from booster.common.arguments import listed
-from booster.common.untrusted_files import printable
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.masters.masters import has_half_elements
-from booster.masters.quantized_state import QuantizedState
 from booster.model.modules import bare
-from booster.model.optimizers import has_torch_form, inner_optimizers, kind_of
+from booster.model.optimizers import has_torch_form, inner_optimizers
 from booster.model.params import local_shard
-from booster.shards.zero_states import FlatShard
-from booster.tensors.trees import is_container, tensors
+from booster.shards.base import FlatShard
+from booster.tensors.trees import tensors
 from booster.update.state_dict import IN_MODEL, PARAMETERS, STATE_KEY
 from booster.update.state_loading import Reading, check_own
-
-_logger = logging.getLogger(__name__)
-
-
-def is_cut(optimizer: OptimizerWrapper, param: torch.Tensor) -> bool:
-    """Return whether `param` is stepped in parts, so that a container of its states holds parts of tensors."""
-    update = update_of(optimizer)
-    in_parts = update.optimizer_state.has_masters or update.shards.shard_of(param) is not param
-    return in_parts and kind_of(optimizer.unwrap()) == "elementwise"
-
-
-def has_tensors(value: Any) -> bool:
-    """Return whether `value` is a container with tensors."""
-    return is_container(value) and next(tensors(value), None) is not None
-
-
-def warn_of_unsaved(optimizer: OptimizerWrapper) -> None:
-    """Log a WARNING if no checkpoint will hold what `optimizer` keeps, as its first step left it. No collective."""
-    own = optimizer.unwrap()
-    if type(own).state_dict is not Optimizer.state_dict:
-        return  # it may save other things than it keeps
-    cut = any(is_cut(optimizer, param) for group in own.param_groups for param in group["params"])
-    try:
-        for state in own.state.values():
-            for key, value in state.items() if isinstance(state, Mapping) else ():
-                if cut and has_tensors(value):
-                    raise TypeError(
-                        f"its state {key!r} is a container of tensors, of which ranks or buckets have parts"
-                    )
-                if not isinstance(value, QuantizedState):
-                    encode(value, f"its state {key!r}", {})
-        for group in own.param_groups:
-            encode({key: value for key, value in group.items() if key != "params"}, "its group", {})
-    except TypeError as error:
-        what = f"{type(own).__name__} trains, but saving it will raise, and nothing be written: {error}"
-        _logger.warning("%s", printable(what))
-
 
 _INNER = "inner"
 

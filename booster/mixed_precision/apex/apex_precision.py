@@ -45,10 +45,9 @@ from booster.model.modules import bare
 from booster.tensors.cast_regions import CastFunctions, both, cast_floats, casts_as_here, disable_casts
 from booster.tensors.trees import is_container
 from booster.update.application import Application
-from booster.update.context import UpdateContext, UpdateOptions
+from booster.update.context import OptimizerState, UpdateContext, UpdateOptions
 from booster.update.decision import SkippedReason, StepFields, StepResult
 from booster.update.host import HostDecision, HostNorms
-from booster.update.state_dict import OptimizerState
 from booster.update.update import Update
 
 

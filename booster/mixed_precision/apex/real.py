@@ -27,11 +27,10 @@ from booster.mixed_precision.policy import Placement
 from booster.model.params import named_parameters
 from booster.update.application import Application, StepScalars
 from booster.update.backward import BackwardPass
-from booster.update.context import UpdateContext, UpdateOptions
+from booster.update.context import OptimizerState, UpdateContext, UpdateOptions
 from booster.update.decision import Norms, StepFields, StepResult
 from booster.update.gradients import Gradients
 from booster.update.host import HostDecision, HostNorms
-from booster.update.state_dict import OptimizerState
 from booster.update.update import Update
 
 

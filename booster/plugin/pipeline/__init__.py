@@ -20,7 +20,7 @@ An example: embedding, four blocks, norm and head; two ranks; cut before block 2
 How it comes about, file by file, in the order in which a model passes them:
 
     split.py         find the row of blocks, cut it: which stage has which module. What is around the blocks goes where the
-                     forward uses it (`booster.plugin.forward_order`): embedding 0, norm and head 1. Gradients of a weight
+                     forward uses it (`booster.model.modules`): embedding 0, norm and head 1. Gradients of a weight
                      that two stages hold (embedding and head) are summed after each run.
     meta_model.py       `MetaModel` copies the model without weights: its parameters are FakeTensors, of shape and dtype alone.
                         A FakeTensor that meets a real tensor gives a FakeTensor. So a forward of the copy tells what depends

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from booster.model.modules import parents, tensor_places
+from booster.model.modules import names_in_forward, parents, side_of, tensor_places
 from booster.model.params import dtensor_around, local_shard
-from booster.plugin.forward_order import names_in_forward, side_of
 from booster.ranks.agreement import gather
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)

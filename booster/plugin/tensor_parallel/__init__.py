@@ -23,8 +23,7 @@ tensors, in a forward that replaces its own, so no operator needs to know DTenso
                       changed so that activations between the blocks' branches are sharded along the sequence
     apply.py          `apply_tensor_parallel` carries a plan out, in place; tied parameters stay one parameter
 
-A new style is a subclass of `LocalStyle` and a line in `STYLES`. `HybridParallelPlugin` is who calls `apply.py`; the pipeline's
-split uses `forward_order.py` next door, as the plans do.
+A new style is a subclass of `LocalStyle` and a line in `STYLES`. `HybridParallelPlugin` is who calls `apply.py`.
 """
 
 from booster.plugin.tensor_parallel.apply import apply_tensor_parallel, check_tensor_parallel, fsdp_placement

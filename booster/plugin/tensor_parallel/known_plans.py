@@ -20,8 +20,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from booster.common.torch_internals.tensor_internals import RunningNorm
-from booster.model.modules import LinearProxy
-from booster.plugin.forward_order import names_in_forward, parsed, side_of
+from booster.model.modules import LinearProxy, names_in_forward, parsed, side_of
 from booster.plugin.tensor_parallel.linear_styles import Colwise, Rowwise, is_conv1d, output_dim
 from booster.plugin.tensor_parallel.module_styles import EmbeddingParallel, HeadParallel, Region
 

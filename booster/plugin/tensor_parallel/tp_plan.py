@@ -13,8 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from booster.common import arguments
 from booster.frozen import FrozenLinear
-from booster.model.modules import matcher, tensor_places
-from booster.plugin.forward_order import names_in_forward, side_of
+from booster.model.modules import matcher, names_in_forward, side_of, tensor_places
 from booster.plugin.tensor_parallel.known_plans import (
     derive_by_shape,
     derive_plan,
