@@ -1,5 +1,5 @@
-"""What an update is made from, what it is asked to do, and who hears of its steps; the parameters of one optimizer, by name, and
-what of its states a checkpoint holds.
+"""What an update is made from, what it is asked to do, and who hears of its steps; the parameters of one optimizer, by name,
+and what of its states a checkpoint holds.
 
 While gradients are multiplied by a loss scale, a clip of the user's own would clip scaled ones. `GradMutationCheck` finds that,
 in the first steps and then one in a hundred, from tensors' version counters, which cost nothing to read.
