@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ class PrecisionModule(TransparentModule):
     _cast_in = staticmethod(cast_inputs)  # and of inputs
     _call_log: CallLog | None = None
     _raw_calls: RawCallGuard | None = None
-    _passed_over = False  # by a path of torch's own, which reads weights; see `model.fast_path`
+    _passed_over: Literal["", "path", "hooks"] = ""  # by a path of torch's own, or by hooks that run before forward
 
     def __init__(
         self, module: nn.Module, precision: ForwardPrecision, *, input_dtype: torch.dtype | None = None
@@ -103,7 +103,9 @@ class PrecisionModule(TransparentModule):
             cast = self._cast if wanted is torch.float32 else self._cast_in
             args, kwargs = cast(args, wanted), (cast(kwargs, wanted) if kwargs else kwargs)
         try:
-            with region(self._off_path if self._passed_over else self._precision.forward_context):
+            passed = self._passed_over
+            own = self._precision.forward_context if not passed else self._off_path
+            with region(self._beside_forward() if passed == "hooks" else own):
                 output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
         except Exception as error:
             leave_pass(error)
@@ -286,7 +288,7 @@ def remove_raw_call_guard(model: ModelWrapper) -> None:
 
 def avoid_fast_path(model: ModelWrapper) -> None:
     """Evaluate `model` as it trains, without torch's fused path for transformer layers."""
-    model.__dict__["_passed_over"] = True
+    model.__dict__["_passed_over"] = "path"
 
 
 def extras_of(model: ModelWrapper) -> ModelExtras:

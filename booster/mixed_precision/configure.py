@@ -25,14 +25,14 @@ from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.kernels.eligibility import ASKED, by_kernels
 from booster.masters.formats import MasterOptions
 from booster.masters.masters import Masters
-from booster.mixed_precision.half_products.half_sums import check_probabilities
+from booster.mixed_precision.half_products.probability_losses import check_probabilities
 from booster.mixed_precision.half_products.product_choice import CHOICES, Choice
 from booster.mixed_precision.policy import InProcess, Placement
 from booster.model.modules import PlacedModule, bare, fast_path_changes_dtype
 from booster.model.params import as_one_module, name_prefixes, named_parameters, placed_parameters, rebind
 from booster.shards import Shards
 from booster.tensors.trees import HALF_DTYPES
-from booster.tensors.weak import reading_weakly
+from booster.tensors.weak import hooks_read_weakly, reading_weakly
 from booster.update.choice import COMPILED, PARAMETERS, can_compile, choose_update, switch_to_fused
 from booster.update.context import UpdateContext, UpdateOptions
 from booster.update.update import Update
@@ -55,6 +55,7 @@ def configure(
     # check
     if precision.half_products is not None:
         precision.half_products.agree(precision.device, placement.group)
+        precision.half_products.look_for_losses([*models, *([] if criterion is None else [criterion])])
     for each in (*models, *([criterion] if isinstance(criterion, nn.Module) else [])):
         precision.check(each)
     if precision.conversion is not None:
@@ -81,7 +82,9 @@ def configure(
     boosted_criterion = wrap_criterion(precision, criterion, precision.device)
     casts = precision.policy.compute is not None or (precision.products is not None and precision.is_rehearsal)
     for wrapper in boosted:
-        if fast_path_changes_dtype(bare(wrapper.module), casts=casts):
+        if hooks_read_weakly(inner := bare(wrapper.module)):
+            wrapper.__dict__["_passed_over"] = "hooks"
+        elif fast_path_changes_dtype(inner, casts=casts):
             avoid_fast_path(wrapper)
     # rebind
     names = tensor_names(placed, boosted_criterion)

@@ -17,7 +17,7 @@ from booster.interface.model import ModelWrapper, extras_of
 from booster.loss_scaler import DynamicScale, LossScaler, check_scale
 from booster.masters.formats import MasterOptions
 from booster.mixed_precision.base import MixedPrecision
-from booster.mixed_precision.half_products.half_sums import UNSAFE
+from booster.mixed_precision.half_products.probability_losses import UNSAFE
 from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.keep_fp32 import AUTO, KeepFP32, KeptModules, RunPins, compute_in_fp32, normalise_keep_fp32
 from booster.mixed_precision.policy import DtypePolicy, Placement, half_policy

@@ -111,11 +111,8 @@ class NewTensors(CastMode):
 
     def _is_open(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether the call leaves the dtype to torch, which would take float32."""
-        if (
-            kwargs.get("dtype") is not None
-            or kwargs.get("out") is not None
-            or torch.get_default_dtype() != torch.float32
-        ):
+        given = kwargs.get("dtype") is not None or kwargs.get("out") is not None
+        if given or torch.get_default_dtype() != torch.float32:
             return False
         if func in _MAKE_FLOATS:
             return True

@@ -159,11 +159,8 @@ def _resolve_dtypes(
                 continue
             if isinstance(each, WeakTensor):
                 if kind is not None and not issubclass(type(each), kind):
-                    kind = (
-                        WeakBufferTensor
-                        if isinstance(each, WeakBufferTensor) and kind is WeakStateTensor
-                        else WeakTensor
-                    )
+                    mixes = isinstance(each, WeakBufferTensor) and kind is WeakStateTensor
+                    kind = WeakBufferTensor if mixes else WeakTensor
             elif each.dtype in HALF_DTYPES:
                 if each.dim():
                     half = each.dtype
@@ -428,6 +425,12 @@ def reading_weakly(
     forwards = [model.forward for model in models if isinstance(model.forward, WeakForward)]
     # It is `context` itself where they read nothing weakly.
     return functools.partial(_reading, forwards, context) if forwards else context
+
+
+def hooks_read_weakly(model: nn.Module) -> bool:
+    """Return whether hooks run before the forward of `model`, which shows its own buffers as weak tensors."""
+    forward = model.forward if model._forward_pre_hooks else None
+    return isinstance(forward, WeakForward) and any(each._module() is model for each in forward.shown)
 
 
 @contextmanager

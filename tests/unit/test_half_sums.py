@@ -305,59 +305,6 @@ def test_the_loss_of_classes_is_summed_in_float32_within_a_model(precision):
     assert (model.layer.weight.grad - wide).norm() <= 0.03 * wide.norm()
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_naive", "fp16_naive"])
-def test_losses_of_probabilities_are_refused_in_half_with_the_cure(precision):
-    net = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid())
-    with pytest.raises(TypeError, match="nn.BCEWithLogitsLoss"):
-        Booster("cpu", precision).boost(net, None, nn.BCELoss())
-    booster = Booster("cpu", precision, half_products="float32")
-    model, _, criterion, *_ = booster.boost(net, None, lambda out, target: F.binary_cross_entropy(out, target))
-    with pytest.raises(RuntimeError, match="nn.BCEWithLogitsLoss"):
-        criterion(model(torch.ones(2, 4)), torch.ones(2, 1))
-    Booster("cpu", "fp32").boost(nn.Linear(4, 1), None, nn.BCELoss())
-
-
-class Probable(nn.Module):
-    """A loss of probabilities that is computed in a function of forward; how: from the scores, as numbers of which dtype."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.layer, self.how = nn.Linear(4, 1), how
-
-    def forward(self, x):
-        scores = self.layer(x)
-        if self.how == "widened before":
-            scores = scores.float()
-        found = scores.sigmoid()
-        if self.how == "widened after":
-            found = found.float().clamp(1e-6, 1 - 1e-6).squeeze(1)[None]
-        return found if self.how == "outside" else F.binary_cross_entropy(found, torch.ones_like(found))
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_naive", "fp16_naive"])
-@pytest.mark.parametrize("how", ["half", "widened after", "widened before", "outside"])
-@pytest.mark.parametrize("own_optimizer", [True, False], ids=["optimizer", "booster"])
-def test_a_loss_of_half_probabilities_is_refused_wherever_it_is_computed_with_native_products(
-    precision, how, own_optimizer
-):
-    net = Probable(how)
-    booster = Booster("cpu", precision, half_products="native")
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
-
-    def step():
-        out = model(torch.ones(2, 4))
-        loss = F.binary_cross_entropy(out, torch.ones(2, 1)) if how == "outside" else out
-        optimizer.backward(loss) if own_optimizer else booster.backward(loss, optimizer)
-        return optimizer.step()
-
-    if how == "widened before":  # which is right
-        assert step() or precision.startswith("fp16")
-        return
-    with pytest.raises(RuntimeError, match="nn.BCEWithLogitsLoss"):
-        step()
-    assert net.layer.weight.grad is None
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_naive"])
 @pytest.mark.parametrize("layout", ["coo"])
 def test_products_with_sparse_matrices_train(precision, layout):

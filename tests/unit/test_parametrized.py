@@ -166,3 +166,27 @@ def test_a_half_weight_that_is_computed_is_float32_rounded_once_wherever_it_is_r
         assert found.dtype == net.bias.dtype == booster.precision.dtype
         # One rounding, of float32 that is off by far less.
         assert (found - wide.weight).norm() <= eps * wide.weight.norm()
+
+
+@pytest.mark.parametrize("half_products", ["float32", "native"])
+@pytest.mark.parametrize("precision", ["bf16_naive", "fp16_naive"])
+@pytest.mark.parametrize("kind", ["old spectral_norm", "old weight_norm", "pruning"])
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(16, 8), lambda: nn.Conv1d(16, 8, 1)], ids=["Linear", "Conv1d"])
+def test_hooks_of_a_root_that_compute_its_weight_by_buffers_give_what_they_give_in_a_layer(
+    layer, kind, precision, half_products
+):
+    def trained(wrap):
+        torch.manual_seed(0)
+        net = wrap(KINDS[kind](layer()))
+        booster = Booster("cpu", precision, half_products=half_products)
+        model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        x = torch.randn(4, 16, 1) if isinstance(layer(), nn.Conv1d) else torch.randn(4, 16)
+        for _ in range(3):
+            booster.backward(model(x).square().mean(), optimizer)
+            assert optimizer.step() or precision == "fp16_naive"
+            optimizer.zero_grad()
+        return {name.removeprefix("0."): value for name, value in model.state_dict().items()}
+
+    root, inside = trained(lambda each: each), trained(nn.Sequential)
+    assert root.keys() == inside.keys()
+    assert all(torch.equal(root[name], inside[name]) and root[name].dtype == inside[name].dtype for name in root)

@@ -24,6 +24,7 @@ from booster.common.torch_internals.autograd_internals import (
 from booster.common.torch_internals.tensor_internals import storage_key, version
 from booster.mixed_precision import hardware
 from booster.mixed_precision.half_products.half_sums import CONDITIONS, SMALL, SUMS, is_half, rounded, without_autocast
+from booster.mixed_precision.half_products.probability_losses import REFUSED
 from booster.model.params import is_dtensor
 from booster.tensors.cast_regions import CastMode, cast_floats, run_engine
 from booster.tensors.trees import HALF_DTYPES
@@ -207,14 +208,10 @@ class Float32Products(CastMode):
         if func is F.multi_head_attention_forward:
             with self:  # in its body, which hands all of it to the mode otherwise
                 return _multi_head_attention_forward(*args, **kwargs)
-        compiles = torch.compiler.is_compiling()  # graphs of backward passes may not ask for layouts
-        if (
-            args
-            and not compiles
-            and isinstance(args[0], torch.Tensor)
-            and args[0].layout is not torch.strided
-            and self._sums
-        ):
+        first = (
+            None if torch.compiler.is_compiling() else args and args[0]
+        )  # graphs of backward passes may not ask for layouts
+        if isinstance(first, torch.Tensor) and first.layout is not torch.strided and self._sums.keys() - REFUSED:
             return rounded(func, *args, **kwargs)  # torch sums the rows of a sparse matrix in half
         if kind not in self._kinds:
             return self._cast_only(func, rule, args, kwargs) if self.casts else func(*args, **kwargs)

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from booster.common.torch_internals.autograd_internals import dual_level, interpreters_around, node_dtypes
+from booster.common.torch_internals.autograd_internals import dual_level, interpreters_around
+from booster.mixed_precision.half_products.probability_losses import REFUSED
 from booster.model.params import is_dtensor
 from booster.tensors.trees import HALF_DTYPES
 
@@ -156,9 +157,9 @@ def _in_place(instead: Any) -> _How:
     return how
 
 
-def _accumulates(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether values are added to what is there; what takes its place is no sum."""
-    return bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
+def _given(place: int, name: str, value: Any = True) -> Callable[[Any, Mapping[str, Any]], bool]:
+    """Whether the argument at `place`, or of that `name`, is `value`."""
+    return lambda args, kwargs: bool((args[place] if len(args) > place else kwargs.get(name)) == value)
 
 
 def _is_float16(args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -177,14 +178,6 @@ def _enlarges(args: Any, kwargs: Mapping[str, Any]) -> bool:
     source, size = _first(args, kwargs), args[1] if len(args) > 1 else kwargs["output_size"]
     largest = max(each or 0 for each in size) if isinstance(size, (tuple, list)) else size
     return largest > min(source.shape[-2:])
-
-
-def _replicates(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    return (args[2] if len(args) > 2 else kwargs.get("mode", "constant")) == "replicate"
-
-
-def _is_antialiased(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    return bool(args[6] if len(args) > 6 else kwargs.get("antialias", False))
 
 
 def _is_sparse(args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -318,42 +311,6 @@ def _embedding(
     return _Embedding.apply(weight, input, padding_idx, scale_grad_by_freq)
 
 
-def _refused(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError(UNSAFE)
-
-
-# Nodes of a graph that move and clip numbers: their names begin so.
-_MOVES = (
-    "ToCopy View UnsafeView Squeeze Unsqueeze Select Slice Index Transpose T Permute Expand Alias Clone Clamp Split Cat"
-)
-
-
-def check_probabilities(loss: torch.Tensor) -> None:
-    """Raise RuntimeError where `binary_cross_entropy` in the graph of `loss` read halves, also if they were widened since."""
-    waiting, seen = [loss.grad_fn], set()
-    # A walk through the whole graph, for one backward pass.
-    while waiting:
-        if (node := waiting.pop()) is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [each for each, _ in node.next_functions]
-        if not node.name().startswith("BinaryCrossEntropyBackward"):
-            continue
-        while node is not None:
-            if HALF_DTYPES.intersection(node_dtypes(node)):
-                raise RuntimeError(UNSAFE)
-            # Moves and casts keep the values, so that the rounding happened before them.
-            kind = node.name().partition("Backward")[0]
-            node = node.next_functions[0][0] if kind in ("BinaryCrossEntropy", *_MOVES.split()) else None
-
-
-UNSAFE = (
-    "binary_cross_entropy reads probabilities, and halves round those of a sigmoid to exactly 0 and 1, where training stops; "
-    "return logits, without the sigmoid, and take nn.BCEWithLogitsLoss or F.binary_cross_entropy_with_logits, which is "
-    "the same loss and safe in half"
-)
-
-
 def _named(how: Any, names: str, *holders: Any) -> dict[Any, Any]:
     holders = holders or (torch, torch.Tensor)
     return {getattr(holder, name): how for name in names.split() for holder in holders if hasattr(holder, name)}
@@ -387,15 +344,17 @@ SUMS: Mapping[Any, _How] = {
     **_named(rounded, "matrix_exp", torch, torch.linalg, torch.Tensor),
     **_named(rounded, "cdist prod logsumexp"),
     **_named(rounded, "pdist avg_pool3d interpolate cosine_similarity", F, torch),
-    F.binary_cross_entropy: _refused,
+    **REFUSED,
 }
 CONDITIONS: Mapping[Any, Callable[[Any, Mapping[str, Any]], bool]] = {
     torch.Tensor.__getitem__: _repeats,
-    **_named(_accumulates, "put put_ index_put_"),
+    **_named(
+        _given(3, "accumulate"), "put put_ index_put_"
+    ),  # else values take the place of what is there, and are no sum
     **_named(_is_float16, "nanmean scatter_reduce scatter_reduce_"),
     **_named(_is_large_float16, "avg_pool1d avg_pool2d lp_pool1d lp_pool2d", F),
     **_named(_enlarges, "adaptive_avg_pool1d adaptive_avg_pool2d", F),
-    F.pad: _replicates,
-    F.interpolate: _is_antialiased,
+    F.pad: _given(2, "mode", "replicate"),
+    F.interpolate: _given(6, "antialias"),
     **_named(_is_sparse, "coalesce to_dense", torch.Tensor),
 }

@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 
 from booster.common import arguments
 from booster.mixed_precision import hardware
 from booster.mixed_precision.half_products.float32_products import Float32Products, Recomputation
 from booster.mixed_precision.half_products.half_sums import SUMS
+from booster.mixed_precision.half_products.probability_losses import REFUSED, names_probability_loss
 from booster.mixed_precision.keep_fp32 import Float32Forward
 from booster.model.modules import tensor_places
 from booster.ranks.agreement import all_names
@@ -28,7 +29,7 @@ CHOICES: tuple[Choice, ...] = ("auto", "native", "float32")
 
 _CONVOLUTIONS = nn.Conv1d, nn.ConvTranspose1d  # their parameters have three dimensions, too
 _NONE: frozenset[hardware.Kind] = frozenset()
-_WITHOUT_REFUSALS = {func: how for func, how in SUMS.items() if func is not F.binary_cross_entropy}
+_WITHOUT_REFUSALS = {func: how for func, how in SUMS.items() if func not in REFUSED}
 
 _logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class HalfProducts:
         choice: what `Booster(half_products=...)` was given.
         kinds: which products are computed in float32, by that choice and this CPU.
         widens: whether anything is computed in float32, or cast, in some region; where it is False, no context is needed.
-        refuses_probabilities: whether losses of probabilities are refused, see `half_sums.UNSAFE`; apex.amp has its own rule.
+        refuses_probabilities: whether losses of probabilities are refused, see `probability_losses`; apex.amp has its own rule.
     """
 
     widens: bool
@@ -55,10 +56,10 @@ class HalfProducts:
         self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
         self._recomputation = Recomputation()
         self._groups = False  # a model has a parameter of several matrices, which autocast has no rule for
+        self._refuses = False  # code that regions run names a loss of probabilities
         self._falls_back = False  # transformers multiplies these by another function
-        self._regions: dict[
-            tuple[str, bool], frozenset[hardware.Kind]
-        ] = {}  # by device type and whether gradients are recorded
+        # By device type and whether gradients are recorded.
+        self._regions: dict[tuple[str, bool], frozenset[hardware.Kind]] = {}
         self.choice: Choice = "auto"
         self.choose("auto")
 
@@ -92,18 +93,18 @@ class HalfProducts:
         in one, as experts and `nn.Bilinear` have."""
         if self.dtype is None:
             return
-        filters = {
-            # Filters of a one-dimensional convolution have three dimensions as well.
-            id(each)
-            for module in model.modules()
-            if isinstance(module, _CONVOLUTIONS)
-            for each in module.parameters()
-        }
+        convolutions = [each for each in model.modules() if isinstance(each, _CONVOLUTIONS)]
+        filters = {id(each) for module in convolutions for each in module.parameters()}
         if any(each.dim() == 3 and len(each) > 1 and id(each) not in filters for each in model.parameters()):
             # Other models enter no mode, which would cost each function a call.
             self._groups = self.widens = True
         # What transformers multiplies experts by where torch.compile or the GPU has no grouped_mm.
         self._falls_back = self._falls_back or hasattr(torch.ops.transformers, "grouped_mm_fallback")
+
+    def look_for_losses(self, models: Iterable[Any]) -> None:
+        """Refuse losses of probabilities from now on, if code of `models`, modules and criteria, names one."""
+        if self.dtype is not None and self.refuses_probabilities and names_probability_loss(models):
+            self._refuses = self.widens = True
 
     def report(self) -> str:
         """What is widened on a CPU, as a sentence; empty where nothing is widened."""
@@ -127,12 +128,12 @@ class HalfProducts:
         """A new context for one forward pass, to be entered inside `torch.autocast`; None where products are torch's."""
         training = torch.is_grad_enabled()
         kinds = self._regions.get((device_type, training))
-        if kinds is None and not self._groups:
+        if kinds is None and not self._groups and not self._refuses:
             return None
         # "native" leaves all to torch, sums too; a region that only casts products of groups has none.
         own = SUMS if self.refuses_probabilities else _WITHOUT_REFUSALS
         if kinds is None or self.choice == "native":
-            own = {}
+            own = REFUSED if self._refuses else {}
         mode = Float32Products(device_type, kinds or _NONE, self._recomputation, own, training=training)
         # A region that is entered with gradients alone casts nothing: a function would be cast while training, and raise in
         # evaluation, where no mode is.
@@ -155,7 +156,7 @@ class HalfProducts:
         if self.dtype is not None and self._sdpa_fp32 is True:
             self._regions["cpu", True] = self._regions.get(("cpu", True), _NONE) | {"attention"}
             self._regions["cuda", True] = frozenset({"attention"})
-        self.widens = self._groups or bool(self._regions)
+        self.widens = self._groups or self._refuses or bool(self._regions)
 
 
 # The forward of each hands these parameters to functions that autocast runs in half, and to no others.
