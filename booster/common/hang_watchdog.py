@@ -457,7 +457,9 @@ def _error(thread: int | None) -> str | None:
     caught = error.__traceback__ if isinstance(error, BaseException) else None
     if caught is None or not is_users(caught.tb_frame.f_code):  # as Path.exists handles its own
         error = getattr(sys, "last_value", None)
-    if error is None:
+    if (
+        error is None or error.__traceback__ is None
+    ):  # a warning of C++ as an error leaves one there that no line raised
         return None
     place, text = where_raised(error), str(error).partition("\n")[0][:300]
     return f"{type(error).__name__}: {text}{f' at {place}' if place else ''}"

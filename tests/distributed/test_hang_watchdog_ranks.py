@@ -2,6 +2,7 @@
 
 import logging
 import re
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -204,6 +205,18 @@ def test_an_exception_that_the_standard_library_handles_is_not_told_and_one_of_t
         note(None)
     where = f"{__file__}:{line_of('begin.wait(240)') + 1} in fail"
     assert warned == [None, f"ValueError: the reason at {where}"]
+
+
+def test_what_a_session_showed_last_is_named_and_what_no_line_raised_is_not(monkeypatch):
+    for shown in (ValueError("the reason"), UserWarning("of C++, which torch prints where warnings are errors")):
+        monkeypatch.setattr(sys, "last_value", shown, raising=False)
+        assert hang_watchdog._error(threading.get_ident()) is None
+    try:
+        raise ValueError("the reason")
+    except ValueError as error:
+        shown = error
+    monkeypatch.setattr(sys, "last_value", shown)
+    assert hang_watchdog._error(threading.get_ident()).startswith("ValueError: the reason at ")
 
 
 def test_a_rank_that_forgot_its_exception_and_stands_still_in_the_script_is_named_with_its_line(ranks2, tmp_path):
