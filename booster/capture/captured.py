@@ -68,7 +68,7 @@ class CapturedStep:
         self._passes = passes
         self._device = device
         self._recorder = recorder
-        self._max_graphs, self._go_over = max_graphs, switch_if_due
+        self._max_graphs, self._switch_if_due = max_graphs, switch_if_due
         self._rates = LRBuffers(self._optimizers, device)
         self._given_up = 0
         self._warned: set[str] = set()
@@ -102,7 +102,7 @@ class CapturedStep:
         """Make the next step, on `batch`: what `train_step` returns, its tensors without a graph of autograd, as copies."""
         if self._recorder is None:
             return _detached(self._train_step(*batch))
-        self._go_over()
+        self._switch_if_due()
         if not all(map(is_, map(_UPDATE, self._optimizers), self._updates)):
             self._reset()  # the precision was switched
         why = self._unfit()

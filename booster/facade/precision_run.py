@@ -290,7 +290,7 @@ class PrecisionRun:
                 given.total_steps,
                 optimizers=lambda: list(boosted.optimizers.values()),
                 may_go=lambda: not accumulations.any_open,
-                go=self._go_over,
+                go=self._switch_all,
                 group=plugin.group,
             )
             refusals.check_phases(self.precisions, plugin)
@@ -338,7 +338,7 @@ class PrecisionRun:
                 "keep_fp32='auto' has modules pinned during the run by what watches it from boost() on, so a switch can "
                 "neither begin nor end it; name the modules in keep_fp32"
             )
-        self._go_over(Phase(new), "switch()")
+        self._switch_all(Phase(new), "switch()")
 
     def attach(self, boosted: ModelWrapper, optimizers: Sequence[OptimizerWrapper]) -> None:
         """Have the run change the precision of `boosted`, which `boost` has just made."""
@@ -387,7 +387,7 @@ class PrecisionRun:
     def _switch_to(self, new: MixedPrecision) -> Switch:
         return Switch(self.precision, new, plugin=self._plugin, device=self._device, options=self._options)
 
-    def _go_over(self, phase: Phase, why: str) -> None:
+    def _switch_all(self, phase: Phase, why: str) -> None:
         """Go over to `phase` in all that was boosted. why: for records."""
         records = self._boosted.boostings()
         # Read before the switch, which replaces the model's extras.

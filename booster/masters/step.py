@@ -136,19 +136,19 @@ class MasterStep:
                 self.follow_params()
             else:
                 self.prepare()
-            lent = MasterParams(self.masters, grad_scale)
+            master_params = MasterParams(self.masters, grad_scale)
         try:
             # Holds a float32 copy of all masters, and of states that are packed or cut, meanwhile.
             result = method()
         finally:
             with torch.no_grad():
-                lent.take_back()
+                master_params.take_back()
         with torch.no_grad():
-            changed = lent.changed()
+            changed = master_params.changed()
             if keep or not changed:
-                lent.take_over()
+                master_params.take_over()
             else:
-                lent.put_back()
+                master_params.put_back()
         return result, changed
 
     def prepare(self) -> tuple[list[list[torch.Tensor]], list[Bucket]]:

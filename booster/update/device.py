@@ -141,7 +141,7 @@ class DeviceNorms(Norms):
         return found[0] if len(found) == 1 else torch.stack(found).amax()
 
     def nonfinite_params(self, gradients: Gradients) -> NonFiniteParams:
-        return _Blame(list(gradients.read), gradients.parameters.name_of)
+        return _NonfiniteParams(list(gradients.read), gradients.parameters.name_of)
 
     def clipped(self, norm: torch.Tensor, max_norm: float, factor: Any) -> Any:
         clip = Clip(norm, max_norm)
@@ -223,7 +223,7 @@ class DeviceDecision(Decision):
         return _on(device, joint.found)
 
 
-class _Blame(NamedTuple):
+class _NonfiniteParams(NamedTuple):
     """Names the parameters with gradients of norms that were not finite; waits for the device."""
 
     read: list[Any]
@@ -233,8 +233,8 @@ class _Blame(NamedTuple):
         each = (zip(norm.params, norm.each.isfinite().tolist(), strict=True) for norm in self.read)
         return tuple(dict.fromkeys(self.name_of(param) for norms in each for param, finite in norms if not finite))
 
-    def copied(self, copy: Copy) -> _Blame:
-        return _Blame([norm.copied(copy) for norm in self.read], self.name_of)
+    def copied(self, copy: Copy) -> _NonfiniteParams:
+        return _NonfiniteParams([norm.copied(copy) for norm in self.read], self.name_of)
 
 
 class _Applied(HostCopy):

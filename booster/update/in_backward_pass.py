@@ -396,8 +396,8 @@ class InBackwardPass:
         if not self._began:
             self._began = True
             self._gradual.begin()
-        with self._local_shards(params) as lent:
-            local_shards = [shard for shard in lent if shard.grad is not None]
+        with self._local_shards(params) as local:
+            local_shards = [shard for shard in local if shard.grad is not None]
             if local_shards:
                 self.decision.look_at_part(local_shards)
                 self._gradual.step(local_shards, self._divisor)

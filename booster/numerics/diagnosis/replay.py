@@ -1,6 +1,6 @@
 """A training step run once more under a trace, with nothing left changed, on all ranks or on none.
 
-`unchanged` is a region after which weights, buffers, gradients, random states and the update's own counters are what they were.
+After `restored_after` weights, buffers, gradients, random states and the update's own counters are what they were.
 `Replay` runs the step inside it, as often as asked. A rank that raises would leave the others in a collective; `ReplayBarrier`
 lets ranks ask each other by the store of the process group, between the passes, whether any did.
 """
@@ -46,7 +46,7 @@ def _keep_all(containers: ContainerSnapshot, value: Any) -> None:
 
 
 @contextmanager
-def unchanged(modules: Iterable[nn.Module], updates: Iterable[Update], scale: float) -> Iterator[MemorySnapshot]:
+def restored_after(modules: Iterable[nn.Module], updates: Iterable[Update], scale: float) -> Iterator[MemorySnapshot]:
     """Inside there are no gradients; afterwards, gradients and all else are what and where they were.
 
     modules: those that compute. Their buffers come back, and plain attributes such as counters, with what is in lists, dicts
@@ -215,7 +215,7 @@ class Replay:
             on any rank.
         """
         scale = self.scale if scale is None else scale
-        with unchanged(self._wrappers, self._updates, scale) as memory, self._quiet(), within():
+        with restored_after(self._wrappers, self._updates, scale) as memory, self._quiet(), within():
             return self._run(scale, repair, memory, agree)
 
     def _run(
