@@ -238,9 +238,12 @@ def test_what_the_machine_lacks_is_rehearsed_without_a_time():
 
 
 def test_a_precision_that_refuses_the_model_says_why():
-    found = advised("int8", model_fn=lambda: nn.Linear(16, 4))
-    assert found["int8"].status == "refused"
+    found = advised("int8", "mxfp8", model_fn=lambda: nn.Linear(16, 4))
+    assert found["int8"].status == found["mxfp8"].status == "refused"
     assert "finds no linear layer" in found["int8"].note
+    assert "finds no linear layer" in found["mxfp8"].note
+    assert str(found).count("finds no linear layer") == 1
+    assert str(found).count("refused; as int8") == 1
 
 
 def test_what_comes_after_the_budget_of_time_is_left_out():

@@ -134,7 +134,13 @@ class Advice:
 
     def table(self) -> list[tuple[str, ...]]:
         """Return the table that `str()` shows, with its heading."""
-        return [_HEADING, *map(_cells, self.rows)]
+        first: dict[str, str] = {}  # by what a note says after the name of its format
+        rows = []
+        for row in self.rows:
+            alike = first.setdefault(row.note.partition(" finds ")[2], row.name)
+            again = " finds " in row.note and alike != row.name
+            rows.append(dataclasses.replace(row, note=f"as {alike}") if again else row)
+        return [_HEADING, *map(_cells, rows)]
 
     def legend(self) -> list[str]:
         """Return lines that say what the columns of the table mean, and what was not measured."""

@@ -192,7 +192,7 @@ def _need_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "pictures of a record are drawn by matplotlib: pip install matplotlib, or pip install 'booster-amp[report]'"
+            "pictures of a record are drawn by matplotlib: pip install matplotlib, or pip install '.[report]' in a clone"
         ) from error
 
 
