@@ -277,6 +277,59 @@ def test_gradients_of_gradients_pass_through_what_is_summed_in_float32(small, mo
     assert (found - wide).norm() <= 16 * 2.0**-8 * wide.norm()  # some eight roundings to bfloat16 on the way
 
 
+# Of a half (32, 8), functions that take where the result goes, or its dtype.
+INTO = {
+    "prod": lambda x, **into: torch.prod(x, 0, **into),
+    "logsumexp": lambda x, **into: torch.logsumexp(x, 0, **into),
+    "nanmean": lambda x, **into: torch.nanmean(x, 0, **into),
+    "index_add": lambda x, **into: torch.index_add(x, 0, zeros(32), x, **into),
+    "index_reduce": lambda x, **into: torch.index_reduce(x, 0, zeros(32), x, "mean", **into),
+    "scatter_reduce": lambda x, **into: torch.scatter_reduce(x, 0, zeros((32, 8)), x, "mean", **into),
+    "index_select": lambda x, **into: torch.index_select(x, 0, zeros(3), **into),
+    "take": lambda x, **into: torch.take(x, zeros(3), **into),
+    "mm": lambda x, **into: torch.mm(x.T, x, **into),
+}
+WITH_DTYPE = {
+    **{name: INTO[name] for name in ("prod", "nanmean")},
+    "x.prod": lambda x, dtype: x.prod(dtype=dtype),
+    "log_softmax": lambda x, dtype: torch.log_softmax(x, 0, dtype=dtype),
+    "F.log_softmax": lambda x, dtype: F.log_softmax(x, 0, dtype=dtype),
+    "x.log_softmax": lambda x, dtype: x.log_softmax(0, dtype),
+    "sparse.sum": lambda x, dtype: torch.sparse.sum(x.to_sparse(), dtype=dtype),
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("name", INTO)
+def test_a_result_goes_where_out_says(name, dtype):
+    x = (torch.rand(32, 8, dtype=torch.float64) / 2 + 0.75).to(dtype)
+    wide = INTO[name](x.double())
+    for out in (
+        torch.empty(wide.shape, dtype=dtype),
+        torch.empty(0, dtype=dtype),
+        torch.empty(2, *wide.shape, dtype=dtype)[1],
+    ):
+        with context(dtype):
+            found = INTO[name](x, out=out)
+        assert found is out
+        assert out.dtype == dtype
+        assert out.shape == wide.shape
+        assert (out - wide).norm() <= 1.01 * EPS[dtype] * wide.norm()
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("name", WITH_DTYPE)
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_result_has_the_dtype_that_is_asked_for_and_no_rounding_to_half(name, dtype, recorded):
+    x = (torch.rand(32, 8, dtype=torch.float64) / 2 + 0.75).to(dtype)
+    wide = WITH_DTYPE[name](x.double(), dtype=torch.float64)
+    with context(dtype):
+        found = WITH_DTYPE[name](x.requires_grad_(recorded), dtype=torch.float32)
+    assert found.dtype == torch.float32
+    assert (found.detach() - wide).norm() <= 64 * 2.0**-24 * wide.norm()
+
+
 @pytest.mark.parametrize("precision", ["bf16_naive", "fp16_naive"])
 def test_the_loss_of_classes_is_summed_in_float32_within_a_model(precision):
     class Masked(nn.Module):

@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import functools
 import inspect
 import io
 import shutil
@@ -347,6 +348,26 @@ def test_averaged_model_of_torch_averages_the_boosted_model():
     average.update_parameters(model)
     assert average(torch.ones(1, 4)).dtype == torch.float32
     assert {key.removeprefix("module.") for key in average.state_dict()} - {"n_averaged"} == set(net.state_dict())
+
+
+@pytest.mark.parametrize("precision", ["bf16_naive", "fp16_naive"])
+def test_an_average_of_the_model_before_boost_moves_and_one_of_half_weights_does_not(precision):
+    def lerp(average, weight, _):
+        return average.lerp(weight.to(average.dtype), 1 - 0.9999)
+
+    net, average = nn.Linear(4, 4), functools.partial(AveragedModel, avg_fn=lerp)
+    nn.init.ones_(net.weight)
+    of_floats = average(copy.deepcopy(net))
+    model, *_ = Booster("cpu", precision).boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    of_halves = average(model)
+    for step in range(101):
+        of_floats.update_parameters(model)
+        of_halves.update_parameters(model)
+        if step == 0:  # which is copied
+            model.weight.data.fill_(1.5)
+    expected = torch.full((4, 4), 1.5 - 0.5 * 0.9999**100)
+    torch.testing.assert_close(of_floats.module.weight.data, expected, rtol=3 * 100 * 2.0**-24, atol=0)
+    assert torch.equal(of_halves.module.weight.float(), torch.ones(4, 4))
 
 
 # ---- forward and other methods under the precision ----

@@ -138,7 +138,8 @@ def rounded(func: Any, *args: Any, **kwargs: Any) -> Any:
     for each in (*args, *kwargs.values()):
         if isinstance(each, torch.Tensor) and is_half(each) and kwargs.get("dtype") is None:
             if (into := kwargs.pop("out", None)) is not None:
-                return into.copy_(_whole(func, *args, **kwargs))
+                wide = _whole(func, *args, **kwargs)
+                return (into if into.shape == wide.shape else into.resize_(wide.shape)).copy_(wide)
             return _whole(func, *args, **kwargs).to(each.dtype)
     return func(*args, **kwargs)
 
