@@ -286,7 +286,13 @@ class GradSyncTracker:
         return {
             name: param
             for param, (name, strides) in self._orders.items()
-            if param.requires_grad and param.stride() != strides
+            # A dimension of 1 has no order: a flat bucket lays out a kernel of 1 x 1 in other strides, and the same memory.
+            if param.requires_grad
+            and param.stride() != strides
+            and any(
+                now != then and length > 1
+                for now, then, length in zip(param.stride(), strides, param.shape, strict=True)
+            )
         }
 
     def on_zero_grad(self) -> None:

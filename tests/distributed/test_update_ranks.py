@@ -47,7 +47,11 @@ def changes_memory_format(rank, world_size, name, precision, moment, reads):
     """What is reported, and whether no weight changed since. moment: before the next of these the format changes."""
     torch.manual_seed(0)
     booster = Booster("cpu", precision, PLUGINS[name]())
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 6, 3), torch.nn.ReLU(), torch.nn.Conv2d(6, 4, 3))
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 6, 3), torch.nn.ReLU(), torch.nn.Conv2d(6, 4, 1 if moment == "before" else 3)
+    )
+    if moment == "before":
+        relay(model)
     model, made, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     data = torch.Generator().manual_seed(rank)
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")  # of DistributedDataParallel
@@ -86,6 +90,13 @@ def test_a_memory_format_changed_after_boost_is_refused_by_the_next_pass(ranks2,
     for step, error, same in ranks2(changes_memory_format, name, precision, "forward", reads):
         assert (step, same) == (1, True)
         assert "0.weight changed its memory order after boost()" in error or "2.weight changed" in error
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_a_kernel_of_one_by_one_in_another_format_since_before_boost_trains_as_on_whole_ranks(ranks2, name):
+    expected, _ = ranks2(changes_memory_format, "ddp", "fp32", "before", "nothing")
+    for found in ranks2(changes_memory_format, name, "fp32", "before", "nothing"):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.crossed
