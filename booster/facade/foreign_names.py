@@ -73,6 +73,7 @@ _METHODS = {
     "clip_grad_value_": f"{_OPTIMIZER}clip_grad_by_value(clip_value)",
     "clip_gradients": f"{_OPTIMIZER}clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(clip_value)",
     "unscale_gradients": f"{_OPTIMIZER}unscale_grads()",
+    "unscale_": f"{_OPTIMIZER}unscale_grads()",
     "step": f"{_OPTIMIZER}step()",
     "zero_grad": f"{_OPTIMIZER}zero_grad()",
     "no_backward_sync": "is called no_sync: with b.no_sync(model):",

@@ -110,9 +110,10 @@ def _hint_of_dtypes(error: Exception, precision: object, wanted: torch.dtype | N
         )
     if not _MIXED_DTYPES.search(str(error)) and not _has_other_states(error):
         return None
+    where = where_raised(error) or "a layer"
     if compute in HALF_DTYPES:
         return (
-            f"{error}: at {where_raised(error)} a function got {dtype_name(compute)} and another dtype, and autocast has no "
+            f"{error}: at {where} a function got {dtype_name(compute)} and another dtype, and autocast has no "
             "rule that casts them for it. Give it one dtype, by x.float() or x.to(y.dtype); on a CPU Booster's "
             "half_products='float32' has rules for mv, addmv, dot, vdot, inner and cross, but for none in place"
         )
@@ -122,7 +123,7 @@ def _hint_of_dtypes(error: Exception, precision: object, wanted: torch.dtype | N
     takes = "default_dtype" in inspect.signature(kind).parameters
     or_by_default = f"; or pass default_dtype=True to {kind.__name__}, which makes such tensors {half}" if takes else ""
     return (
-        f"{error}: weights are {half}, and forward gave one of them a tensor of another dtype, at {where_raised(error)}. A "
+        f"{error}: weights are {half}, and forward gave one of them a tensor of another dtype, at {where}. A "
         "tensor that forward makes itself, by torch.zeros or torch.arange(...).float(), is float32 by default: make it from "
         f"an input, x.new_zeros(...), or with dtype=x.dtype{or_by_default}"
     )

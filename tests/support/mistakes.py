@@ -1,12 +1,14 @@
 """The mistakes that newcomers make, what comes of each, and the page docs/guides/mistakes.md, which this writes:
 `python tests/support/mistakes.py`."""
 
+import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -215,6 +217,90 @@ def loaded_after() -> None:
 
 def traced() -> None:
     torch.jit.trace(run()[1], (torch.ones(4, 8),))
+
+
+def clip_by_value() -> None:
+    b, model, optimizer, *_ = run("fp16")
+    b.backward(loss_of(model), optimizer)
+    nn.utils.clip_grad_value_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def schedule_of_own() -> None:
+    b, model, optimizer, _, own = run("fp16")
+    schedule = torch.optim.lr_scheduler.StepLR(own, 1)
+    b.backward(loss_of(model) * float("nan"), optimizer)
+    assert not optimizer.step().applied
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+
+
+def layer_replaced() -> None:
+    b, model, optimizer, net, _ = run()
+    net[2] = nn.Linear(8, 1)
+    before = net[2].weight.detach().clone()
+    b.backward(loss_of(model), optimizer)
+    optimizer.step()
+    torch.testing.assert_close(net[2].weight.detach(), before, rtol=0, atol=0)
+
+
+def made_double() -> None:
+    _, model, *_ = run("bf16")
+    loss_of(model.double())
+
+
+def autocast_left_in() -> None:
+    found = []
+    for left_in in (False, True):
+        b, model, optimizer, *_ = run("fp16")
+        with torch.autocast("cpu", torch.bfloat16, enabled=left_in):
+            loss = loss_of(model)
+        b.backward(loss, optimizer)
+        found.append(loss)
+    assert torch.equal(*found)
+
+
+def evaluated_with_gradients() -> None:
+    b, model, optimizer, *_ = run("fp16")
+    model.eval()
+    loss_of(model)
+    model.train()
+    b.backward(loss_of(model), optimizer)
+    assert optimizer.step().applied
+
+
+def saved_by_hand() -> None:
+    def one_step(b: Any, model: Any, optimizer: Any) -> None:
+        b.backward(loss_of(model), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first, second = run("bf16_naive", torch.optim.AdamW)[:3], run("bf16_naive", torch.optim.AdamW)[:3]
+    one_step(*first)
+    second[2].load_state_dict(copy.deepcopy(first[2].state_dict()))
+    second[1].load_state_dict(first[1].state_dict())
+    one_step(*first)
+    one_step(*second)
+    assert torch.equal(first[1][0].weight, second[1][0].weight)
+
+
+def own_optimizer() -> None:
+    b, model, *_ = run("fp16")
+    b.backward(loss_of(model), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def no_grad_loss() -> None:
+    b, model, optimizer, *_ = run("fp16")
+    with torch.no_grad():
+        loss = loss_of(model)
+    b.backward(loss, optimizer)
+
+
+def stepped_within() -> None:
+    b, model, optimizer, *_ = run("fp16")
+    with b.accumulate(model, optimizer, 2):
+        b.backward(loss_of(model) / 2, optimizer)
+        optimizer.step()
 
 
 def early_clip() -> None:
@@ -476,6 +562,76 @@ MISTAKES = [
         "it carries the loss scale until the step",
         "`optimizer.unscale_grads()` first",
         scaled_grad,
+    ),
+    Mistake(
+        "torch's `clip_grad_value_` under fp16",
+        "WARNING",
+        "was changed between b.backward and step()",
+        "`optimizer.clip_grad_by_value(value)`",
+        clip_by_value,
+    ),
+    Mistake(
+        "a scheduler that `boost` was not given",
+        LEGAL,
+        "it moves the learning rate, also where a step was skipped",
+        "`b.boost(..., lr_scheduler=schedule)`",
+        schedule_of_own,
+    ),
+    Mistake(
+        "a layer replaced after `boost`",
+        LEGAL,
+        "it does not train, as in torch: no optimizer holds it",
+        "replace layers before the optimizer is made",
+        layer_replaced,
+    ),
+    Mistake(
+        "`model.double()` after `boost`",
+        "RuntimeError",
+        "must have the same dtype",
+        "leave it out",
+        made_double,
+    ),
+    Mistake(
+        "`torch.autocast` left in around forward",
+        LEGAL,
+        "the precision of the Booster counts, to the bit",
+        "delete it",
+        autocast_left_in,
+    ),
+    Mistake(
+        "evaluation without `torch.no_grad()`",
+        LEGAL,
+        "right, and holds activations as in torch",
+        "`with torch.no_grad():`",
+        evaluated_with_gradients,
+    ),
+    Mistake(
+        "`state_dict()` of both saved and loaded by hand, on one device",
+        LEGAL,
+        "goes on to the bit, in either order",
+        "`b.save` and `b.load`, which also serve ranks",
+        saved_by_hand,
+    ),
+    Mistake(
+        "an optimizer made of the boosted model",
+        "TypeError",
+        "backward needs the optimizer that boost() returned",
+        "make it before, and give it to `boost`",
+        own_optimizer,
+    ),
+    Mistake(
+        "a loss computed under `no_grad`",
+        "RuntimeError",
+        "the loss does not require gradients",
+        "call the model outside of `torch.no_grad()`",
+        no_grad_loss,
+    ),
+    Mistake(
+        "`optimizer.step()` after each micro-batch of `b.accumulate`",
+        "RuntimeError",
+        "step once the group is complete",
+        "one step after the group",
+        stepped_within,
     ),
     Mistake(
         "a clip before backward, or after the step",
