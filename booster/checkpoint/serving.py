@@ -26,6 +26,7 @@ from booster.frozen import FORMS, Form, FrozenLinear, origins_of
 from booster.interface.model import ModelWrapper
 from booster.mixed_precision.policy import dtypes_read
 from booster.model.modules import bare, tensor_places
+from booster.nn.stacked_experts import stacked_names
 from booster.number_formats.number_format import E4M3, INT8, NumberFormat
 from booster.number_formats.scaling import ScaledTensor, Scaling, scale_to
 from booster.ranks.agreement import gather
@@ -62,7 +63,7 @@ class ExportSpec:
 
     stored: its numbers; in the form of a frozen layer where `packed` says which one, and how many columns. dtype: that of the
     result, None for that of what is stored. adapters: names of A and B, and a factor: factor * B @ A is added, or the
-    transpose of that.
+    transpose of that. number: of an expert, where what is stored is that of several.
     """
 
     stored: str
@@ -70,10 +71,11 @@ class ExportSpec:
     dtype: torch.dtype | None = None
     adapters: tuple[tuple[str, str, float], ...] = ()
     transposed: bool = False
+    number: int | None = None
 
     def whole(self, read: Read) -> torch.Tensor:
         """Return the weight, on the host or where `read` has it. Sums are made in float32 and rounded once."""
-        value = read(self.stored)
+        value = read(self.stored) if self.number is None else read(self.stored)[self.number]
         dtype = self.dtype or value.dtype
         if self.packed is not None:
             form, columns = self.packed
@@ -87,15 +89,21 @@ class ExportSpec:
         """Return what is written of it, given what the model holds."""
         entry = tensors[self.stored]
         shape = entry.shape if self.packed is None else (entry.shape[0], self.packed[1])
+        shape = shape if self.number is None else shape[1:]
         return ExportedTensor(self.dtype or dtype_of(entry), shape, self.whole)
 
 
-def sources_of(model: nn.Module, names: Iterable[str], *, unpack: bool) -> dict[str, ExportSpec]:
+def sources_of(
+    model: nn.Module, names: Iterable[str], *, unpack: bool, stacked: Mapping[str, tuple[str, int]] | None = None
+) -> dict[str, ExportSpec]:
     """Return what is written of the tensors `names` of `model`, by the names that it gets: each as it is stored.
 
-    unpack: frozen layers.
+    unpack: frozen layers. stacked: `stacked_names` of all ranks; None: of `model`.
     """
     found = {name: ExportSpec(name) for name in names}
+    stacked = stacked_names(model) if stacked is None else stacked
+    single = {name: ExportSpec(own, number=number) for name, (own, number) in stacked.items() if own in found}
+    found = {name: each for name, each in found.items() if name not in {own.stored for own in single.values()}} | single
     for name, layer in model.named_modules() if unpack else ():
         if isinstance(layer, FrozenLinear) and layer.form is not None:
             stored, weight = (f"{name}.{own}".removeprefix(".") for own in (layer.stored_name, "weight"))
@@ -369,12 +377,16 @@ def save_weights(
     taken = CollectedState(written, {"random": []})
     between = write(path.with_name(f".{path.name}.whole"), taken, step=0, keep_last=None, group=group)
     said = gather(asdict(layers_of(own)), group) if weights is not None else []
+    stacked = {name: place for each in gather(stacked_names(own), group) for name, place in each.items()}
     with agreed(group):
         if is_first(group):
             try:
                 manifest, quantization = read_manifest(between), None
                 if merge is None:
-                    described, sources = own, sources_of(own, manifest.tensors, unpack=weights is not None)
+                    described, sources = (
+                        own,
+                        sources_of(own, manifest.tensors, unpack=weights is not None, stacked=stacked),
+                    )
                 else:
                     described, sources = merge(own, manifest.tensors)
                 entries = {name: source.of(manifest.tensors) for name, source in sources.items()}

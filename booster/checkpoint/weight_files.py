@@ -22,9 +22,11 @@ from booster.checkpoint.manifest import PAIRS, SAFETENSORS_DTYPES, CheckpointErr
 from booster.checkpoint.objects import user_module
 from booster.checkpoint.state_tree import empty_like_whole, shard_like
 from booster.checkpoint.tensor_file import Entry, entries_of, entry_of, read_entry, write_tensors
+from booster.common.arguments import listed
 from booster.common.untrusted_files import ROOM, names_a_regular_file, open_regular, parse_json, read_regular
 from booster.model.modules import tensor_places
 from booster.model.params import local_shard, memory_of
+from booster.nn.stacked_experts import stacked_names
 
 # (name of one file, ending) as transformers looks for them.
 SAFETENSORS, TORCH = ("model", ".safetensors"), ("pytorch_model", ".bin")
@@ -143,18 +145,22 @@ def weights_for(
     partial = getattr(getattr(module, "module", None), "is_partial", False)
     found, unread = FittedWeights(), dict[str, Entry]()
     different, unknown, seen = [], [], set()
+    stacked, parts = stacked_names(user_module(module)), dict[str, dict[str, Entry | torch.Tensor]]()
     for name, value in named_in(path):
-        here = current.get(name)
+        holder, _ = stacked.get(name, (name, 0))
+        here = current.get(holder)
         if name in seen:
             # All that differs is listed in one error.
             different.append(f"{name} is in two files")
         seen.add(name)
         if here is None:
             unknown.append(name)
-        elif tuple(here.shape) != tuple(value.shape):
-            different.append(f"{name} has shape {tuple(value.shape)} in the file and {tuple(here.shape)} in the model")
+        elif (shape := tuple(here.shape[holder != name :])) != tuple(value.shape):
+            different.append(f"{name} has shape {tuple(value.shape)} in the file and {shape} in the model")
         elif not fits(value.dtype, here.dtype):
             different.append(f"{name} has dtype {value.dtype} in the file and {here.dtype} in the model")
+        elif holder != name:
+            parts.setdefault(holder, {})[name] = value
         elif isinstance(value, torch.Tensor):
             found.state[name] = shard_like(value.to(here.device), here)
         elif name in own and memory_of(own[name]) == memory_of(here):
@@ -163,6 +169,20 @@ def weights_for(
         else:
             unread[name] = value
             found.state[name] = empty_like_whole(value.shape, value.dtype, here)
+    for holder, own_parts in parts.items():
+        names = [name for name, (own_name, _) in stacked.items() if own_name == holder]
+        if lacking := [name for name in names if name not in own_parts]:
+            different.append(f"{listed(lacking, 4)} are not in the file, and other experts of {holder} are")
+        if different:
+            continue
+        single = {name: value for name, value in own_parts.items() if isinstance(value, torch.Tensor)}
+        entries = {name: value for name, value in own_parts.items() if not isinstance(value, torch.Tensor)}
+        single |= {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+        read(entries, {name: single[name] for name in entries})
+        # One weight of one layer is there whole at a time.
+        found.state[holder] = shard_like(
+            torch.stack([single[name] for name in names]).to(current[holder].device), current[holder]
+        )
     read(unread, {name: found.state[name] for name in unread})
     found.state |= {name: shard_like(found.state[name], current[name]) for name in unread}
     different += ties_that_differ(module, found.state)
@@ -262,9 +282,13 @@ class CheckpointTensors:
     def __init__(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         self._folder, self._tensors = folder, tensors
         self._entries: dict[str, dict[str, Entry]] = {}
+        self._last: tuple[str, torch.Tensor] | None = None  # single experts are asked for one after the other
 
     def whole(self, name: str) -> torch.Tensor:
         """Return one tensor, put together from its chunks. Raises CheckpointError where a file holds another one."""
+        if self._last is not None and self._last[0] == name:
+            return self._last[1]
+        self._last = None
         tensor = self._tensors[name]
         whole = torch.empty(tensor.shape, dtype=dtype_of(tensor))
         for chunk in tensor.chunks:
@@ -278,6 +302,7 @@ class CheckpointTensors:
                     read_entry(opened, entry, whole)
                 else:
                     whole[box].copy_(read_entry(opened, entry))
+        self._last = name, whole
         return whole
 
 

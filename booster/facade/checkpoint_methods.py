@@ -301,7 +301,7 @@ def sync_weights(self: BoosterState, model: nn.Module, *, merge: bool = False) -
     """
     # Here and not above: they import torch.distributed.checkpoint, which `import booster` is to leave alone.
     from booster.checkpoint.adapters import check_merges, merged
-    from booster.checkpoint.serving import ExportSpec, ends_that_differ
+    from booster.checkpoint.serving import ends_that_differ, sources_of
 
     halves = self.precision.policy.param is not None
     wrapper = boosted_wrapper(model, "sync_weights")
@@ -312,7 +312,7 @@ def sync_weights(self: BoosterState, model: nn.Module, *, merge: bool = False) -
         )
     own, state = bare(wrapper.module), {k: v for k, v in wrapper.state_dict().items() if isinstance(v, torch.Tensor)}
     dtypes = dtypes_read(own, self.precision.half_dtype, weights=halves)
-    sources = {name: ExportSpec(name) for name in state}
+    sources = sources_of(own, state, unpack=False)
     if arguments.flag("merge", merge):
         check_merges(own)
         base, sources = merged(own, state)
@@ -337,14 +337,14 @@ def _gathered(
         held, dtype = state[source.stored], dtypes.get(source.stored)
         key = memory_of(held)
         left[key] -= 1
-        if source != type(source)(source.stored):  # merged with adapters
+        if source != type(source)(source.stored, number=source.number):  # merged with adapters
             value = source.whole(read)
             yield name, value if dtype is None else value.to(dtype)
             continue
         value = shared.pop(key) if key in shared else _whole(held, dtype)
         if left[key]:
             shared[key] = value
-        yield name, value
+        yield name, value if source.number is None else value[source.number]
 
 
 def _made_alike(state: dict[str, torch.Tensor], sources: dict[str, ExportSpec], one: str, other: str) -> bool:

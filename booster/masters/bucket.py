@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from booster.masters.formats import Format
 from booster.masters.offload import HostMemory
@@ -193,12 +195,44 @@ class Bucket:
 
     def handles_of(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return views of flat `values` in the shapes of the handles, or of this rank's shards of them."""
-        if not self.whole:
-            return [values]
+        return self.shaped(values) if self.whole else [values]
+
+    def shaped(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of flat `values` in the shapes of this rank's shards of the parameters; pieces are whole ones."""
         return [
             flat.as_strided(layout.shape, layout.stride(), flat.storage_offset())
             for flat, layout in zip(self.pieces_of(values), self.layouts, strict=True)
         ]
+
+    @contextmanager
+    def in_matrices(self, optimizer: Optimizer) -> Iterator[None]:
+        """For its length, have whole parameters in the place of the flat handle, in the one group and the state of `optimizer`.
+
+        They are views of its data, gradient and states, as DTensors where the parameters are.
+        """
+        (handle,), (group,), state = self.handles, optimizer.param_groups, optimizer.state
+
+        def shaped(values: torch.Tensor) -> list[torch.Tensor]:
+            return list(map(dtensor_around, self.shaped(values), self._params))
+
+        own, made = state.pop(handle, {}), [each.requires_grad_() for each in shaped(handle.detach())]
+        try:
+            for matrix, grad in zip(made, shaped(handle.grad), strict=True):  # type: ignore[arg-type]
+                matrix.grad = grad
+            for name, values in own.items():
+                for matrix, value in zip(made, shaped(values), strict=True):
+                    state[matrix][name] = value
+            group["params"][:] = made
+            yield
+            for name in {name: None for matrix in made for name in state[matrix]}:
+                values = own.setdefault(name, self.scratch())
+                for place, matrix in zip(self.shaped(values), made, strict=True):
+                    place.copy_(local_shard(state[matrix][name]))
+        finally:
+            for matrix in made:
+                state.pop(matrix, None)
+            if own:
+                state[handle] = own
 
     def present(self) -> torch.Tensor | None:
         """Return where there are elements, as bool; None where pieces leave no gaps."""

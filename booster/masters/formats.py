@@ -109,7 +109,7 @@ from booster.masters.rounding import (
     to_ulp,
     whole_steps,
 )
-from booster.model.optimizers import kind_of, unknown
+from booster.model.optimizers import kind_of, lies_flat, unknown
 
 
 class Format(ABC):
@@ -377,13 +377,13 @@ _ROUNDINGS: dict[str, type[Format]] = {"nearest": Nearest, "stochastic": Stochas
 
 @dataclass(frozen=True, kw_only=True)
 class MasterOptions:
-    """How masters and states of an optimizer are kept. All but "fp32" and "auto" are for elementwise optimizers.
+    """How masters and states of an optimizer are kept. All but "fp32" and "auto" are for elementwise optimizers, and Muon.
 
     Attributes:
         master_weights: "fp32" keeps a separate float32 copy. "split" keeps only the bits that the weight lacks, to the same
             result (for float16: for magnitudes of at least 2**-14). "split24" keeps the upper 8 of those 16 bits and rounds
             stochastically, so that a master has 16 binary digits (19 with float16). "none" keeps nothing and rounds every
-            update to the weight. "auto" is "split" for bfloat16 where the optimizer is elementwise, else "fp32".
+            update to the weight. "auto" is "split" for bfloat16 where the optimizer is one of these, else "fp32".
         rounding: with "none": "nearest", "stochastic", or "kahan", which keeps the rounding error in half precision.
         states: "fp32" keeps states as they are, "bf16" in 2 bytes an element and "8bit" in 1.0625; see `quantized_state.py`.
         offload: states and residual bits are in the host's memory between steps; see `offload.py`.
@@ -408,7 +408,7 @@ class MasterOptions:
     def check(self, optimizer: Optimizer) -> None:
         """Raise ValueError if `optimizer` cannot be stepped on masters of this form, or its states cannot be kept so."""
         kind, name = kind_of(optimizer), type(optimizer).__name__
-        if kind == "elementwise":
+        if lies_flat(optimizer):
             if self.states != "fp32":
                 StateSigns(optimizer)
             return
@@ -435,7 +435,7 @@ class MasterOptions:
             return Same()
         if form == "auto":
             # Split needs flat buckets; float16 masters lose bits below 2**-14 by it, so that is the user's choice.
-            form = "split" if dtype == torch.bfloat16 and kind_of(optimizer) == "elementwise" else "fp32"
+            form = "split" if dtype == torch.bfloat16 and lies_flat(optimizer) else "fp32"
         if form == "none":
             return _ROUNDINGS[self.rounding]()
         if form == "split":

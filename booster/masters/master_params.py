@@ -9,7 +9,7 @@ from torch import nn
 
 from booster.masters.masters import Masters
 from booster.masters.states import state_of_bucket
-from booster.model.params import local_shard
+from booster.model.params import dtensor_around, local_shard
 from booster.shards.base import State
 from booster.tensors.flat import flat_like, shaped_like
 
@@ -63,7 +63,9 @@ class MasterParams:
                 continue
             for piece, copy_masters in zip(bucket.pieces, bucket.pieces_of(values), strict=True):
                 copy_masters.copy_(
-                    flat_like(self._tensors[piece.param].detach(), piece.param)[piece.start : piece.stop]
+                    flat_like(local_shard(self._tensors[piece.param]).detach(), local_shard(piece.param))[
+                        piece.start : piece.stop
+                    ]
                 )
 
     def changed(self) -> bool:
@@ -122,7 +124,8 @@ class MasterParams:
                 pieces.setdefault(piece.param, []).append((piece.start, own))
         for param, found in pieces.items():
             own = torch.cat([values for _, values in sorted(found, key=lambda piece: piece[0])])
-            made[param] = nn.Parameter(shaped_like(own, param), requires_grad=param.requires_grad)
+            whole = dtensor_around(shaped_like(own, local_shard(param)), param)
+            made[param] = nn.Parameter(whole, requires_grad=param.requires_grad)
         return made
 
     def _give_gradients(self) -> dict[torch.Tensor, tuple[Any, torch.Tensor]]:

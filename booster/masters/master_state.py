@@ -19,7 +19,7 @@ from booster.masters.masters import Masters, Weights, has_half_elements
 from booster.masters.rounding import rounded
 from booster.masters.states import Places, StateView, give_back, places_of, state_of_bucket, state_of_params
 from booster.model.modules import parameter_names
-from booster.model.optimizers import load_states
+from booster.model.optimizers import lies_flat, load_states
 from booster.model.params import is_dtensor, local_shard
 from booster.shards import Shards
 from booster.shards.base import State
@@ -162,13 +162,13 @@ class MasterState(OptimizerState):
             wrong = {
                 key: tuple(value.shape)
                 for key, value in (own or {}).items()
-                if self.masters.kind == "elementwise" and isinstance(value, torch.Tensor) and value.numel() != 1
+                if lies_flat(self.masters.optimizer) and isinstance(value, torch.Tensor) and value.numel() != 1
                 if value.shape != self.masters.layouts[param].shape
             }
             if wrong:
                 raise ValueError(
-                    f"the state of a parameter of shape {tuple(param.shape)} was given tensors of shapes {wrong}; those of an "
-                    "elementwise optimizer have its shape, or are one number"
+                    f"the state of a parameter of shape {tuple(param.shape)} was given tensors of shapes {wrong}; those of "
+                    "this optimizer have its shape, or are one number"
                 )
             state = self.optimizer.state
             # A bucket has one history for all: where this one differs the buckets are made anew.

@@ -21,10 +21,10 @@ from booster.masters.formats_compiled import compiled_format
 from booster.masters.offload import HostMemory, can_offload
 from booster.masters.rounding import RoundingRNG, rounded
 from booster.masters.states import as_of_master, signature, state_of_bucket, state_of_params, write_pieces
-from booster.model.optimizers import check_attributes, kind_of
-from booster.model.params import dtensor_around, is_dtensor, local_shard
+from booster.model.optimizers import check_attributes, kind_of, lies_flat
+from booster.model.params import dtensor_around, is_dtensor, local_shard, num_shards
 from booster.shards.base import State
-from booster.tensors.flat import Piece, bucket_size, cut, cut_apart, flat_like, is_dense, pack, shaped_like
+from booster.tensors.flat import Piece, bucket_size, cut, cut_apart, flat_like, is_dense, pack, renumber, shaped_like
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.context import Fill, name_of_stranger
 
@@ -264,7 +264,7 @@ class Masters:
             for param in params:
                 if not is_dtensor(param) and not is_dense(param):  # torch leaves no gaps in shards of DTensors
                     param.data = param.detach().clone(memory_format=torch.contiguous_format)
-                whole = self.kind != "elementwise" or param.dim() == 0
+                whole = not lies_flat(self.optimizer) or param.dim() == 0
                 # One flat handle has one step count: parameters with other histories get buckets of their own.
                 kept = () if whole else signature(param, states.get(param))
                 alike.setdefault((param.device, param.dtype, whole, kept), []).append(param)
@@ -276,8 +276,11 @@ class Masters:
                 packed = self.quantizer is not None or host is not None
                 size = bucket_size(total, device, compiled=self._compiled, packed=packed, released=self.released)
                 size = total if self.kind == "whole" else size
-                lay = pack if whole else cut_apart if self.released else cut
-                laid += [(index, pieces, whole, host) for pieces in _laid(lay, several, size)]
+                if self.kind != "elementwise" or whole:
+                    divided = _packed(several, size)
+                else:
+                    divided = _laid(cut_apart if self.released else cut, several, size)
+                laid += [(index, pieces, whole, host) for pieces in divided]
         last = {piece.param: place for place, (_, pieces, _, _) in enumerate(laid) for piece in pieces}
         buckets = []
         if len(old) != len(laid) or not all(one.is_laid(*each[:3]) for one, each in zip(old, laid, strict=True)):
@@ -368,6 +371,16 @@ class Masters:
                 if seen[param] != seen[bucket.pieces[0].param]:
                     return False
         return True
+
+
+def _packed(params: Sequence[torch.Tensor], size: int) -> list[list[Piece]]:
+    """Put whole `params` into buckets of about `size` elements of this rank."""
+    # By sizes that all ranks know, as those that hold shards of one parameter step its bucket together.
+    parts = max((num_shards(param) for param in params), default=1)
+    return [
+        renumber([replace(piece, stop=local_shard(piece.param).numel()) for piece in pieces])
+        for pieces in pack(params, size * parts)
+    ]
 
 
 def _laid(lay: Callable[..., list[list[Piece]]], params: Sequence[torch.Tensor], size: int) -> list[list[Piece]]:

@@ -282,7 +282,7 @@ class StateQuantizer:
     def encoding_of(self, name: str, value: Any, bucket: FlatBucket, state: State) -> Encoding | None:
         """Return how `value`, the entry `name` of the `state` of `bucket`, is packed; None: it stays as it is."""
         flat = isinstance(value, torch.Tensor) and value.shape == (bucket.size,) and value.dtype == torch.float32
-        sign = self._signs[name] if flat else "fp32"
+        sign = self._signs[name] if flat and bucket.size else "fp32"  # a rank may hold nothing of a matrix
         if sign == "fp32":
             return None
         if self._states == "bf16":

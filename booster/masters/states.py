@@ -12,7 +12,7 @@ from booster.common.torch_internals.autograd_internals import plain_functions
 from booster.common.torch_internals.tensor_internals import version
 from booster.masters.bucket import Bucket, is_elementwise
 from booster.masters.quantized_state import dequantized
-from booster.model.params import local_shard
+from booster.model.params import dtensor_around, is_dtensor, local_shard
 from booster.shards.base import State
 from booster.tensors.flat import flat, flat_like, shaped_like
 from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
@@ -76,7 +76,8 @@ class StateView(Mapping[Any, State]):
         pieces = [
             self._piece(bucket, index) for bucket, index in self._places[param] if _handle(bucket, index) in self._state
         ]
-        own = _assemble(self._layouts[param], sorted(pieces, key=lambda piece: piece[0])) if pieces else {}
+        layout = local_shard(param) if is_dtensor(param) else self._layouts[param]
+        own = _assemble(layout, param, sorted(pieces, key=lambda piece: piece[0])) if pieces else {}
         # A bucket that is whole has the user's own dict for its parameter: writes need no way back.
         if self._put is None or not own or pieces[0][0] < 0:
             return own
@@ -100,7 +101,9 @@ class StateView(Mapping[Any, State]):
             put,
             {
                 key: value
-                if not isinstance(value, torch.Tensor) or _is_view(value, [own.get(key) for own in shared])
+                if not isinstance(value, torch.Tensor)
+                or is_dtensor(value)
+                or _is_view(value, [own.get(key) for own in shared])
                 else WrittenThrough.of(value, value, partial(put, key))
                 for key, value in own.items()
             },
@@ -304,8 +307,9 @@ def give_back(bucket: Bucket, own: State, states: dict[torch.Tensor, State]) -> 
                 mine[key] = value.clone() if isinstance(value, torch.Tensor) else value
                 continue
             if key not in mine:
-                mine[key] = torch.empty_strided(layout.shape, layout.stride(), dtype=value.dtype, device=value.device)
-            flat(mine[key])[piece.start : piece.stop] = value[piece.offset : piece.offset + piece.size]
+                made = torch.empty_strided(layout.shape, layout.stride(), dtype=value.dtype, device=value.device)
+                mine[key] = dtensor_around(made, piece.param)
+            flat(local_shard(mine[key]))[piece.start : piece.stop] = value[piece.offset : piece.offset + piece.size]
 
 
 class _Scalar:
@@ -315,7 +319,7 @@ class _Scalar:
         self.value = value
 
 
-def _assemble(param: torch.Tensor, pieces: list[tuple[int, State]]) -> State:
+def _assemble(layout: torch.Tensor, param: torch.Tensor, pieces: list[tuple[int, State]]) -> State:
     first = pieces[0][1]
     if pieces[0][0] < 0:
         return first
@@ -325,7 +329,8 @@ def _assemble(param: torch.Tensor, pieces: list[tuple[int, State]]) -> State:
             assembled[key] = value.value.clone() if isinstance(value.value, torch.Tensor) else value.value
         else:
             values = [own[key] for _, own in pieces]
-            assembled[key] = shaped_like(values[0] if len(values) == 1 else torch.cat(values), param)
+            shaped = shaped_like(values[0] if len(values) == 1 else torch.cat(values), layout)
+            assembled[key] = dtensor_around(shaped, param)
     return assembled
 
 

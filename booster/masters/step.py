@@ -280,7 +280,9 @@ class MasterStep:
                 # After states are unpacked, because packed states may use the gradients' memory as scratch until here.
                 bucket.gather(self.masters.gradient_of, grads)
                 bucket.attach(masters, grads)
-                self._call([grads], scalars)
+                in_shape = self.masters.kind == "per tensor" and not bucket.whole
+                with bucket.in_matrices(self.masters.optimizer) if in_shape else nullcontext():
+                    self._call([grads], scalars)
         finally:
             bucket.detach()
         bucket.write_masters(masters, grads)

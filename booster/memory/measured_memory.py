@@ -23,7 +23,7 @@ from booster.masters.formats import MasterOptions
 from booster.masters.offload import can_offload
 from booster.masters.quantized_state import GROUP, QuantizedState, StateQuantizer
 from booster.masters.rounding import RoundingRNG
-from booster.model.optimizers import kind_of, probe_of, restored_afterwards
+from booster.model.optimizers import kind_of, lies_flat, probe_of, restored_afterwards
 from booster.model.params import local_shard
 from booster.tensors import trees
 from booster.tensors.flat import SMALLEST_BUCKET, aligned, bucket_size
@@ -278,7 +278,7 @@ def step_memory(
         with_states = sum(aligned(sizes[i][1]) for i in here if has_states[i])
         bucket = most = bucket_size(total, device if offloaded else _CPU, packed=is_packed, released=in_backward)
         if not elementwise:
-            bucket = max(sizes[i][1] for i in here)
+            bucket = max(*(sizes[i][1] for i in here), bucket if lies_flat(optimizer) else 0)
             most = total if kind == "whole" else max(most, bucket)
         format = options.make_format(optimizer, dtype, RoundingRNG())  # type: ignore[union-attr]
         residual = format.allocate(64, dtype, _CPU)
@@ -291,7 +291,9 @@ def step_memory(
             stepped = [i for i in here if has_states[i]]
             states += sum(probe_of[i].other_bytes(shapes[i]) for i in stepped)
             held = sum(
-                sizes[i][1] * sum(_kept_bytes(quantizer, *s) for s in probe_of[i].shaped.items()) for i in stepped
+                (aligned(sizes[i][1]) if lies_flat(optimizer) else sizes[i][1])
+                * sum(_kept_bytes(quantizer, *s) for s in probe_of[i].shaped.items())
+                for i in stepped
             )
         if offloaded:
             host += int(held + elements * residual_bytes)

@@ -97,7 +97,9 @@ KNOWN: Mapping[type[Optimizer], Known] = {
     optim.ASGD: Known(states={"ax": "fp32"}, counts=("step", "eta", "mu")),
     optim.Rprop: Known(states={"prev": "signed", "step_size": "unsigned"}),
     optim.Adafactor: Known(kind="per tensor", shapes=_factored, reads_all=False),
-    optim.Muon: Known(kind="per tensor", reads_all=False, takes_dtensors=True),
+    optim.Muon: Known(
+        kind="per tensor", states={"momentum_buffer": "signed"}, counts=(), reads_all=False, takes_dtensors=True
+    ),
 }
 UNKNOWN = Known(kind="whole", counts=(), reads_all=False)
 
@@ -270,6 +272,13 @@ def _names_in(code: CodeType) -> set[str]:
 def kind_of(optimizer: Optimizer) -> Kind:
     """ "elementwise": may be stepped on flat buckets; "per tensor": on some whole tensors at a time; "whole": neither."""
     return "elementwise" if type(optimizer) in _registered else known(optimizer).kind
+
+
+def lies_flat(optimizer: Optimizer) -> bool:
+    """Whether masters and states may be in flat buckets; where it is not elementwise, it is stepped on views of them."""
+    return kind_of(optimizer) == "elementwise" or (
+        known(optimizer).kind == "per tensor" and bool(known(optimizer).states)
+    )
 
 
 def state_differences(where: str, now: Any, given: Any, legal: Any = ...) -> Iterator[str]:

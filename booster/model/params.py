@@ -7,6 +7,7 @@ so its products and norms are those of the unsharded tensor. Nothing here import
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,15 @@ def dtensor_around(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
+
+
+def num_shards(param: torch.Tensor) -> int:
+    """Into how many shards `param` is divided."""
+    like: Any = param
+    if not is_dtensor(param):
+        return 1
+    sizes = zip(like.device_mesh.shape, like.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def empty_handle(like: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Parts of a training loop that are neither a model nor an optimizer: learning-rate schedules, in `lr_scheduler.py`.
+"""Learning-rate schedules, in `lr_scheduler.py`, and experts of a `ModuleList` as one module, in `stacked_experts.py`.
 
-All of them take `(optimizer, total_steps, ...)`, under the names and arguments that Colossal-AI gave them. Steps are counted
+All schedules take `(optimizer, total_steps, ...)`, under the names and arguments that Colossal-AI gave them. Steps are counted
 from 0, the rate of a step is the one in force while it is taken, and after `total_steps` the rate stays where it is.
 
 An example, a warmup of two steps and a cosine down to 0 over the other eight:
@@ -21,5 +21,6 @@ by their base class.
 """
 
 from booster.nn import lr_scheduler
+from booster.nn.stacked_experts import StackedExperts, stack_experts
 
-__all__ = ["lr_scheduler"]
+__all__ = ["StackedExperts", "lr_scheduler", "stack_experts"]

@@ -6,14 +6,14 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from comparing import assert_same, weights, whole
+from comparing import assert_same, difference, weights, whole
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from booster import Booster
 from booster.common.torch_internals.tensor_internals import gather_full
-from booster.plugin import SingleDevice, TorchFSDPPlugin
+from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchFSDPPlugin
 from booster.update import distributed_muon
 from booster.update.distributed_muon import DistributedMuon, _owners
 
@@ -188,3 +188,110 @@ def test_fsdp_trains_muon_as_one_device_does_and_says_nothing_of_the_other_optim
         assert not said
         for name, weight in alone.items():
             assert torch.allclose(found[name], weight, rtol=0, atol=1e-6), name
+
+
+SHARDED = {
+    "FSDP": TorchFSDPPlugin,
+    "ZeRO": lambda: LowLevelZeroPlugin(stage=2),
+    "TP": lambda: HybridParallelPlugin(2, 1, tp_plan={"layers.0": "colwise", "layers.1": "rowwise"}),
+}
+MOMENTUM = 0.95
+
+
+class Uneven(nn.Module):
+    """Matrices that two ranks cannot halve, and one of a single row, of which a rank has nothing under FSDP."""
+
+    def __init__(self, widths=(16, 24, 7, 5, 9, 1)):
+        super().__init__()
+        ends = zip(widths, widths[1:], strict=False)
+        self.layers = nn.ModuleList([nn.Linear(into, out, bias=False) for into, out in ends])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def kept_run(plugin, states, precision="fp32"):
+    torch.manual_seed(0)
+    net = Uneven()
+    booster = Booster("cpu", precision, plugin, states=states)
+    return booster, *booster.boost(net, torch.optim.Muon(net.parameters(), lr=0.02, momentum=MOMENTUM), nn.MSELoss())[
+        :3
+    ]
+
+
+def losses_of(parts, seeds):
+    booster, model, optimizer, criterion = parts
+    found = []
+    for seed in seeds:
+        draw = torch.Generator().manual_seed(seed)
+        loss = criterion(model(torch.randn(64, 16, generator=draw)), torch.randn(64, 1, generator=draw))
+        booster.backward(loss, optimizer)
+        assert optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+def resumed(rank, world_size, name, precision, folder):
+    parts = kept_run(SHARDED[name](), "8bit", precision)
+    first = losses_of(parts, range(4))
+    parts[0].save(folder, *parts[1:3])
+    rest = losses_of(parts, range(4, 7)), weights(parts[1])
+    again = kept_run(SHARDED[name](), "8bit", precision)
+    losses_of(again, [9])
+    again[0].load(folder, *again[1:3])
+    assert losses_of(again, range(4, 7)) == rest[0]
+    assert difference(weights(again[1]), rest[1]) is None
+    return first + rest[0], parts[0].memory(*parts[1:3]).states
+
+
+@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16_naive", marks=pytest.mark.slow)])
+def test_momentum_of_8_bits_is_dealt_out_resumes_to_the_bit_and_moves(ranks2, tmp_path, name, precision):
+    found = ranks2(resumed, name, precision, str(tmp_path))
+    alone = losses_of(kept_run(SingleDevice(), "fp32", precision), range(7))
+    for losses, _ in found:
+        assert losses == pytest.approx(alone, rel=0.02)
+    elements = sum(map(torch.Tensor.numel, Uneven().parameters()))
+    # A group of 32 has a scale; each matrix begins at a multiple of 64, on each rank that has any of it.
+    assert sum(states for _, states in found) <= (elements + 2 * 5 * 64) * (1 + 2 / 32)
+    moved = kept_run(SingleDevice(), "8bit", precision)
+    moved[0].load(str(tmp_path), *moved[1:3])
+    assert losses_of(moved, range(4, 7)) == pytest.approx(alone[4:], rel=0.02)
+
+
+class Matrices(nn.Module):
+    def __init__(self, sizes):
+        super().__init__()
+        self.held = nn.ParameterList([torch.ones(size) for size in sizes])
+
+    def forward(self):
+        return sum(param.sum() for param in self.held)
+
+
+@pytest.mark.parametrize("sizes", [[(64, 96)], [(96, 64), (40, 24), (8, 200)]], ids=str)
+def test_momentum_of_8_bits_is_as_near_to_that_of_float32_as_its_codes_are(sizes):
+    found = {}
+    for states in ("fp32", "8bit"):
+        net = Matrices(sizes)
+        booster = Booster("cpu", "fp32", SingleDevice(), states=states)
+        model, optimizer, *_ = booster.boost(net, torch.optim.Muon(net.parameters(), lr=0.02, momentum=MOMENTUM))
+        draw = torch.Generator().manual_seed(0)
+        for _ in range(40):
+            booster.backward(model(), optimizer)
+            for param in model.parameters():
+                param.grad.copy_(torch.randn(param.shape, generator=draw, dtype=torch.float32))
+            optimizer.step()
+            optimizer.zero_grad()
+        found[states] = [optimizer.state[param]["momentum_buffer"].clone() for param in model.parameters()]
+        held = booster.memory(model, optimizer).states
+        assert held == sum(map(math.prod, sizes)) * (4 if states == "fp32" else 1 + 2 / 32)
+    # A step between codes is 2 * sqrt(x * s) / 127 for a scale s, that is the largest of 32 normal numbers, 2.1 of their
+    # deviations; rounding errs by the root of a sixth of its square, and mean |x| is 0.8 deviations. Of errors of earlier steps
+    # the momentum keeps its share.
+    of_one = math.sqrt(4 * 2.1 * 0.8 / 127**2 / 6)
+    expected = of_one / math.sqrt(1 - MOMENTUM**2)
+    for exact, kept in zip(found["fp32"], found["8bit"], strict=True):
+        assert 0.5 * expected < float((kept - exact).norm() / exact.norm()) < 1.5 * expected

@@ -155,8 +155,8 @@ def check_experts(model: nn.Module, ep_size: int) -> list[str]:
     if not names:
         raise ValueError(
             f"ep_size={ep_size} deals experts to ranks, and {type(model).__name__} has none: no module with num_experts, "
-            "parameters of shape (num_experts, ...) and a forward of (tokens, numbers of experts, weights). Put experts of a "
-            "ModuleList into one such module, or leave ep_size out"
+            "parameters of shape (num_experts, ...) and a forward of (tokens, numbers of experts, weights). Make one of a "
+            "ModuleList of experts by booster.nn.stack_experts, or leave ep_size out"
         )
     for name in names:
         module: Any = model.get_submodule(name)
