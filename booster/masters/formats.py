@@ -408,16 +408,16 @@ class MasterOptions:
     def check(self, optimizer: Optimizer) -> None:
         """Raise ValueError if `optimizer` cannot be stepped on masters of this form, or its states cannot be kept so."""
         kind, name = kind_of(optimizer), type(optimizer).__name__
-        if lies_flat(optimizer):
+        if lies_flat(optimizer) and not (self.offload and kind != "elementwise"):
             if self.states != "fp32":
                 StateSigns(optimizer)
             return
-        if self.states != "fp32":  # first: under a precision on float32 weights no user chose `master_weights`
+        if self.offload:
+            given, fix = "offload_states=True", "leave it False"
+        elif self.states != "fp32":  # under a precision on float32 weights no user chose `master_weights`
             given, fix = f"states={self.states!r}", "use states='fp32'"
         elif self.master_weights not in ("auto", "fp32"):
             given, fix = f"master_weights={self.master_weights!r}", "use master_weights='fp32' or 'auto'"
-        elif self.offload:
-            given, fix = "offload_states=True", "leave it False"
         else:
             return
         if kind == "per tensor":
