@@ -170,8 +170,8 @@ def weights_for(
             unread[name] = value
             found.state[name] = empty_like_whole(value.shape, value.dtype, here)
     for holder, own_parts in parts.items():
-        names = [name for name, (own_name, _) in stacked.items() if own_name == holder]
-        if lacking := [name for name in names if name not in own_parts]:
+        experts = [name for name, (own_name, _) in stacked.items() if own_name == holder]
+        if lacking := [name for name in experts if name not in own_parts]:
             different.append(f"{listed(lacking, 4)} are not in the file, and other experts of {holder} are")
         if different:
             continue
@@ -181,7 +181,7 @@ def weights_for(
         read(entries, {name: single[name] for name in entries})
         # One weight of one layer is there whole at a time.
         found.state[holder] = shard_like(
-            torch.stack([single[name] for name in names]).to(current[holder].device), current[holder]
+            torch.stack([single[name] for name in experts]).to(current[holder].device), current[holder]
         )
     read(unread, {name: found.state[name] for name in unread})
     found.state |= {name: shard_like(found.state[name], current[name]) for name in unread}
