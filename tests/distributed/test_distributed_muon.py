@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 
 from booster import Booster
 from booster.common.torch_internals.tensor_internals import gather_full
+from booster.masters.masters import _packed
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchFSDPPlugin
 from booster.update import distributed_muon
 from booster.update.distributed_muon import DistributedMuon, _owners
@@ -295,3 +296,13 @@ def test_momentum_of_8_bits_is_as_near_to_that_of_float32_as_its_codes_are(sizes
     expected = of_one / math.sqrt(1 - MOMENTUM**2)
     for exact, kept in zip(found["fp32"], found["8bit"], strict=True):
         assert 0.5 * expected < float((kept - exact).norm() / exact.norm()) < 1.5 * expected
+
+
+def packed(rank, world_size):
+    mesh = init_device_mesh("cpu", (2,))
+    params = [nn.Parameter(sharded_by(torch.zeros(5, 20), mesh, [Shard(0)])) for _ in range(6)]
+    return [len(pieces) for pieces in _packed(params, 120)]
+
+
+def test_ranks_with_unequal_shards_put_the_same_matrices_into_a_bucket(ranks2):
+    assert ranks2(packed) == [[2, 2, 2]] * 2
