@@ -415,7 +415,7 @@ class _Scratch:
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._sizes: dict[torch.device, int] = {}
         for bucket in buckets:
-            if bucket.size > self._sizes.get(bucket.device, 0):
+            if bucket.size >= self._sizes.get(bucket.device, 0):  # 0 where a rank has nothing of a matrix
                 self._sizes[bucket.device] = bucket.size
         packed = any(bucket.quantizer is not None for bucket in buckets)
         self.is_small = not packed and all(

@@ -89,8 +89,8 @@ def stack_experts(model: nn.Module, plan: Mapping[str, Callable[..., Any]]) -> l
     plan: by name or pattern of a list, such as "layers.*.moe.experts", a function `forward(module, *args)` that takes the place
         of the forward of the module that holds it, and calls what is there now with tokens, numbers and weights of experts.
 
-    Call it before the optimizer is made: parameters are new ones, biases among them matrices, which Muon is not meant for. Raises
-    ValueError, with nothing changed, for a pattern that finds no list, and experts that cannot be stacked or are tied to others.
+    Call it before the optimizer is made: parameters are new ones, biases among them matrices, which Muon is not meant for.
+    Raises ValueError, with nothing changed, for a pattern that finds no list, and experts that cannot be stacked, or are tied.
     """
     made: dict[str, tuple[StackedExperts, Callable[..., Any]]] = {}
     for pattern, forward in plan.items():

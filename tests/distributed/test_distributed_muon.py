@@ -213,9 +213,9 @@ class Uneven(nn.Module):
         return x
 
 
-def kept_run(plugin, states, precision="fp32"):
+def kept_run(plugin, states, precision="fp32", **options):
     torch.manual_seed(0)
-    net = Uneven()
+    net = Uneven(**options)
     booster = Booster("cpu", precision, plugin, states=states)
     return booster, *booster.boost(net, torch.optim.Muon(net.parameters(), lr=0.02, momentum=MOMENTUM), nn.MSELoss())[
         :3
@@ -306,3 +306,12 @@ def packed(rank, world_size):
 
 def test_ranks_with_unequal_shards_put_the_same_matrices_into_a_bucket(ranks2):
     assert ranks2(packed) == [[2, 2, 2]] * 2
+
+
+def one_row(rank, world_size):
+    return losses_of(kept_run(TorchFSDPPlugin(), "8bit", widths=(16, 1)), range(4))
+
+
+def test_a_rank_that_has_nothing_of_the_only_matrix_takes_part(ranks2):
+    alone = losses_of(kept_run(SingleDevice(), "fp32", widths=(16, 1)), range(4))
+    assert ranks2(one_row) == [pytest.approx(alone, rel=0.02)] * 2
