@@ -17,11 +17,11 @@ In reading order:
 
     captured.py        `CapturedStep`: which graph a call is for, when one is recorded, what the host does around a replay
     graph.py           `CudaRecorder` records and replays; `StepGraph` is one graph with its memory and results
-    graph_inputs.py    `TensorAddresses`, `GradientLayout`, `StaticScalars`: what a graph holds fixed, what tells graphs apart
-    learning_rates.py  `LRBuffers`, `LRLookahead`: rates where a graph reads them, also where a skipped step must not count
+    graph_inputs.py    `TensorAddresses`, `GradientLayout`, `StaticScalars`: what a graph holds fixed, what tells graphs apart;
+                       `LRBuffers`, `LRLookahead`: rates where a graph reads them, also where a skipped step must not count
     trial.py           `check` and `reads_of`: what keeps a step out of a graph; `Reads` watches operations for what waits for
                        the device, and names the user's line
 
-It is a tool: `Booster.capture` alone uses it. It reads internals of `update/`, `masters/` and `interface/`: who adds something
-there that a step changes in Python gives it memory that stays, and a test in tests/unit/test_capture.py.
+It is a tool: `Booster.capture` alone uses it. It reads internals of `update/`, `masters/` and `interface/`: if you add
+state there that Python changes in a step, keep it in a tensor that lives on, with a test in tests/unit/test_capture.py.
 """

@@ -13,8 +13,14 @@ from torch import nn
 from torch.optim import SGD
 
 from booster.capture.graph import RecordedStep, Recorder, RoundingDraws, StepGraph
-from booster.capture.graph_inputs import GradientLayout, StaticScalars, TensorAddresses, difference, options_of
-from booster.capture.learning_rates import LRBuffers
+from booster.capture.graph_inputs import (
+    GradientLayout,
+    LRBuffers,
+    StaticScalars,
+    TensorAddresses,
+    difference,
+    options_of,
+)
 from booster.capture.trial import check_optimizers, origin_of
 from booster.common import arguments
 from booster.common.snapshot import StateSnapshot

@@ -12,8 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from booster.capture.graph_inputs import GradientLayout
-from booster.capture.learning_rates import LRLookahead
+from booster.capture.graph_inputs import GradientLayout, LRLookahead
 from booster.masters.masters import Masters
 from booster.tensors.trees import leaves, tensors, with_leaves
 from booster.update.decision import StepHistory, StepResult

@@ -22,9 +22,8 @@ The files, in the order of a save and then of a load:
     objects.py           what the user gave, by kind and name; what a load returns; snapshots for when one refuses.
     parts/               what a checkpoint says of models, optimizers, loaders and the rest: one class each, for both ways.
     saving.py            collects tensors and tree of all ranks, decides which rank writes what, writes and publishes.
-    agree.py             ranks that save and load together fail together.
     folder.py            names and renames of folders; `Lock`, the right to write one, among several jobs.
-    manifest.py          the manifest, its form and its hash; `CheckpointError`; hashes of files.
+    manifest.py          the manifest, its form and its hash; `CheckpointError`, which all ranks raise together; hashes.
     state_tree.py        values to JSON with references for tensors, and back; tensors as ranks hold them and as files do.
     dcp_storage.py       storages for `torch.distributed.checkpoint`; its planners divide reads and writes among ranks.
     tensor_file.py       safetensors files: read in parts or whole, verified, and written.

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.checkpoint.agree import agreed, is_first
 from booster.checkpoint.folder import write_beside
-from booster.checkpoint.manifest import CheckpointError
+from booster.checkpoint.manifest import CheckpointError, agreed, is_first
 from booster.checkpoint.serving import ExportSpec, sources_of
 from booster.checkpoint.tensor_file import write_tensors
 from booster.checkpoint.weight_files import replaced

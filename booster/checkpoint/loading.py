@@ -10,10 +10,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from booster.checkpoint import parts
-from booster.checkpoint.agree import agreed, is_first
 from booster.checkpoint.dcp_storage import read_entries
 from booster.checkpoint.folder import checkpoints, damage, manifest_now, standing
-from booster.checkpoint.manifest import MANIFEST, CheckpointError, Chunk, Tensor, dtype_of, new_hash
+from booster.checkpoint.manifest import MANIFEST, CheckpointError, Chunk, Tensor, agreed, dtype_of, is_first, new_hash
 from booster.checkpoint.objects import Loaded, Objects, load_module, named, read_by_torch
 from booster.checkpoint.parts.part import LoadContext
 from booster.checkpoint.parts.run_objects import extra_of

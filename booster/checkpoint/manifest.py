@@ -3,6 +3,8 @@
 Damage is found by XXH3-128, which reads memory as fast as it comes, 10 GB/s and more on one core, where SHA-256 takes as long
 as writing to a fast disk. It does not protect against people, who can write its hashes too. Source: Y. Collet, xxHash,
 https://xxhash.com.
+
+Ranks that save and load together also fail together: what one raises, as a `CheckpointError`, all raise (`agreed`).
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from booster.common.untrusted_files import (
     TEXT,
@@ -30,6 +34,7 @@ from booster.common.untrusted_files import (
     read_regular,
     whole,
 )
+from booster.ranks.agreement import gather
 
 HASH = "xxh3_128"
 BLOCK = 1 << 19  # bytes hashed and copied at a time: they are still in the processor's cache for the second of the two
@@ -356,3 +361,39 @@ def _are_the_whole(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
             corner = tuple(chunk.offsets[dim] + end * chunk.sizes[dim] for dim, end in zip(cut, ends, strict=True))
             jumps[corner] += sign * (-1) ** sum(ends)
     return not any(jumps.values())
+
+
+def is_first(group: dist.ProcessGroup | None) -> bool:
+    """Return whether this process is the one that does what one process does for all."""
+    return group is None or dist.get_rank(group) == 0
+
+
+def agree_on_success(problem: BaseException | None, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank if any rank has a `problem`: its own where it has one, else CheckpointError with the first other."""
+    texts = gather(None if problem is None else f"{type(problem).__name__}: {problem}", group)
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise CheckpointError(f"on rank {rank}: {text}")
+
+
+@contextmanager
+def agreed(
+    group: dist.ProcessGroup | None, instead: Callable[[Exception], Exception] = lambda error: error
+) -> Iterator[None]:
+    """If the body raises on one rank, raise on all, as `agree_on_success`. instead: what is raised for what it raised."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = instead(error)  # raised once the others know
+        if problem is not error:
+            problem.__cause__ = error
+    agree_on_success(problem, group)
+
+
+def first_failure(error: Any) -> str:
+    """Return where and how a checkpoint of `torch.distributed.checkpoint` failed first, in words."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    return f"on rank {rank}: {type(cause).__name__}: {cause}"

@@ -14,9 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from booster.checkpoint.agree import agree_on_success, agreed, first_failure
 from booster.checkpoint.dcp_storage import ManifestReader, load_into
-from booster.checkpoint.manifest import CheckpointError, Tensor, check_sizes, dtype_of, read_manifest
+from booster.checkpoint.manifest import (
+    CheckpointError,
+    Tensor,
+    agree_on_success,
+    agreed,
+    check_sizes,
+    dtype_of,
+    first_failure,
+    read_manifest,
+)
 from booster.checkpoint.state_tree import (
     HeldTensor,
     can_be_read_into,

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from booster.checkpoint import parts
-from booster.checkpoint.agree import agreed, first_failure, is_first
 from booster.checkpoint.dcp_storage import ManifestWriter, WholeSavePlanner
 from booster.checkpoint.folder import (
     Lock,
@@ -39,8 +38,11 @@ from booster.checkpoint.manifest import (
     CheckpointError,
     File,
     Manifest,
+    agreed,
     check_text,
+    first_failure,
     hash_of,
+    is_first,
     new_hash,
 )
 from booster.checkpoint.objects import Objects, user_module

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.checkpoint.agree import agreed, is_first
 from booster.checkpoint.folder import remove, write_beside
-from booster.checkpoint.manifest import CheckpointError, Tensor, dtype_of, read_manifest
+from booster.checkpoint.manifest import CheckpointError, Tensor, agreed, dtype_of, is_first, read_manifest
 from booster.checkpoint.saving import CollectedState, choose_writers, write
 from booster.checkpoint.state_tree import as_planned, refuse_made_of_tensors
 from booster.checkpoint.weight_files import CheckpointTensors, ExportedTensor, FileOptions, Read, export

@@ -1,7 +1,7 @@
 """Data loaders for ranks that share a dataset: made, checked, boosted, and resumed in the middle of an epoch to the bit.
 
-The idea: the position of a loader is the epoch, and how many batches of it were yielded. Who can skip, as loaders made here
-do, gives the same batches again from that alone, since its order follows from (seed, epoch). Any other loader makes its pass
+The idea: the position of a loader is the epoch, and how many batches of it were yielded. A loader that can skip, as those made
+here, gives the same batches again from that alone, since its order follows from (seed, epoch). Any other loader makes its pass
 again, from the random states of its beginning, and drops what was seen.
 
 An example: 96 samples, batches of 16 on one rank, saved after the second batch of epoch 1, loaded on two ranks.

@@ -35,5 +35,6 @@ In reading order:
     matrices.py         matrices rounded to low precisions, by the kernels of matrix_kernels.py
 
 Tests run kernels interpreted on a CPU (`make kernels`): results are compared with torch's to an ulp, forms to the bit. What is
-here is imported on CUDA, or where `fused_optimizer="triton"` asks for it; nothing but `update.choice`'s callers depends on it.
+here is imported on CUDA, or where `fused_optimizer="triton"` asks for it; `mixed_precision/configure.py`
+and `mixed_precision/low_precision/operands.py` alone import it.
 """

@@ -22,9 +22,9 @@ An example: bfloat16 weights, "split" masters, Adam under ZeRO on two ranks; one
 Words of this room:
 
     bucket            flat pieces of parameters of one group, dtype and device: the unit of a step. Optimizers of whole
-                      tensors, as `model.optimizer_kinds.kind_of` says, get buckets with a handle for
-                      each tensor (`bucket.whole`)
-    piece             some elements of a parameter in a bucket, from a multiple of 64 on
+                      tensors, as `model.optimizers.kind_of` says, get buckets with a handle for each
+                      tensor (`bucket.whole`)
+    piece             some elements of a parameter in a bucket, starting at an offset that divides by 64
     residual bits     what a bucket keeps besides weights to make masters of them; nothing for "none"
     format            which residual bits, and how they and weights become masters and back
     encoding          how a state is quantized between steps: "bf16", "signed" or "unsigned" with 8 bits and scales
@@ -35,7 +35,8 @@ Files, in reading order:
 
     formats.py            `MasterOptions`: what users choose; the bits of every format, in place, for eager steps: `Separate`
                           is "fp32", `Split*` "split" and "split24", `Kahan` is rounding="kahan"
-    formats_compiled.py   the same arithmetic as pure functions: for compiled steps. `kernels/weights.py` is it in Triton
+    formats_compiled.py   the same arithmetic as pure functions: for compiled steps. In Triton it is `kernels/weights.py`, whose
+                          `_store_*` write weight and residual bits
     rounding.py           float32 to half; foreign writes; `RoundingRNG`
     bucket.py             `Bucket`: weights, residual bits, handles
     masters.py            `Masters`: all buckets of an optimizer

@@ -15,12 +15,12 @@ referee is docs/measured/memory.md: estimates next to what an allocator's record
 
 In reading order:
 
-    estimate              `Estimate`, `estimate`, `compare`, and `estimate_placed` for a Booster's own plugin
+    estimate              `Estimate`, `estimate`, `compare`, and `estimate_placed` for a Booster's own plugin; what fits into a
+                          memory, the largest batch, what to change first
     fake_passes           forward and backward on fake tensors
-    step_memory           what steps of an optimizer hold and take, from a small copy of it
     pass_memory           what `fully_shard` gathers and reduces; `release_gradients`: when each gradient is complete
-    measured_memory       what a boosted model holds now; `StorageTracker`, the mode that follows storages
-    fitting               what fits into a memory, the largest batch, what to change first
+    measured_memory       what a boosted model holds now; `StorageTracker`, the mode that follows storages; `step_memory`: what
+                          steps of an optimizer hold and take, from a small copy of it
     estimate_table        estimates as a table and as a picture
     named_jobs            jobs by name, of timm, transformers or a file, for `booster estimate` and `booster advise`
 

@@ -22,7 +22,7 @@ In reading order:
     tensor_parallel/   layers sharded over ranks
     sequence_parallel/ ranks that share sequences
     pipeline/          stages on several ranks
-    expert_parallel/   whole experts on each rank
+    expert_parallel.py whole experts on each rank
     hybrid.py          the last four together: who is placed first, and on which dimension of the mesh
 
 A new plugin is one file and a line below (`examples/extending/plugin.py`). Rooms above import the names below alone, but for

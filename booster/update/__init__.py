@@ -1,7 +1,7 @@
 """The update of one optimizer: from a backward pass to a step, with loss scale, norm, clip and the decision to skip.
 
 The idea: gradients are read once and written as rarely as can be. They stay multiplied by the loss scale until the step. One
-read of them, their norm, tells both whether something overflowed and by how much to clip; scale and clip are then one number,
+pass computes their norm, which shows an overflow and gives the clip factor; scale and clip are then one number,
 `grad_scale`, by which a fused optimizer divides while it steps.
 
 An example: a loss scale of 1024, `clip_grad_norm=1.0`, and gradients with a norm of 4096 as they are, so 4.0 in truth.
@@ -36,10 +36,12 @@ In reading order:
     distributed_muon.py  Muon on matrices that ranks hold shards of
     in_backward.py       the optimizer in backward (`release_gradients`): passes, and what is known between them
     in_backward_pass.py  one optimizer in one such pass: a step in parts, restricted to some of its parameters
-    state_dict.py        the form of that; state_loading.py: a load of it, which changes all or nothing
+    state_dict.py        what state dicts of a boosted optimizer look like; state_loading.py: a load of one, which changes all
+                         or nothing
 
 An option to clipping goes from `Booster` through `UpdateOptions` (context.py), from a call through `clip_grad_by_norm` of
 `interface/optimizer.py`, to `Gradients.clip_norm`. The factor is `Norms.clipped`: host.py, device.py, `kernels/readings.py`.
+A clip of `Booster(clip_grad_norm=)` on a device waits in `Gradients.bound` until the decision.
 
 What is true everywhere: what steps gradients runs inside `Shards.local()`, where parameters are this rank's shards; a step
 within backward takes `Shards.local_shards`. A number is a float on a host and a 0-dim tensor on a device; `float(...)` of one

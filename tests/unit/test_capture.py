@@ -31,7 +31,7 @@ from torch.optim import (
 
 from benchmarks.waits import HostReads, as_on_a_gpu
 from booster import Booster, LossScaleError, StepResult
-from booster.capture.learning_rates import AHEAD
+from booster.capture.graph_inputs import AHEAD
 from booster.capture.trial import check
 from booster.common.devices import HostCopy
 from booster.loss_scaler import DynamicScale

@@ -117,3 +117,26 @@ def test_a_rule_is_noticed_when_broken(rule, source):
 )
 def test_a_rule_that_is_kept_says_nothing(rule, source):
     assert [*rule(ast.walk(ast.parse(source)))] == []
+
+
+def listed_in_head(head):
+    """The files and rooms that a head lists: the first words of the indented lines after "In reading order" or the like."""
+    after = re.split(r"\n(?:.*(?:[Ff]iles|[Rr]eading order|in the order of).*:)\n\n", head, maxsplit=1)[-1]
+    for line in re.split(r"\n\n(?=\S)", after)[0].splitlines():
+        if found := re.match(
+            r"(?:    |- )`?([a-z0-9_]+(?:/|\.py)?`?(?:, `?[a-z0-9_]+(?:/|\.py)?`?)*)(?:  |:|$| \()", line
+        ):
+            yield from (word.strip("` ").removesuffix(".py").removesuffix("/") for word in found[1].split(","))
+
+
+@pytest.mark.parametrize(
+    "head",
+    sorted(path for path in ROOT.rglob("__init__.py") if path.parent != ROOT),
+    ids=lambda path: str(path.parent.relative_to(ROOT)),
+)
+def test_a_head_lists_files_that_there_are_and_names_each(head):
+    text = ast.get_docstring(ast.parse(head.read_text()))
+    there = {path.stem for path in head.parent.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    if "order" in text:
+        assert sorted({*listed_in_head(text)} - there) == []
+    assert sorted(there - {"__init__", *re.findall(r"\w+", text)}) == []

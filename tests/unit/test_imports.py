@@ -322,7 +322,7 @@ SENDS_ITS_OWN = {
     "mixed_precision/naive.py": "a flat float32 copy",
     "plugin/ddp/averaged_gradients.py": "flat buckets and bytes",
     "plugin/ddp/gradient_reducer.py": "bytes",
-    "plugin/expert_parallel/experts.py": "counts, and contiguous rows of activations",
+    "plugin/expert_parallel.py": "counts, and contiguous rows of activations",
     "plugin/fsdp/unused_parameters.py": "bytes",
     "plugin/fsdp/forward_hooks.py": "int64 sums",
     "plugin/pipeline/pipeline.py": "a float32 number",

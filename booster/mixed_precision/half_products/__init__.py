@@ -20,7 +20,7 @@ The files, in reading order:
                           `mixed_precision/hardware.py`.
     float32_products.py   `Float32Products`, the mode, and the table of products. It also casts products that autocast has no
                           rule for, such as those of experts, on every device.
-    half_sums.py          functions that are no products, where CPU kernels add halves up in half: sums in float32.
+    half_sums.py          losses, norms and other sums, which CPU kernels add up in half, computed in float32.
     probability_losses.py `binary_cross_entropy`, which all halves refuse.
 
 What may be touched: a new function of torch that multiplies goes into `_products()`, one that sums in half into `SUMS`. Each

@@ -18,8 +18,7 @@ In reading order:
     nonfinite_trace   the dispatch mode that checks results and keeps parents
     places            which modules, line of code, parameter, and range of numbers
     replay            `restored_after`, `Replay`, and the barrier of its ranks
-    diagnosis         `Diagnosis`, and its sentences
-    cause             from a trace to the operation that began it
+    diagnosis         `Diagnosis`, and its sentences; `Cause`: from a trace to the operation that began it
     trials            `diagnose`: replays on all ranks, and what helps: a scale, a module in float32, zeros
     skips             skipped steps that are replayed from a log of calls, and `keep_fp32="auto"`
 

@@ -15,10 +15,10 @@ In reading order:
 
     record_file     the form of lines, the file that is appended to, and reading it line by line
     record          `Record`, which is being written, and `Records`, those of one Booster
-    samples         gradients before a step, weights before and after it, counted
+    samples         gradients before a step, weights before and after it, counted; `Underflow`: what a histogram of exponents
+                    says of one tensor
     layer_counts    outputs of modules, and operands of low-precision layers, counted
     recorded_run    `read_run`: the files of all ranks as one `Run`
-    underflow       what a histogram of exponents says of one tensor
 
 Users see the form of lines: a new key needs its check in `record_file`, and `SCHEMA` counts up where old readers would misread
 one. Numbers on a device are copied by `HostCopy`, and nothing here may wait for one but `flush` and `close`.

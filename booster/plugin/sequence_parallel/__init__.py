@@ -15,7 +15,8 @@ Files, in reading order:
     sequence_cut.py            which tokens a rank has; padding, documents; a batch cut by it; the loss
     all_to_all.py              attention by heads (Ulysses); masks of a rank's tokens made whole
     ring.py                    attention in a ring, joined by log-sum-exp
-    attention_mode.py          what a forward pass calls: joined, refused, or left alone; modules that cannot run so
+    attention_mode.py          what a forward pass calls: joined, refused, or left alone; modules that cannot run so. Masks are
+                               refused where they are read: here, in all_to_all.py and in transformers_attention.py
     transformers_attention.py  masks of transformers models, for all tokens
     sequence_parallel.py       `SequenceParallel`, which plugins make: all of it for one group of ranks
 

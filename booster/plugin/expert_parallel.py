@@ -1,14 +1,34 @@
-"""Modules that hold experts, and the forward that sends tokens to the ranks of theirs and back.
+"""Expert parallelism: each rank has whole experts, and tokens are sent to the rank that has theirs.
+
+The idea: experts are one module with parameters of shape (experts, ...), called with tokens and, for each, the numbers and the
+weights of its experts. The ranks that share the batch are cut into groups of `ep_size`; in such a group each rank
+keeps `experts / ep_size` of the experts, and the other groups keep copies, among which `fully_shard` divides them further.
+The number of ranks stays the same, and so does everything that is not experts.
+
+An example, 4 experts on 2 ranks (ep_size=2), two experts a token:
+
+    rank 0 has tokens a, b, with experts (0, 3) and (1, 2)        rank 1 has token c, with experts (2, 3)
+    rank 0 sends a for 0 and b for 1 to itself                    a for 3 and b for 2 go to rank 1
+    rank 1 computes its experts 2 and 3 on b, c and a, c          and the outputs travel back
+    rank 0 adds up the two outputs of a, and those of b
+
+What a rank computes with its experts belongs to tokens of the whole group, so the gradient of an expert is a sum over that
+group already; over its copies it is summed, and divided by all ranks that share the batch.
 
 Each exchange has the other direction as its gradient, so that gradients of gradients take the same ways. Parameters become
 DTensors: by whole experts over one dimension of a mesh, and over the others as all parameters are.
+
+Experts are kept evenly used by `balancing_loss`. Source: Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6. With f, the
+share of tokens that chose an expert, and p, the mean of its probability, the loss is experts * sum(f * p). A product of two
+means is not the mean of ranks' products, so f is counted over all ranks first; what is left is a mean over tokens. No gradient
+goes through f, which is a count.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +40,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from booster.plugin.base import shared_mesh
+from booster.plugin.sequence_parallel import token_mean
 from booster.plugin.tensor_parallel.local_style import swapped
+from booster.ranks.agreement import reduced
 from booster.tensors.weak import ForwardProxy
 
 
@@ -298,3 +320,27 @@ class ExpertSharding:
         parts = self.mesh.size(self.mesh.ndim - 1)
         free = [dim for dim in range(param.dim()) if dim not in taken and param.shape[dim] % parts == 0]
         return Shard(free[0]) if free else None
+
+
+def balancing_loss(
+    router_logits: Sequence[torch.Tensor], top_k: int, mask: torch.Tensor | None, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Return the loss over the tokens of the ranks of `group`, None is this one alone; see `Booster.balancing_loss`.
+
+    router_logits: (tokens, experts), of each layer. mask: which tokens count; None: all.
+    """
+    probabilities = torch.cat([logits.float().softmax(-1) for logits in router_logits])
+    rows, experts = probabilities.shape
+    if mask is None:
+        counted = torch.ones(rows, dtype=torch.float32, device=probabilities.device)
+    else:
+        counted = mask.reshape(-1).to(probabilities.device, torch.float32).repeat(len(router_logits))
+    chosen = probabilities.detach().topk(top_k, dim=-1).indices
+    sums = torch.zeros(experts + 1, dtype=torch.float64, device=probabilities.device)
+    sums.index_add_(0, chosen.flatten(), counted.double().repeat_interleave(top_k))
+    sums[experts] = counted.sum()  # rows of all layers
+    if group is not None:
+        sums = reduced(sums, dist.ReduceOp.SUM, group).to(probabilities.device)
+    # (experts,)
+    share = (sums[:experts] / sums[experts]).float()
+    return token_mean((probabilities * share).sum(-1) * experts, counted, group)
