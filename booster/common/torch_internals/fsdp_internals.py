@@ -198,6 +198,36 @@ class _OtherOutputs:
             self._state._register_pre_backward_hook([tensor for tensor in self._walk(output) if id(tensor) not in seen])
 
 
+def hook_each_member(modules: Sequence[nn.Module], walk: Callable[[Any], Iterable[torch.Tensor]]) -> None:
+    """Let `fully_shard`, just applied to `modules` together, gather for backward wherever it comes to one of them first.
+
+    Torch does so at outputs of the one that ran last alone, which may have run without gradients, or not reach the loss.
+    """
+    (state,) = fsdp_states(modules[:1])
+    for module in modules:
+        module.register_forward_hook(torch.compiler.disable(_MemberOutputs(state, walk)))
+
+
+class _MemberOutputs:
+    def __init__(self, state: Any, walk: Callable[[Any], Iterable[torch.Tensor]]) -> None:
+        self._state, self._walk, self._groups = state, walk, groups_of(state)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        # Of the last one torch's own hook is enough, and what is computed again in backward is gathered.
+        if (
+            self._state._modules_to_run_forward
+            and self._state._training_state.name == "FORWARD"
+            and torch.is_grad_enabled()
+        ):
+            for tensor in self._walk(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._before_backward)
+
+    def _before_backward(self, grad: torch.Tensor) -> None:
+        if self._state._training_state.name != "PRE_BACKWARD" or not all(group.is_unsharded for group in self._groups):
+            self._state._pre_backward(grad)
+
+
 def init_dtypes(groups: Iterable[Any]) -> str | None:
     """Make groups of parameters decide their dtypes now, which torch does in the first forward pass."""
     hooked = None

@@ -27,6 +27,7 @@ from booster.common.torch_internals.fsdp_internals import (
     fsdp_params,
     gather_of,
     hook_all_outputs,
+    hook_each_member,
     outside_inference,
     run_hooks_outside_modes,
     set_dtypes,
@@ -151,6 +152,8 @@ def shard_module(
                 child.register_forward_pre_hook(cast_weak_inputs(policy.param), with_kwargs=True, prepend=True)  # type: ignore[arg-type]
         if len(group.modules) == 1:  # several are leaves, which return tensors
             hook_all_outputs(group.modules[0], tensors)
+        else:
+            hook_each_member(group.modules, tensors)
     gc.collect(1)  # `fully_shard` leaves recursive closures, cycles that keep the modules alive
     _cast_buffers(model, policy)
     install_keep_fp32(model, policy)
