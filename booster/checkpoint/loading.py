@@ -10,7 +10,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from booster.checkpoint import parts
-from booster.checkpoint.dcp_storage import read_entries
 from booster.checkpoint.folder import checkpoints, damage, manifest_now, standing
 from booster.checkpoint.manifest import MANIFEST, CheckpointError, Chunk, Tensor, agreed, dtype_of, is_first, new_hash
 from booster.checkpoint.objects import Loaded, Objects, load_module, named, read_by_torch
@@ -19,6 +18,7 @@ from booster.checkpoint.parts.run_objects import extra_of
 from booster.checkpoint.saved_checkpoint import SavedCheckpoint
 from booster.checkpoint.state_tree import OWN, mark_written
 from booster.checkpoint.tensor_file import entries_of, entry_of
+from booster.checkpoint.tensor_reader import read_entries
 from booster.checkpoint.weight_files import FittedWeights, check_unchanged, half_read, weights_for
 from booster.common.arguments import listed
 from booster.common.untrusted_files import printable

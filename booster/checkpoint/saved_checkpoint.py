@@ -12,19 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
-from booster.checkpoint.dcp_storage import ManifestReader, load_into
-from booster.checkpoint.manifest import (
-    CheckpointError,
-    Tensor,
-    agree_on_success,
-    agreed,
-    check_sizes,
-    dtype_of,
-    first_failure,
-    read_manifest,
-)
+from booster.checkpoint.manifest import CheckpointError, Tensor, agreed, check_sizes, dtype_of, read_manifest
 from booster.checkpoint.state_tree import (
     HeldTensor,
     can_be_read_into,
@@ -37,11 +26,12 @@ from booster.checkpoint.state_tree import (
     references,
 )
 from booster.checkpoint.tensor_file import Entry, bytes_of, entries_of, entry_of, fill_from, read_box
+from booster.checkpoint.tensor_reader import TensorReader, overlaps
 from booster.common.untrusted_files import open_regular
 from booster.interface.optimizer import OptimizerWrapper, update_of, updates_of
 from booster.model.params import dtensor_around, is_dtensor, local_shard
 from booster.ranks.agreement import gather
-from booster.shards.base import FlatShard
+from booster.shards.base import FlatShard, ShardedStateView
 from booster.update.context import Fill
 from booster.update.state_dict import STATE_KEY
 from booster.update.state_loading import holds_nan
@@ -181,22 +171,13 @@ class LateReads:
     ) -> Iterator[tuple[Entry, tuple[slice, ...], torch.Tensor]]:
         """Yield entries of files, their box, and the view of `values` that takes it: what this rank has from `start` on."""
         (*_, held, origin), tensor = self._wanted[name], self._tensors[name]
-        for begin, sizes, view in FlatShard(values, held.start + start, held.shape, held.stride).boxes():
-            box = [range(o + b, o + b + n) for o, b, n in zip(origin, begin, sizes, strict=True)]
-            for chunk in tensor.chunks:
-                both = [
-                    slice(max(own.start, o), min(own.stop, o + n))
-                    for own, o, n in zip(box, chunk.offsets, chunk.sizes, strict=True)
-                ]
-                if any(each.start >= each.stop for each in both):
-                    continue
+        for begin, _, view in FlatShard(values, held.start + start, held.shape, held.stride).boxes():
+            offsets = [o + b for o, b in zip(origin, begin, strict=True)]
+            for chunk, inside, here in overlaps(tensor, offsets, view):
                 path = self._folder / chunk.file
                 if chunk.file not in self._entries:
                     self._entries[chunk.file] = entries_of(path)
-                entry = entry_of(self._entries[chunk.file], path, chunk, held.dtype)
-                inside = tuple(slice(e.start - o, e.stop - o) for e, o in zip(both, chunk.offsets, strict=True))
-                here = tuple(slice(e.start - own.start, e.stop - own.start) for e, own in zip(both, box, strict=True))
-                yield entry, inside, view[here]
+                yield entry_of(self._entries[chunk.file], path, chunk, held.dtype), inside, here
 
     def end(self) -> bool:
         """Return whether anything was late. Raises CheckpointError for what could not be read."""
@@ -322,8 +303,8 @@ class SavedCheckpoint:
         """
         entry = None if self._rehearsed else self.entry(name)
         if state is not None and entry is not None:
-            where = partial(_state_here, optimizer, param, state)
-            if self.request_in_place(name, where(), where):  # type: ignore[arg-type]
+            held = _state_here(optimizer, param, state, None)
+            if self.request_in_place(name, held, partial(_state_here, optimizer, param, state, held)):  # type: ignore[arg-type]
                 return
         if name is not None and entry is not None and name not in self._targets and entry.shape == tuple(param.shape):
             (update,) = updates_of([optimizer])
@@ -390,13 +371,14 @@ class SavedCheckpoint:
     def _read(self, targets: dict[str, HeldTensor], files: set[str] | None, group: dist.ProcessGroup | None) -> None:
         """Read `targets`, and compare `files`, or all where that is None, with their hashes."""
         rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        reader = ManifestReader(self.folder, self.manifest, rank, num_ranks, files)
-        try:
-            load_into(targets, reader, group)
-        except CheckpointException as error:
-            raise CheckpointError(f"reading {self.folder} failed {first_failure(error)}") from error
-        # Each rank verified some of the files, and what it read counts only if all of them are whole.
-        agree_on_success(CheckpointError("; ".join(reader.damage)) if reader.damage else None, group)
+        # Each rank verifies some of the files, and what it read counts only if all of them are whole.
+        with agreed(group, self._unread):
+            TensorReader(self.folder, self.manifest, rank, num_ranks, files).read(targets)
+
+    def _unread(self, error: Exception) -> Exception:
+        if isinstance(error, CheckpointError):
+            return error
+        return CheckpointError(f"reading {self.folder} failed: {type(error).__name__}: {error}")
 
     def tensor(self, name: str | None) -> HeldTensor:
         """Return a tensor that was read."""
@@ -420,12 +402,24 @@ _CHANGED = (
 )
 
 
-def _state_here(optimizer: OptimizerWrapper, param: torch.Tensor, key: str) -> HeldTensor | None:
-    """Return what this rank holds of a state of `param`, where a load makes what it is given the state, as it is; else None."""
+def _state_here(
+    optimizer: OptimizerWrapper, param: torch.Tensor, key: str, before: HeldTensor | None
+) -> HeldTensor | None:
+    """Return what this rank holds of a state of `param`, where a load makes what it is given the state, as it is; else None.
+
+    before: what this gave before, which it gives again while that is still the memory of the state.
+    """
     (update,) = updates_of([optimizer])
     if not update.optimizer_state.loads_without_copy(param):
         return None
-    held = update.optimizer_state.state.get(param, {}).get(key)
+    # To make DTensors takes longer than to read what they hold.
+    own = update.optimizer_state.optimizer.state.get(update.shards.shard_of(param), {}).get(key)
+    if is_dtensor(before) and isinstance(own, torch.Tensor):
+        known = local_shard(before)  # type: ignore[arg-type]
+        if (own.data_ptr(), own.shape, own.dtype) == (known.data_ptr(), known.shape, known.dtype):
+            return before
+    states = update.optimizer_state.state
+    held = states.entry(param, key) if isinstance(states, ShardedStateView) else states.get(param, {}).get(key)
     if not isinstance(held, torch.Tensor):
         return None
     part = update.shards.states.empty_shard(param, held.dtype)

@@ -118,6 +118,12 @@ class ShardedStateView(Mapping[Any, State]):
             raise KeyError(param)
         return self._shown(param, key, self._state[key])
 
+    def entry(self, param: torch.Tensor, name: str) -> Any:
+        """Return the entry `name` of the state of `param` alone, None where there is none: each one takes long to make."""
+        key = self._key(param)
+        own = {} if key is None else self._state[key]
+        return self._shown(param, key, {name: own[name]})[name] if name in own else None
+
     def __setitem__(self, param: Any, own: State) -> None:
         """Make `own`, laid out as what is read, the state of `param` on this rank; nothing where the rank has none of it."""
         shard = self._shards.get(param, param)
