@@ -987,3 +987,34 @@ def test_norms_of_one_group_are_gathered_for_backward_though_the_last_of_them_ha
     for found in ranks2(moved_by_one_step, way):
         # Three products and their sums of 8 to 32 numbers, each rounded by at most 2**-8: about 3 * 2**-8 by chance.
         assert max(found.values()) < 6 * 2**-8, found
+
+
+class Twice(nn.Module):
+    """A block that runs twice, from inputs without gradients on: its group is reduced once more when backward ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.block(self.block(x)))
+
+
+def trained_twice(rank, world_size, steps):
+    torch.manual_seed(0)
+    model = Twice()
+    booster = Booster("cpu", "fp32", TorchFSDPPlugin(wrap_policy=nn.Sequential) if world_size > 1 else None)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(steps):
+        rows = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+        booster.backward(model(rows.chunk(world_size)[rank]).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.full_tensor().detach() if world_size > 1 else param.detach() for param in model.parameters()]
+
+
+def test_a_block_that_runs_twice_from_the_data_on_trains_after_the_first_passes_too(ranks2):
+    expected = trained_twice(0, 1, 7)  # ranks compare all groups in the first four passes, and later leave it
+    for found in ranks2(trained_twice, 7):
+        for own, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)

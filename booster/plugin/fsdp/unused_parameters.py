@@ -227,12 +227,10 @@ class UnusedParameters:
     def _collect(self, groups: Sequence[_Group], here: bytearray, last: bool) -> Iterator[tuple[int, Any, bool]]:
         """Note what is about to be reduced; yield each parameter that may have to bring zeros: its place, record, `apart`."""
         for group in groups:
-            if last and group.place:
-                continue
             found, apart = unreduced(group.own)
-            # The `last` call leaves out groups that were reduced, or had neither a call nor gradients in this
-            # pass.
-            if last and not group.called and HAS not in found:
+            # The `last` call leaves out groups that were reduced, or had no call, and have no gradients. A group that was
+            # reduced when backward came to a second call of one of its modules, and has gradients since, is reduced again.
+            if last and HAS not in found and (group.place or not group.called):
                 continue
             if not group.place:
                 # One byte of a message, of which 0 means not reduced and 255 - place must differ from it.
