@@ -210,7 +210,7 @@ def test_a_line_goes_through_its_values_and_leaves_out_what_is_not_finite():
 
 def test_pictures_without_matplotlib_say_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'booster-amp\[report\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[report\]'"):
         bars([("a", 1.0)], width=300)
 
 
