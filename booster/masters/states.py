@@ -330,6 +330,10 @@ def _assemble(layout: torch.Tensor, param: torch.Tensor, pieces: list[tuple[int,
         else:
             values = [own[key] for _, own in pieces]
             shaped = shaped_like(values[0] if len(values) == 1 else torch.cat(values), layout)
+            if is_dtensor(param) and shaped.storage_offset():
+                # Of a DTensor that begins within a storage `copy.deepcopy` raises, so it is given one that begins there.
+                storage = shaped.untyped_storage()[shaped.storage_offset() * shaped.element_size() :]
+                shaped = shaped.new_empty(0).set_(storage, 0, shaped.shape, shaped.stride())
             assembled[key] = dtensor_around(shaped, param)
     return assembled
 
