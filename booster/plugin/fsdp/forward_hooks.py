@@ -228,8 +228,8 @@ _REFUSED = {
     _DROPPED: "another tensor was put into {names} by `.data = ...`: of a parameter that is sharded, torch drops it without a "
     "word, and the weight stays what it was. Write in place, as by `.data.copy_(...)`",
     _LOW: "forward writes to {names}, frozen and float32, but fully_shard gathers a copy of fewer bits, and what is written "
-    "there is rounded every time, so that an average stops. Name the module whose forward writes in keep_fp32, which "
-    "has it gathered in float32, or write in the training loop, between passes",
+    "there is rounded every time, so that an average stops. Name the module that holds them in keep_fp32, as "
+    "keep_fp32=('encoder_k', ...), which has it gathered in float32, or write in the training loop, between passes",
     _LATE: "forward writes to {names} through .data, and did not in the first passes: fully_shard gathers copies, and what was "
     "written to them by now may be lost. Write in place inside torch.no_grad(), which leaves a trace, or in the training "
     "loop, between passes",
