@@ -16,7 +16,7 @@ files in reading order. These follow the five lines above:
     update/              from gradients to a step: unscale, clip, decide, apply; `choice.py` says which of these is taken
     masters/, shards/    float32 numbers of half-precision parameters; what of a tensor this rank holds
     checkpoint/          runs saved and loaded by names and shapes
-    data/, nn/, number_formats/, frozen/
+    data/, nn/, number_formats/, frozen.py
                          loaders, schedules, formats of few bits, frozen weights in them
     common/, model/, tensors/, ranks/
                          what every room asks

@@ -76,13 +76,13 @@ def test_bytes_a_number_are_those_of_codes_and_scales():
 def test_large_matrices_are_packed_piece_by_piece_alike(monkeypatch):
     x = weights(33, 200)
     whole = {name: form.pack(x) for name, form in FORMS.items()}
-    monkeypatch.setattr("booster.frozen.frozen_linear._AT_ONCE", 700)
+    monkeypatch.setattr("booster.frozen._AT_ONCE", 700)
     for name, form in FORMS.items():
         assert torch.equal(form.pack(x), whole[name])
         pieces = form.unpack(whole[name], 200, torch.bfloat16)
-        monkeypatch.setattr("booster.frozen.frozen_linear._AT_ONCE", 2**18)
+        monkeypatch.setattr("booster.frozen._AT_ONCE", 2**18)
         assert torch.equal(pieces, form.unpack(whole[name], 200, torch.bfloat16))
-        monkeypatch.setattr("booster.frozen.frozen_linear._AT_ONCE", 700)
+        monkeypatch.setattr("booster.frozen._AT_ONCE", 700)
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
