@@ -347,6 +347,13 @@ SUMS: Mapping[Any, _How] = {
     **_named(rounded, "pdist avg_pool3d interpolate cosine_similarity", F, torch),
     **REFUSED,
 }
+
+
+def _sums_up(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Of `interpolate`: "area" is adaptive pooling, and antialiasing has weights that no half kernel of a CPU takes."""
+    return _given(6, "antialias")(args, kwargs) or _given(3, "mode", "area")(args, kwargs)
+
+
 CONDITIONS: Mapping[Any, Callable[[Any, Mapping[str, Any]], bool]] = {
     torch.Tensor.__getitem__: _repeats,
     **_named(
@@ -356,6 +363,6 @@ CONDITIONS: Mapping[Any, Callable[[Any, Mapping[str, Any]], bool]] = {
     **_named(_is_large_float16, "avg_pool1d avg_pool2d lp_pool1d lp_pool2d", F),
     **_named(_enlarges, "adaptive_avg_pool1d adaptive_avg_pool2d", F),
     F.pad: _given(2, "mode", "replicate"),
-    F.interpolate: _given(6, "antialias"),
+    F.interpolate: _sums_up,
     **_named(_is_sparse, "coalesce to_dense", torch.Tensor),
 }
