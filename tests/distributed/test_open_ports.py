@@ -62,7 +62,7 @@ def job(directory, *options):
 
 
 def wait_for_ranks(directory, process):
-    until = time.monotonic() + 120
+    until = time.monotonic() + 600
     while not all((directory / f"up_{rank}").exists() for rank in range(2)):
         assert process.poll() is None, "the ranks did not start"
         assert time.monotonic() < until, "the ranks did not start"
@@ -71,7 +71,7 @@ def wait_for_ranks(directory, process):
 
 def finish(directory, process):
     (directory / "go").touch()
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     return err
 
@@ -114,7 +114,7 @@ def test_what_another_user_writes_into_the_store_of_a_job_is_not_run_as_its_owne
         wait_for_ranks(tmp_path, process)
         ports = [str(port) for _, port in listening({process.pid})]
         code = INTRUDER.format(nobody=NOBODY, harm=str(harm))
-        done = subprocess.run([sys.executable, "-c", code, *ports], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", code, *ports], capture_output=True, text=True, timeout=600)
         reached, user = done.stdout.split()
         assert int(reached) >= 1, done.stderr  # loopback is open to all who are on the machine
         assert os.getuid() != 0 or int(user) == NOBODY
@@ -130,7 +130,7 @@ def test_of_several_nodes_the_first_listens_on_the_interface_that_master_addr_na
     options = ["--nnodes", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     process = job(tmp_path, *options, "--node_rank", "0")
     try:
-        until = time.monotonic() + 120
+        until = time.monotonic() + 600
         while not (found := listening({process.pid})):
             assert process.poll() is None
             assert time.monotonic() < until
@@ -138,4 +138,4 @@ def test_of_several_nodes_the_first_listens_on_the_interface_that_master_addr_na
         assert {str(address) for address, _ in found} == {"127.0.0.1"}
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=600)

@@ -61,7 +61,7 @@ def run(command, folder, **variables):
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -130,7 +130,7 @@ def test_several_tasks_of_srun_are_told_the_function_that_joins_them(script, clu
         env=environment(**cluster),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode != 0
     assert "booster.launch_from_slurm" in done.stderr

@@ -13,7 +13,7 @@ from ports import free_port
 from programs import Program, run
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 240  # seconds
+TIMEOUT = 600  # seconds
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 STOPPED = 75
 

@@ -37,6 +37,7 @@ QUICK = [(list(PLUGINS)[i % len(PLUGINS)], old, PRECISIONS[i % 3 :: 3]) for i, o
     ("name", "old", "news"),
     [
         *(pytest.param(*case, id="-".join([*case[:2], "some"])) for case in QUICK),
+        pytest.param("fsdp", "bf16", ["half buffers"], id="fsdp-bf16-half-buffers"),
         *(
             pytest.param(name, old, PRECISIONS, id=f"{name}-{old}", marks=pytest.mark.slow)
             for name in PLUGINS

@@ -30,6 +30,7 @@ PRECISIONS = {
     "nvfp4": lambda: NVFP4MixedPrecision(emulate=True),
     "int8": lambda: Int8MixedPrecision(emulate=True),
     "bf16_naive": BF16NaiveMixedPrecision,
+    "half buffers": lambda: BF16NaiveMixedPrecision(half_buffers=("shift", "blocks.*.frequencies")),
     "fp16_naive": FP16NaiveMixedPrecision,
 }
 

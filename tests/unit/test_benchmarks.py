@@ -1,4 +1,4 @@
-"""Benchmarks of updates, layers and checkpoints still run: a small table of each is made by the command of its docstring."""
+"""Benchmarks still run: a small table of each is made by the command of its docstring."""
 
 import os
 import shlex
@@ -11,12 +11,23 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Options that make little work of it.
 COMMANDS = {
+    "accumulation": "",
     "advise": "--steps 1",
     "checkpoint": "--megabytes 1 --rounds 1",
+    "estimates": "--only 'cnn bf16_naive'",
+    "half_products": "--kinds --seconds 0.001 --rounds 1",
+    "half_products_curves": "--record benchmarks/figures/half_products_curves.jsonl --table",
+    "half_sums": "'sum of expand (bias)'",
     "low_precision": "--device cpu --sizes 32 --rounds 1 --only fp8",
     "masters": "--rounds 1 --precisions bf16",
+    "memory": "--only 'booster bf16' --skip-activations --cpu",
+    "numerics": "--models tiny --rounds 2",
+    "opt_levels": "--rounds 2 --vit-rounds 1 --batch 1",
+    "overhead": "--rounds 2 --precisions bf16",
+    "release": "--ranks 1 --rounds 1",
     "states": "--rounds 1 --tensors 1 --only split24",
     "update": "--rounds 1 --precisions fp16",
+    "vit_step": "--rounds 1",
 }
 
 

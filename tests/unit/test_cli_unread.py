@@ -80,7 +80,7 @@ def test_a_process_whose_reader_has_gone_is_quiet_at_its_end_too(folder):
     os.close(reading)
     command = [sys.executable, "-m", "booster", "checkpoint", "show", "saved"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, cwd=folder, env=environment, stdout=writing, stderr=subprocess.PIPE, timeout=120)
+    ended = subprocess.run(command, cwd=folder, env=environment, stdout=writing, stderr=subprocess.PIPE, timeout=600)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (141, b"")
 

@@ -48,7 +48,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
     @cache
     def started(*command: str, images: tuple[int, int] = ALL) -> Ran:
         words = [str(examples(images) / word) if word.endswith(".py") else word for word in command]
-        return run(*words, folder=tmp_path_factory.mktemp("run"), environment=environment, timeout=240)
+        return run(*words, folder=tmp_path_factory.mktemp("run"), environment=environment, timeout=600)
 
     return started
 

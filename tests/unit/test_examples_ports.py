@@ -105,7 +105,7 @@ def test_a_plain_loop_and_its_port_have_the_same_losses(name: str) -> None:
 def test_losses_of_a_script_and_its_port_are_compared_to_the_bit(tmp_path: Path, edits: str, outcome: str) -> None:
     (tmp_path / "train.py").write_text(PLAIN)
     (tmp_path / "port.ed").write_text(edits)
-    done = run(FOLDER / "same_losses.py", tmp_path / "train.py", tmp_path / "port.ed", folder=ROOT, timeout=240)
+    done = run(FOLDER / "same_losses.py", tmp_path / "train.py", tmp_path / "port.ed", folder=ROOT, timeout=600)
     assert outcome in done.stdout, done.stderr
     assert done.returncode == ("0 differ" not in outcome)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["port.ed", "train.py"]

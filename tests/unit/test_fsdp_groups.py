@@ -126,6 +126,24 @@ def test_blocks_inside_a_pinned_module_are_pinned_groups_of_their_own():
     assert plan[3] == (["encoder"], True)
 
 
+class Owner(nn.Module):
+    """Parameters of its own around a layer that is called and a module with a projection that is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2)
+
+
+@pytest.mark.parametrize("products", [("linear", "attention", "attention.out_proj"), ("attention", "attention.out_proj")])
+def test_a_module_that_stays_with_what_is_not_gathered_in_half_leaves_it_layers_without_children_alone(products):
+    model = Owner()
+    groups = plan_groups(model, blocks=(), pinned=(), dtype_of=lambda param, pinned: param.dtype, gathered=products)
+    found = [(group.modules, group.gathered) for group in groups]
+    assert found == [([model.linear], True)] * ("linear" in products) + [([model], False)]
+    assert model.attention in groups[-1].members
+
+
 def test_a_block_that_shares_a_parameter_joins_the_group_around_it():
     model = Net()
     model.blocks[1].linear.weight = model.embed.weight

@@ -132,7 +132,7 @@ def test_fsdp_and_tensor_parallelism_learn_under_a_loss_scale_what_one_device_do
     found = []
     for launcher in ([], ["-m", "booster", "run", "--nproc_per_node", "4"]):
         words = [sys.executable, *launcher, str(FOLDER / "fsdp_tp_float16.py"), precision]
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.count("step 10 skipped on all ranks") == (precision != "fp32")
         fell(done.stdout, [precision], by=0.2)
