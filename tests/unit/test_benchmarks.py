@@ -17,7 +17,7 @@ COMMANDS = {
     "estimates": "--only 'cnn bf16_naive'",
     "half_products": "--kinds --seconds 0.001 --rounds 1",
     "half_products_curves": "--record benchmarks/figures/half_products_curves.jsonl --table",
-    "half_sums": "'sum of expand (bias)'",
+    "half_sums": "'cat same'",
     "low_precision": "--device cpu --sizes 32 --rounds 1 --only fp8",
     "masters": "--rounds 1 --precisions bf16",
     "memory": "--only 'booster bf16' --skip-activations --cpu",

@@ -135,7 +135,9 @@ class Owner(nn.Module):
         self.attention = nn.MultiheadAttention(4, 2)
 
 
-@pytest.mark.parametrize("products", [("linear", "attention", "attention.out_proj"), ("attention", "attention.out_proj")])
+@pytest.mark.parametrize(
+    "products", [("linear", "attention", "attention.out_proj"), ("attention", "attention.out_proj")]
+)
 def test_a_module_that_stays_with_what_is_not_gathered_in_half_leaves_it_layers_without_children_alone(products):
     model = Owner()
     groups = plan_groups(model, blocks=(), pinned=(), dtype_of=lambda param, pinned: param.dtype, gathered=products)
