@@ -37,7 +37,7 @@ HOPELESS = 20.0
 Operation = Callable[[], torch.Tensor]
 
 
-def operations(dtype: torch.dtype) -> dict[tuple[hardware.Kind, str], tuple[Operation, list[torch.Tensor]]]:
+def operations(dtype: torch.dtype) -> dict[tuple[hardware.ProductKind, str], tuple[Operation, list[torch.Tensor]]]:
     """Of each kind, by name: a forward pass, and what it is differentiated by."""
 
     def random(*shape: int) -> torch.Tensor:
@@ -69,9 +69,9 @@ def best(function: Callable[[], object], seconds: float) -> float:
     return min(taken)
 
 
-def time_kinds(seconds: float) -> dict[tuple[hardware.Kind, str], dict[torch.dtype, tuple[float, float]]]:
+def time_kinds(seconds: float) -> dict[tuple[hardware.ProductKind, str], dict[torch.dtype, tuple[float, float]]]:
     """Seconds forward and backward by operation and dtype."""
-    found: dict[tuple[hardware.Kind, str], dict[torch.dtype, tuple[float, float]]] = {}
+    found: dict[tuple[hardware.ProductKind, str], dict[torch.dtype, tuple[float, float]]] = {}
     for dtype in (torch.float32, *HALVES):
         for key, (forward, inputs) in operations(dtype).items():
             with torch.no_grad():

@@ -153,8 +153,8 @@ class Booster(BoosterState):
             half_products=half_products,
             boosted=self._boosted,
             accumulations=self._accumulations,
-            on_change=self._note_precision,
-            on_measurement=self._note_measurement,
+            on_change=self._remember_precision,
+            on_measurement=self._remember_measurement,
         )
         # `carried` is a method of the plugin: what a plugin keeps between steps is asked for when something is saved.
         run = {"precision": repr(self.precision), "plugin": type(self.plugin).__name__}

@@ -234,7 +234,7 @@ class _Product(torch.autograd.Function):
 _ORIGINS = "booster_loaded_from"
 
 
-def note_origin(module: nn.Module, name: str, dtype: torch.dtype) -> None:
+def remember_origin(module: nn.Module, name: str, dtype: torch.dtype) -> None:
     """Note that the tensor `name` of `module` itself was loaded from a file that has it in `dtype`."""
     module.__dict__[_ORIGINS] = {**origins_of(module), name: dtype}
 

@@ -25,7 +25,7 @@ from booster.number_formats.number_format import E2M1, E4M3, E5M2, INT8
 from booster.number_formats.scaling import Scaling, scale_to
 
 LARGE = 2**27
-_CLASSES = {"split": "Split{}", "split24": "Split24{}", "fp32": "Separate"}
+_CLASSES = {"split": "Split{}", "split24": "Split24{}", "fp32": "Float32Master"}
 _HALVES = {"bf16": "BFloat16", "fp16": "Float16"}
 
 

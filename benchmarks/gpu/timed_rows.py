@@ -22,7 +22,7 @@ Make = Callable[[], Step]
 OURS, TRITON = "by torch", "by Triton"
 BY: dict[str, Any] = {OURS: True, TRITON: "triton"}
 FORMS = {
-    "bf16_naive, float32 masters": "weights Separate",
+    "bf16_naive, float32 masters": "weights Float32Master",
     "bf16_naive, split": "weights SplitBFloat16",
     "bf16_naive, split24": "weights Split24BFloat16",
     "bf16_naive, Kahan": "weights Kahan",

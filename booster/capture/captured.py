@@ -116,7 +116,7 @@ class CapturedStep:
             self._warn_once(why)
             return self._eager(to_device(batch, self._device))
         for update in self._updates:
-            update.optimizer_state.take_loaded()  # which eager steps do by themselves
+            update.optimizer_state.adopt_loaded()  # which eager steps do by themselves
         layout = GradientLayout(self._optimizers)
         if (
             not layout.unread

@@ -107,7 +107,7 @@ class Reads:
         where = "" if reader is user or reader is None else f", in {_shown(_path(reader))}:{reader.f_lineno}"
         self.found[f"{_shown(path)}:{line}: {what}{where}"] = None
 
-    def note_written(self, option: str, group: int, *, by_ours: bool) -> None:
+    def report_write(self, option: str, group: int, *, by_ours: bool) -> None:
         """Somebody writes an option of a group of parameters. by_ours: what boosted schedules write counts."""
         reader = _who()[1]
         if not _of_ours(sys._getframe(2)) and (by_ours or not _of_ours(reader)):
@@ -438,7 +438,7 @@ class _Group(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key != "params" and self.get(key) is not value:
-            self._reads.note_written(key, self._index, by_ours=self._by_ours)
+            self._reads.report_write(key, self._index, by_ours=self._by_ours)
         super().__setitem__(key, value)
 
 

@@ -30,7 +30,7 @@ from booster.interface.scheduler import LRSchedulerWrapper
 from booster.masters.master_state import LoadedWeights
 from booster.masters.quantized_state import QuantizedState
 from booster.model.modules import bare, tensor_places
-from booster.model.optimizers import kind_of
+from booster.model.optimizers import granularity_of
 from booster.tensors.trees import is_container, map_tensors, tensors
 
 
@@ -284,7 +284,7 @@ def is_cut(optimizer: OptimizerWrapper, param: torch.Tensor) -> bool:
     """Return whether `param` is stepped in parts, so that a container of its states holds parts of tensors."""
     update = update_of(optimizer)
     in_parts = update.optimizer_state.has_masters or update.shards.shard_of(param) is not param
-    return in_parts and kind_of(optimizer.unwrap()) == "elementwise"
+    return in_parts and granularity_of(optimizer.unwrap()) == "elementwise"
 
 
 def has_tensors(value: Any) -> bool:

@@ -18,7 +18,7 @@ from booster.checkpoint.tensor_file import Entry, entries_of, pieces, read_entry
 from booster.checkpoint.weight_files import check_unchanged, half_read, is_safetensors, weight_files
 from booster.common.arguments import listed
 from booster.common.untrusted_files import open_regular
-from booster.frozen import Form, FrozenLinear, note_origin
+from booster.frozen import Form, FrozenLinear, remember_origin
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules
 from booster.model.modules import TensorPlace, tensor_places
 
@@ -279,7 +279,7 @@ def _install(model: nn.Module, step: _Step, storage: Storage, memory: torch.Tens
         # By its name, as below: what was installed before may have taken the place of another module.
         linear: Any = model.get_submodule(holders[0])
         layer = FrozenLinear.of(linear, cast(Any, step.stored), compute_dtype=storage.compute, weight=memory)
-        note_origin(layer, layer.stored_name, step.entry.dtype)
+        remember_origin(layer, layer.stored_name, step.entry.dtype)
         for name in holders:
             if name:
                 model.set_submodule(name, layer)
@@ -293,7 +293,7 @@ def _install(model: nn.Module, step: _Step, storage: Storage, memory: torch.Tens
         holder = model.get_submodule(name)
         table: dict[str, Any] = holder._parameters if place.own in holder._parameters else holder._buffers
         table[place.own] = target
-        note_origin(holder, place.own, step.entry.dtype)
+        remember_origin(holder, place.own, step.entry.dtype)
     return model
 
 

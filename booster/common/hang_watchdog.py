@@ -168,7 +168,7 @@ def start_watchdog(timeout: float | None) -> None:
     watchdog.start()
 
 
-def leave_pass(error: Exception) -> None:
+def abandon_pass(error: Exception) -> None:
     """Have other ranks know that `error` ends a pass on this rank, so that those which wait for it there raise as well.
 
     Raises RuntimeError in place of `error` where that is only what another rank's error made here.
@@ -179,16 +179,16 @@ def leave_pass(error: Exception) -> None:
     vars(error)[_REPORTED] = True
     for thread in threading.enumerate():
         if isinstance(thread, HangWatchdog):
-            thread.leave_pass(error)
+            thread.abandon_pass(error)
 
 
 @contextmanager
 def leaving_pass() -> Iterator[None]:
-    """Context, or decorator of a call that all ranks make alike: an error in it is reported as by `leave_pass`."""
+    """Context, or decorator of a call that all ranks make alike: an error in it is reported as by `abandon_pass`."""
     try:
         yield
     except Exception as error:
-        leave_pass(error)
+        abandon_pass(error)
         raise
 
 
@@ -238,7 +238,7 @@ class HangWatchdog(threading.Thread):
         """Return whether this is the watchdog of the process group of `store`."""
         return self._watched is store and not self._stopped.is_set()
 
-    def leave_pass(self, error: Exception) -> None:
+    def abandon_pass(self, error: Exception) -> None:
         cause = self._cause
         with suppress(RuntimeError, AttributeError):  # the store has gone
             if cause is None and any(text in str(error) for text in _LOST):

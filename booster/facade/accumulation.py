@@ -202,7 +202,7 @@ class Accumulations:
         """Return whether a group of any of `optimizers` is open."""
         return any(entry in group.optimizers for group in self._groups for entry in optimizers)
 
-    def leaves_unsynchronised(self, optimizers: Sequence[OptimizerWrapper]) -> bool:
+    def is_unsynchronised(self, optimizers: Sequence[OptimizerWrapper]) -> bool:
         """Return whether a `no_sync` of any of `optimizers` is open."""
         return any(entry.covers(optimizer) for entry in self._unsynchronised for optimizer in optimizers)
 
@@ -216,7 +216,7 @@ class Accumulations:
             else ()
             for group in self._groups
         )
-        return groups, self.leaves_unsynchronised(optimizers)
+        return groups, self.is_unsynchronised(optimizers)
 
     def num_backwards(self, optimizers: Sequence[OptimizerWrapper]) -> int:
         """Return how many passes the open groups of `optimizers` have had."""

@@ -89,11 +89,11 @@ class BoosterState:
         """What is trained in now."""
         return self._run.precision
 
-    def _note_measurement(self, model: int, found: Measurement) -> None:
+    def _remember_measurement(self, model: int, found: Measurement) -> None:
         if self._records is not None:
             self._records.add_look(model, found)
 
-    def _note_precision(self, phase: Phase, why: str) -> None:
+    def _remember_precision(self, phase: Phase, why: str) -> None:
         self._checkpoints.set_facts(precision=repr(phase.precision))
         if self._records is not None:
             self._records.on_precision_switch(phase.precision, self._boosted.wrappers(), repr(phase), why)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from booster.common import arguments
-from booster.common.hang_watchdog import leave_pass, leaving_pass
+from booster.common.hang_watchdog import abandon_pass, leaving_pass
 from booster.facade import refusals
 from booster.facade.accumulation import Accumulation, NoSync
 from booster.facade.booster_state import BoosterState, Optimizers
@@ -20,7 +20,7 @@ from booster.mixed_precision import MixedPrecision
 from booster.plugin import Pipeline
 from booster.tensors.cast_regions import outside, region, sharing_weights
 from booster.tensors.trees import MicroBatch, divide, join, map_tensors
-from booster.update.backward import abandon_backward, begin_backward, check_first, end_backward, run_backward
+from booster.update.backward import abandon_backward, check_first, end_backward, prepare_backward, run_backward
 
 if TYPE_CHECKING:
     from booster.capture.captured import CapturedStep
@@ -81,7 +81,7 @@ def _run_stages(
 
     gradients = gradients_of(optimizers) if optimizers else []
     # One context around the schedule: micro-batches then share the half copies that autocast makes of weights.
-    this, seed = begin_backward(gradients) if gradients else (None, None)
+    this, seed = prepare_backward(gradients) if gradients else (None, None)
     try:
         with region(precision.forward_context), sharing_weights(), precision.backward_context():
             losses, outputs = pipeline.run(cast, computed, seed=seed, return_outputs=return_outputs)
@@ -133,7 +133,7 @@ def backward(
         group, divisor, weight, delayed = None, 1.0, 1.0, False
         if self._accumulations.any_open:  # an attribute, for the same reason
             group = self._accumulations.group_of(optimizers)
-            delayed = self._accumulations.leaves_unsynchronised(optimizers)
+            delayed = self._accumulations.is_unsynchronised(optimizers)
             if group is not None:
                 group.before_backward()
                 divisor, weight, delayed = group.divisor, group.weight, delayed or group.delayed
@@ -153,7 +153,7 @@ def backward(
         )
     except Exception as error:
         # Ranks that are in this pass wait for this one; they are to raise too, and not at the timeout.
-        leave_pass(error)
+        abandon_pass(error)
         raise
     if group is not None:
         group.after_backward()

@@ -23,7 +23,7 @@ from booster.interface.transparent import refuse_torchscript
 from booster.launch import environment_world_size
 from booster.mixed_precision import MixedPrecision
 from booster.model.modules import bare
-from booster.model.optimizers import inner_optimizers, kind_of, unknown
+from booster.model.optimizers import granularity_of, inner_optimizers, not_elementwise
 from booster.model.params import as_one_module, describe_optimizer_wrapper
 from booster.plugin import Plugin
 from booster.ranks import agreement
@@ -110,9 +110,9 @@ def check_release(options: UpdateOptions, precision: MixedPrecision, plugin: Plu
 
 def check_released(optimizer: Any, options: UpdateOptions) -> None:
     """Raise ValueError if gradients are to be released and `optimizer` cannot be stepped on some parameters at a time."""
-    if options.release_gradients and optimizer is not None and kind_of(optimizer) == "whole":
+    if options.release_gradients and optimizer is not None and granularity_of(optimizer) == "whole":
         would = f"would be stepped on some parameters at a time by release_gradients={options.release_gradients!r}"
-        raise ValueError(unknown(optimizer, would, "leave release_gradients False"))
+        raise ValueError(not_elementwise(optimizer, would, "leave release_gradients False"))
 
 
 def check_recorded(every: Any, activations: Any, options: UpdateOptions) -> None:

@@ -191,7 +191,7 @@ class CallLog:
         self._made.clear()
 
     def __reduce__(self) -> Any:
-        return _no_log, ()  # a copy of a boosted model is not recorded
+        return type(None), ()  # a copy of a boosted model is not recorded
 
     def pop_passes(self, optimizer: Any) -> list[LoggedPass]:
         """Return the passes that `optimizer` took part in since its last step, and forget them with the calls before them."""
@@ -251,7 +251,3 @@ def _set_random(state: tuple[Any, ...]) -> None:
     random.setstate(of_python)
     if of_device is not None:
         torch.cuda.set_rng_state(of_device, device)
-
-
-def _no_log() -> None:
-    return None

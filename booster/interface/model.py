@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from booster.common import arguments
-from booster.common.hang_watchdog import leave_pass
+from booster.common.hang_watchdog import abandon_pass
 from booster.common.misuse import RawCallGuard
 from booster.common.torch_internals.autograd_internals import graph_task
 from booster.interface.call_log import CallLog
@@ -108,7 +108,7 @@ class PrecisionModule(TransparentModule):
             with region(self._beside_forward() if passed == "hooks" else own):
                 output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
         except Exception as error:
-            leave_pass(error)
+            abandon_pass(error)
             advice = self._hint(error, "forward") if isinstance(error, RuntimeError) else None
             if advice is None:
                 raise

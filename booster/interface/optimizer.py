@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from booster.common import arguments
-from booster.common.hang_watchdog import leave_pass, leaving_pass
+from booster.common.hang_watchdog import abandon_pass, leaving_pass
 from booster.common.misuse import OwnStepGuard, is_called_by_torch_checkpoint
 from booster.common.torch_internals.optimizer_internals import accepts_found_inf, remove_guards
 from booster.interface.closures import step_with_closure, takes, zero_mixed_gradients
@@ -177,7 +177,7 @@ class OptimizerWrapper(Optimizer):
                 self.after_first = self.after_first(self)
             return result
         except Exception as error:
-            leave_pass(error)
+            abandon_pass(error)
             raise
         finally:
             self._own_step.stepping = False
@@ -198,7 +198,7 @@ class OptimizerWrapper(Optimizer):
                 gradients.shards.clear_gradients(set_to_none)
             gradients.reset(None)
         except Exception as error:
-            leave_pass(error)
+            abandon_pass(error)
             raise
 
     @leaving_pass()
@@ -239,7 +239,7 @@ class OptimizerWrapper(Optimizer):
                 self._ready("clip_grad_by_norm()")
             return gradients.clip_norm(max_norm, norm_type, error_if_nonfinite)
         except Exception as error:
-            leave_pass(error)
+            abandon_pass(error)
             raise
 
     @leaving_pass()
@@ -383,7 +383,7 @@ class OptimizerWrapper(Optimizer):
         params = self._update.shards.sharded_params([params] if isinstance(params, torch.Tensor) else list(params))
         self._update.gradients.check_known(params)
         self.optimizer.add_param_group({**param_group, "params": params})
-        self._update.gradients.parameters.note_dtypes()
+        self._update.gradients.parameters.remember_dtypes()
 
     def __getstate__(self) -> dict[str, Any]:
         # Torch's keeps groups and state only. Its schedulers replace `step` by a function that steps this very object.
@@ -459,7 +459,7 @@ class OptimizerWrapper(Optimizer):
         A collective on several ranks. Raises ValueError or TypeError, on all ranks and with nothing changed on any, for a
         state that does not fit this optimizer or this precision on one of them.
         """
-        self.read_state_dict(state_dict).take_over()
+        self.read_state_dict(state_dict).adopt()
 
     def read_state_dict(self, state_dict: dict[str, Any], fill: Fill | None = None) -> Reading:
         """The first half of loading `state_dict`, which may raise; the weights may be written before the second.

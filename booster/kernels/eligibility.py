@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from booster.kernels import switches
 from booster.masters.update import ReportingDecision
-from booster.model.optimizers import kind_of
+from booster.model.optimizers import granularity_of
 from booster.ranks import agreement
 from booster.update.choice import on_device
 from booster.update.context import UpdateContext
@@ -141,7 +141,7 @@ def _refused_weights(update: Update, optimizer: Optimizer) -> str | None:
     from booster.masters.masters import own_gradient
 
     masters: Masters | None = getattr(update.optimizer_state, "masters", None)
-    if masters is not None and kind_of(optimizer) != "elementwise":
+    if masters is not None and granularity_of(optimizer) != "elementwise":
         return "it is not stepped element by element"
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if type(param) not in (torch.Tensor, torch.nn.Parameter):

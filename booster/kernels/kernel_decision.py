@@ -169,7 +169,7 @@ class KernelDecision(DeviceDecision):
         # Of a backward pass that steps: launches of what is stepped together, and of what is read together, in their order.
         self._parts: list[KernelSteps] = []
         self._readings: list[KernelSteps] = []
-        self.begin_gradual()
+        self.prepare_gradual()
 
     def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
         gradients, bound = self.gradients, self.gradients.bound
@@ -232,7 +232,7 @@ class KernelDecision(DeviceDecision):
     def backward_pass(self, gradients: Gradients) -> KernelPass:
         return KernelPass(gradients)
 
-    def begin_gradual(self) -> None:
+    def prepare_gradual(self) -> None:
         self._num_parts = self._num_readings = 0
         self._zeros_along: list[torch.Tensor] = []
         self._sums_along: list[torch.Tensor] = []  # of squares of gradients that no launch has decided by yet

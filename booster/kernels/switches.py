@@ -22,7 +22,7 @@ class KernelSwitch:
 
 NAMES = (
     *(f"rule {name}" for name in ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Lion")),
-    *(f"weights {name}" for name in ("float32", "Same", "Separate", "SplitBFloat16", "SplitFloat16")),
+    *(f"weights {name}" for name in ("float32", "Same", "Float32Master", "SplitBFloat16", "SplitFloat16")),
     *(f"weights {name}" for name in ("Split24BFloat16", "Split24Float16", "Nearest", "Stochastic", "Kahan")),
     *("states bf16", "states 8bit", "release", "shards", "matrices delayed", "matrices e2m1 blocks"),
     *(f"matrices {kind} {over}" for kind in ("e4m3fn", "e5m2", "int8") for over in ("tensor", "row", "blocks")),

@@ -34,10 +34,10 @@ from booster.kernels.arithmetic import (
     whole,
 )
 from booster.masters.formats import (
+    Float32Master,
     Kahan,
     Nearest,
     Same,
-    Separate,
     Split24BFloat16,
     Split24Float16,
     SplitBFloat16,
@@ -88,13 +88,13 @@ def _store_full(weights, residual, offsets, mask, values, random_bits, HALF: tl.
 
 
 @triton.jit
-def _load_separate(weights, residual, offsets, mask, HALF: tl.constexpr):
+def _load_float32_master(weights, residual, offsets, mask, HALF: tl.constexpr):
     master = tl.load(residual.to(tl.pointer_type(tl.float32)) + offsets, mask, 0.0)
     return _own(master, load_half(weights, offsets, mask), HALF)
 
 
 @triton.jit
-def _store_separate(weights, residual, offsets, mask, values, random_bits, HALF: tl.constexpr):
+def _store_float32_master(weights, residual, offsets, mask, values, random_bits, HALF: tl.constexpr):
     tl.store(residual.to(tl.pointer_type(tl.float32)) + offsets, values, mask)
     store_half(weights, offsets, mask, half_bits(values, HALF))
 
@@ -205,7 +205,7 @@ def _store_kahan(weights, residual, offsets, mask, values, random_bits, HALF: tl
 FULL = WeightForm(_load_full, _store_full)
 FORMS: dict[type, WeightForm] = {
     Same: FULL,
-    Separate: WeightForm(_load_separate, _store_separate, 4),
+    Float32Master: WeightForm(_load_float32_master, _store_float32_master, 4),
     SplitBFloat16: WeightForm(_load_split, _store_split, 2),
     SplitFloat16: WeightForm(_load_split, _store_split, 2),
     Split24BFloat16: WeightForm(_load_split24, _store_split24, 1, stochastic=True),

@@ -16,13 +16,13 @@ An example: bfloat16 weights, "split" masters, Adam under ZeRO on two ranks; one
                                                the kernel divides by grad_scale
     exp_avg          of the bucket, float32    updated in place                   of the bucket
     handle           no memory, no gradient    data: masters, grad: scratch       no memory, no gradient
-    other ranks      their own elements        their own elements                 `all_gather_params` sends rounded weights,
+    other ranks      their own elements        their own elements                 `sync_params` sends rounded weights,
                                                                                   and no residual bits: rank 0 alone has them
 
 Words of this room:
 
     bucket            flat pieces of parameters of one group, dtype and device: the unit of a step. Optimizers of whole
-                      tensors, as `model.optimizers.kind_of` says, get buckets with a handle for each
+                      tensors, as `model.optimizers.granularity_of` says, get buckets with a handle for each
                       tensor (`bucket.whole`)
     piece             some elements of a parameter in a bucket, starting at an offset that divides by 64
     residual bits     what a bucket keeps besides weights to make masters of them; nothing for "none"
@@ -33,7 +33,7 @@ Words of this room:
 
 Files, in reading order:
 
-    formats.py            `MasterOptions`: what users choose; the bits of every format, in place, for eager steps: `Separate`
+    formats.py            `MasterOptions`: what users choose; the bits of every format, in place, for eager: `Float32Master`
                           is "fp32", `Split*` "split" and "split24", `Kahan` is rounding="kahan"
     formats_compiled.py   the same arithmetic as pure functions: for compiled steps. In Triton it is `kernels/weights.py`, whose
                           `_store_*` write weight and residual bits

@@ -27,7 +27,7 @@ from booster.masters.formats_compiled import dequantize, fuses, join, quantize, 
 from booster.masters.masters import Masters
 from booster.masters.quantized_state import DIVISOR, Encoding, QuantizedState, StateSigns, ratios_last
 from booster.masters.step import MasterStep, inverse
-from booster.model.optimizers import kind_of, restored_afterwards, unknown
+from booster.model.optimizers import granularity_of, not_elementwise, restored_afterwards
 from booster.shards.base import State
 from booster.update.application import StepScalars
 from booster.update.choice import COMPILER_OPTIONS, compile_alone
@@ -327,8 +327,8 @@ class CompiledMasterStep(MasterStep):
 def can_compile_masters(optimizer: Optimizer, options: MasterOptions) -> bool:
     """Return whether a step on masters of `optimizer` can be compiled, if there is a compiler; one WARNING says why not."""
     reason = None
-    if kind_of(optimizer) != "elementwise":
-        reason = unknown(optimizer, "would be stepped on flat buckets", "choose fused_optimizer=True")
+    if granularity_of(optimizer) != "elementwise":
+        reason = not_elementwise(optimizer, "would be stepped on flat buckets", "choose fused_optimizer=True")
     elif options.states != "fp32" and StateSigns(optimizer).watched:
         names = sorted(StateSigns(optimizer).watched)
         reason = (

@@ -42,7 +42,7 @@ Below, the ulp is 2**-24 whatever the number, and the error less than 2**-38.
 ===================  =========================  =============  =====================================================
 format               residual bits              bytes a weight lost
 ===================  =========================  =============  =====================================================
-`Separate`           the master                 4              nothing
+`Float32Master`           the master                 4              nothing
 `SplitBFloat16`      its lower half             2              nothing
 `SplitFloat16`       the distance, counted      2              below 2**-14 less than 2**-38; past 65504 it is infinite
 `Split24BFloat16`    its third byte             1              what is below 2**-16 of it, on average nothing
@@ -61,7 +61,7 @@ to its weight; elsewhere the weight is its own master. Writes through `.data` le
 Tensors
 -------
 All work on flat tensors of equal length: `working`, views of the half weights, piece by piece; `residual`, what the bucket
-keeps (or None); `values` and `scratch`, float32 scratch. `Separate` gives `residual` itself as the values.
+keeps (or None); `values` and `scratch`, float32 scratch. `Float32Master` gives `residual` itself as the values.
 
 24 bits: a weight and one byte
 ------------------------------
@@ -109,7 +109,7 @@ from booster.masters.rounding import (
     to_ulp,
     whole_steps,
 )
-from booster.model.optimizers import kind_of, lies_flat, unknown
+from booster.model.optimizers import granularity_of, lies_flat, not_elementwise
 
 
 class Format(ABC):
@@ -138,7 +138,7 @@ class Format(ABC):
         """
 
 
-class Separate(Format):
+class Float32Master(Format):
     """Keeps the master itself. 4 bytes an element."""
 
     needs_values = False
@@ -407,7 +407,7 @@ class MasterOptions:
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise ValueError if `optimizer` cannot be stepped on masters of this form, or its states cannot be kept so."""
-        kind, name = kind_of(optimizer), type(optimizer).__name__
+        kind, name = granularity_of(optimizer), type(optimizer).__name__
         if lies_flat(optimizer) and not (self.offload and kind != "elementwise"):
             if self.states != "fp32":
                 StateSigns(optimizer)
@@ -422,7 +422,7 @@ class MasterOptions:
             return
         if kind == "per tensor":
             raise ValueError(f"{given} steps flat buckets, but {name} needs whole tensors; {fix}")
-        raise ValueError(unknown(optimizer, f"would be stepped on flat buckets by {given}", fix))
+        raise ValueError(not_elementwise(optimizer, f"would be stepped on flat buckets by {given}", fix))
 
     def make_quantizer(self, optimizer: Optimizer, rng: RoundingRNG) -> StateQuantizer | None:
         """Return how states are kept, None for as they are. Raises ValueError where those of `optimizer` cannot be packed."""
@@ -442,4 +442,4 @@ class MasterOptions:
             return SplitBFloat16() if dtype == torch.bfloat16 else SplitFloat16()
         if form == "split24":
             return Split24BFloat16(rng) if dtype == torch.bfloat16 else Split24Float16(rng)
-        return Separate()
+        return Float32Master()

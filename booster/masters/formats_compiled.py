@@ -53,11 +53,11 @@ import torch
 from booster.masters.formats import (
     LARGEST,
     STEP,
+    Float32Master,
     Format,
     Kahan,
     Nearest,
     Same,
-    Separate,
     Split24,
     Split24BFloat16,
     SplitBFloat16,
@@ -146,7 +146,7 @@ def compiled_format(format: Format) -> Format:
 def fuses(format: Format) -> bool:
     """Return whether `join` and `split` know `format`."""
     # `Stochastic` draws from a generator, which is not traced.
-    return isinstance(format, (Planes, Split24)) or type(format) in (Separate, Same, Nearest, Kahan)
+    return isinstance(format, (Planes, Split24)) or type(format) in (Float32Master, Same, Nearest, Kahan)
 
 
 def rows(residual: torch.Tensor | None) -> list[torch.Tensor]:
@@ -171,7 +171,7 @@ def join(format: Format, weights: torch.Tensor, residual: list[torch.Tensor]) ->
         return _taken(joined, round_float16(joined), wide)
     if not residual:
         return wide
-    joined = residual[0] if isinstance(format, Separate) else wide + residual[0].float()
+    joined = residual[0] if isinstance(format, Float32Master) else wide + residual[0].float()
     return _taken(joined, _rounded(joined, weights.dtype), wide)
 
 
@@ -190,7 +190,7 @@ def split(
         rounded, left = format.split(values)
         return rounded, list(_planes(left))
     rounded = _rounded(values, dtype)
-    if isinstance(format, Separate):
+    if isinstance(format, Float32Master):
         return rounded, [values]
     if not isinstance(format, Kahan):
         return rounded, []

@@ -18,7 +18,7 @@ class MasterParams:
     """All masters of an optimizer as parameters in the shapes that the user knows, in its groups and as keys of its state.
 
     For whole parameters these are the handles of their buckets, which the optimizer knows from its steps; for flat buckets
-    they are new. They stay until `take_back`; `take_over` then makes masters, weights and states of what was written.
+    they are new. They stay until `restore_groups`; `adopt` then makes masters, weights and states of what was written.
     grad_scale: what gradients are multiplied by; None: they have none.
     """
 
@@ -45,12 +45,12 @@ class MasterParams:
         for params in self._lists:
             params[:] = [self._tensors.get(param, param) for param in params]
 
-    def take_back(self) -> None:
+    def restore_groups(self) -> None:
         """Have groups, states and gradients as they were, but for what the method wrote to gradients."""
         for params, held in zip(self._lists, self._params, strict=True):
             params[:] = held
         for param, (grad, given) in self._grads.items():
-            self._take_gradient(param, grad, given, self._tensors.get(param, param).grad)
+            self._set_gradient(param, grad, given, self._tensors.get(param, param).grad)
         for tensor in self._tensors.values():
             tensor.grad = None
         for param in {param: None for bucket in self._flat for param in bucket.params}:
@@ -83,7 +83,7 @@ class MasterParams:
         for param, before in zip(self._plain, self._before, strict=True):
             param.copy_(before)
 
-    def take_over(self) -> None:
+    def adopt(self) -> None:
         """Make masters, weights and states of what was written."""
         masters = self._masters
         if self._changed:
@@ -140,7 +140,7 @@ class MasterParams:
                 given[param] = own, tensor.grad
         return given
 
-    def _take_gradient(self, param: torch.Tensor, own: Any, given: torch.Tensor, left: torch.Tensor | None) -> None:
+    def _set_gradient(self, param: torch.Tensor, own: Any, given: torch.Tensor, left: torch.Tensor | None) -> None:
         """Make of `left`, where `given` was, the gradient of `param`, which is `own` where nothing was written."""
         if left is None:
             param.grad = None

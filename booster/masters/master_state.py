@@ -112,7 +112,7 @@ def holds(value: torch.Tensor, dtype: torch.dtype) -> bool:
     return torch.equal(local, local.to(dtype).to(local.dtype))
 
 
-def take_loaded(
+def adopt_loaded(
     loaded: LoadedWeights, watched: list[str], names: Mapping[Any, str], shards: Shards, masters: Masters
 ) -> Weights:
     """Take what was loaded for `watched`, by parameter of `masters`, which hold this."""
@@ -221,7 +221,7 @@ class MasterState(OptimizerState):
 
     def can_be_filled(self, param: torch.Tensor) -> bool:
         own = self.masters.may_have(param) and param.requires_grad and param.dim() > 0
-        return own and self.masters.kind == "elementwise" and super().loads_without_copy(param)
+        return own and self.masters.granularity == "elementwise" and super().loads_without_copy(param)
 
     # ------------------------------------------------------------------ saving
 
@@ -307,9 +307,9 @@ class MasterState(OptimizerState):
     def attach(self, model: nn.Module) -> None:
         self._watched = [name for name, param in self._named().items() if param.dtype in HALF_DTYPES]
         self._loaded = LoadedWeights.of(model, self._watched)
-        self.masters.loaded_weights = partial(take_loaded, self._loaded, self._watched, self.names, self.shards)
+        self.masters.loaded_weights = partial(adopt_loaded, self._loaded, self._watched, self.names, self.shards)
 
-    def take_loaded(self) -> None:
+    def adopt_loaded(self) -> None:
         if self._loaded.values:
             self.masters.register_params()
 
@@ -349,13 +349,13 @@ class MasterState(OptimizerState):
         states = self._read_states(state_dict, fill)
         rounding = None if saved is None else saved.get("rounding", {})
 
-        def take_over() -> None:
+        def adopt() -> None:
             self.masters.register_params()  # weights that were loaded since
-            self._take_over(states, weights, fill)
+            self._adopt(states, weights, fill)
             if rounding is not None:
                 self.load_rounding(rounding)
 
-        return take_over
+        return adopt
 
     def _read_states(self, state_dict: dict[str, Any], fill: Fill | None) -> dict[torch.Tensor, State]:
         """Load torch's state dict into the optimizer, but for the state of half parameters, which is returned.
@@ -408,7 +408,7 @@ class MasterState(OptimizerState):
             for params, old in zip(lists, before, strict=True):
                 params[:] = old
 
-    def _take_over(self, states: MutableMapping[torch.Tensor, State], masters: Weights, fill: Fill | None) -> None:
+    def _adopt(self, states: MutableMapping[torch.Tensor, State], masters: Weights, fill: Fill | None) -> None:
         """Make these the states and masters of half parameters; masters that are not given stay as they are."""
         # Where none are given, buckets stay as they are laid, unless their parameters come with different histories.
         if not masters and self.masters.fits_buckets(states):

@@ -21,7 +21,7 @@ from booster.masters.formats_compiled import compiled_format
 from booster.masters.offload import HostMemory, can_offload
 from booster.masters.rounding import RoundingRNG, rounded
 from booster.masters.states import as_of_master, signature, state_of_bucket, state_of_params, write_pieces
-from booster.model.optimizers import check_attributes, kind_of, lies_flat
+from booster.model.optimizers import check_attributes, granularity_of, lies_flat
 from booster.model.params import dtensor_around, is_dtensor, local_shard, num_shards
 from booster.shards.base import State
 from booster.tensors.flat import Piece, bucket_size, cut, cut_apart, flat_like, is_dense, pack, renumber, shaped_like
@@ -76,7 +76,7 @@ class Masters:
     ) -> None:
         options.check(optimizer)
         self.optimizer, self.names, self.options = optimizer, names, options
-        self.kind = kind_of(optimizer)
+        self.granularity = granularity_of(optimizer)
         self.buckets: list[Bucket] = []
         self.layouts: dict[torch.Tensor, torch.Tensor] = {}
         self.gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = own_gradient
@@ -147,12 +147,12 @@ class Masters:
         for param, known in self.layouts.items():  # which loops without a call do for every parameter in every step
             if param.stride() != known.stride() or param.shape != known.shape:
                 # Where a parameter with a master changed its memory order, as by `model.to(memory_format=...)
-                self._follow_layouts()
+                self._refresh_layouts()
                 break
         # Masters become the float32 values that were loaded into their weights, see `LoadedWeights`.
         loaded = None if self.loaded_weights is None else self.loaded_weights(self)
         if loaded:
-            self._take_loaded(loaded)
+            self._adopt_loaded(loaded)
         fresh: list[list[torch.Tensor]] = []
         half_only = self.quantizer is None and not self.options.offload  # the property would be a call in each step
         self.num_removed = len(self.layouts)
@@ -196,7 +196,7 @@ class Masters:
                 else:
                     present = True
             # An optimizer that steps everything at once skips handles without gradients itself.
-            if present and missing and self.kind != "whole":
+            if present and missing and self.granularity != "whole":
                 # Torch leaves a parameter without gradient alone: no decay, no momentum; in one flat handle it would be
                 # stepped.
                 made[bucket] = bucket.divide(gradient_of, self.optimizer.state)
@@ -207,7 +207,7 @@ class Masters:
             self.buckets = [each for bucket in self.buckets for each in made.get(bucket, (bucket,))]
         return stepped
 
-    def _take_loaded(self, values: Weights) -> None:
+    def _adopt_loaded(self, values: Weights) -> None:
         """Make `values` the masters of the weights that they round to; others were written since."""
         for bucket in self.buckets:
             if bucket.residual is None or values.keys().isdisjoint(bucket.params):
@@ -223,7 +223,7 @@ class Masters:
             ):  # a forward pass may have used them
                 bucket.write_masters(masters, bucket.scratch())
 
-    def _follow_layouts(self) -> None:
+    def _refresh_layouts(self) -> None:
         """Lay masters and states anew in the memory order of their parameters."""
         for bucket in self.buckets:
             bucket.find_working()
@@ -275,8 +275,8 @@ class Masters:
                 host = None if whole else self._host(device)
                 packed = self.quantizer is not None or host is not None
                 size = bucket_size(total, device, compiled=self._compiled, packed=packed, released=self.released)
-                size = total if self.kind == "whole" else size
-                if self.kind != "elementwise" or whole:
+                size = total if self.granularity == "whole" else size
+                if self.granularity != "elementwise" or whole:
                     divided = _packed(several, size)
                 else:
                     divided = _laid(cut_apart if self.released else cut, several, size)

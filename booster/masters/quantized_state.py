@@ -60,7 +60,7 @@ from torch.optim import Optimizer
 
 from booster.common.torch_internals.optimizer_internals import unhooked
 from booster.masters.rounding import RoundingBits, RoundingRNG, canonical_nan_
-from booster.model.optimizers import KNOWN, Sign, declared_states, known, probe_of, restored_afterwards
+from booster.model.optimizers import OPTIMIZERS, Sign, declared_states, info_of, probe_of, restored_afterwards
 from booster.shards.base import State
 
 States = Literal["fp32", "bf16", "8bit"]
@@ -209,8 +209,8 @@ class StateSigns:
             )
         declared = declared_states(type(optimizer))
         self.measured: set[str] = set()
-        if type(optimizer) in KNOWN:
-            self._signs = dict(known(optimizer).states)
+        if type(optimizer) in OPTIMIZERS:
+            self._signs = dict(info_of(optimizer).states)
         else:
             tried: dict[str, Sign] = {}
             for group in optimizer.param_groups:

@@ -39,7 +39,7 @@ from booster.masters.bucket import Bucket
 from booster.masters.master_params import MasterParams
 from booster.masters.masters import Masters
 from booster.masters.offload import HostMemory, Prefetch
-from booster.model.optimizers import KNOWN
+from booster.model.optimizers import OPTIMIZERS
 from booster.tensors.flat import SMALLEST_BUCKET, has_same_layout, is_dense, pack, split_by_device
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.application import (
@@ -86,7 +86,7 @@ class MasterStep:
         hooked = any(step_hooks(optimizer))
         try:
             with hooks_once(optimizer) if hooked else nullcontext():
-                if self.masters.kind == "whole":
+                if self.masters.granularity == "whole":
                     self._step_whole(scalars.number, None)
                 else:
                     # Where nothing is to change, what was read is written back as it was, bit for bit, whatever the form of
@@ -114,7 +114,7 @@ class MasterStep:
         which are divided by what `grad_scale` returns then. Returns the loss."""
         self.prepare()
         with hooks_once(self.masters.optimizer):
-            if self.masters.kind == "whole":
+            if self.masters.granularity == "whole":
                 loss = self._step_whole(grad_scale, closure)
             else:
                 with torch.enable_grad():
@@ -133,7 +133,7 @@ class MasterStep:
         """
         with torch.no_grad():
             if grad_scale is None:
-                self.follow_params()
+                self.refresh_params()
             else:
                 self.prepare()
             master_params = MasterParams(self.masters, grad_scale)
@@ -142,11 +142,11 @@ class MasterStep:
             result = method()
         finally:
             with torch.no_grad():
-                master_params.take_back()
+                master_params.restore_groups()
         with torch.no_grad():
             changed = master_params.changed()
             if keep or not changed:
-                master_params.take_over()
+                master_params.adopt()
             else:
                 master_params.put_back()
         return result, changed
@@ -155,7 +155,7 @@ class MasterStep:
         """Make buckets as the next step needs them; `step` does it by itself. Repeating it changes nothing.
 
         Returns the parameters that are stepped as they are, by group, and the buckets that have gradients."""
-        plain = self.follow_params()
+        plain = self.refresh_params()
         buckets = self.masters.divide_by_gradients()
         for bucket in buckets:
             for piece in bucket.pieces:
@@ -164,7 +164,7 @@ class MasterStep:
                     self.refuse_sparse([bucket])
         return plain, buckets
 
-    def follow_params(self) -> list[list[torch.Tensor]]:
+    def refresh_params(self) -> list[list[torch.Tensor]]:
         """Give masters to parameters that have none yet, and states the memory order of their parameters. Returns `plain`.
 
         Raises RuntimeError where groups lack what has a master."""
@@ -213,7 +213,7 @@ class MasterStep:
         optimizer = self.masters.optimizer
         restricted = list(map(Restricted, repeat(optimizer), optimizer.param_groups))
         self.step_those(buckets, plain, scalars, restricted)
-        if type(optimizer) not in KNOWN:
+        if type(optimizer) not in OPTIMIZERS:
             # Optimizers that count steps in a group have to count in every group, as a step at once does.
             for only in restricted:
                 only.step_if_nothing_was()
@@ -280,7 +280,7 @@ class MasterStep:
                 # After states are unpacked, because packed states may use the gradients' memory as scratch until here.
                 bucket.gather(self.masters.gradient_of, grads)
                 bucket.attach(masters, grads)
-                in_shape = self.masters.kind == "per tensor" and not bucket.whole
+                in_shape = self.masters.granularity == "per tensor" and not bucket.whole
                 with bucket.in_matrices(self.masters.optimizer) if in_shape else nullcontext():
                     self._call([grads], scalars)
         finally:

@@ -41,9 +41,9 @@ class MasterGradualStep(GradualStep):
         self._buckets: dict[torch.Tensor, list[Bucket]] = {}
 
     def units(self) -> list[list[torch.Tensor]]:
-        self._whole.follow_params()
+        self._whole.refresh_params()
         masters = self._whole.masters
-        self._follow_buckets()
+        self._refresh_buckets()
         # A bucket has one parameter, or several that are in no other.
         # A parameter that is cut over several buckets is stepped with all of them.
         lists = {tuple(bucket.params): None for bucket in masters.buckets}
@@ -66,9 +66,9 @@ class MasterGradualStep(GradualStep):
 
     def rest(self, params: Sequence[torch.Tensor]) -> None:
         self._whole.masters.divide_by_gradients()
-        self._follow_buckets()
+        self._refresh_buckets()
 
-    def _follow_buckets(self) -> None:
+    def _refresh_buckets(self) -> None:
         self._buckets = {}
         for bucket in self._whole.masters.buckets:
             for param in bucket.params:
@@ -205,10 +205,10 @@ class ReportingDecision(HostDecision):
             _logger.info("loss scale %g -> %g after %s", before, gradients.scaler.scale, outcome)
         return result, scale
 
-    def begin_gradual(self) -> None:
+    def prepare_gradual(self) -> None:
         self._zeros_released = 0
 
-    def look_at_part(self, params: Sequence[torch.Tensor]) -> None:
+    def read_part(self, params: Sequence[torch.Tensor]) -> None:
         if self.counts_zeros:
             self._zeros_released += _zeros_in(gradient_values(params))
 

@@ -23,7 +23,7 @@ from booster.masters.formats import MasterOptions
 from booster.masters.offload import can_offload
 from booster.masters.quantized_state import GROUP, QuantizedState, StateQuantizer
 from booster.masters.rounding import RoundingRNG
-from booster.model.optimizers import kind_of, lies_flat, probe_of, restored_afterwards
+from booster.model.optimizers import granularity_of, lies_flat, probe_of, restored_afterwards
 from booster.model.params import local_shard
 from booster.tensors import trees
 from booster.tensors.flat import SMALLEST_BUCKET, aligned, bucket_size
@@ -249,7 +249,7 @@ def step_memory(
     Raises ValueError for an optimizer that cannot be stepped so, or not on a few random numbers.
     """
     shapes = shapes or tuple((n,) for _, n in sizes)
-    kind = kind_of(optimizer)
+    kind = granularity_of(optimizer)
     elementwise = kind == "elementwise"
     probes = {
         dims: _observed(optimizer, fused, dims) for dims in {1 if elementwise else len(shape) for shape in shapes}

@@ -134,11 +134,7 @@ def _of_transformers(name: str, size: int) -> Job:
     config = known[name]() if name in known else transformers.AutoConfig.from_pretrained(name)
     with torch.device("meta"):
         model, data = _model_and_data(transformers, config, size)
-    return Job(model, torch.optim.AdamW(model.parameters()), data, _own_loss)
-
-
-def _own_loss(output: Any, batch: Any) -> torch.Tensor:
-    return output.loss
+    return Job(model, torch.optim.AdamW(model.parameters()), data, lambda output, batch: output.loss)
 
 
 def _model_and_data(transformers: Any, config: Any, size: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:

@@ -375,7 +375,7 @@ def _wrap(optimizer: Optimizer, precision: FP16ApexMixedPrecision, names: dict[t
     )
     make_update = precision.make_update(optimizer, names, {}, compiled=False)
     return OptimizerWrapper(
-        context, make_update, backward_context=precision.backward_context, after_step=precision.step_follower
+        context, make_update, backward_context=precision.backward_context, after_step=precision.after_step_hook
     )
 
 

@@ -308,7 +308,7 @@ class MixedPrecision:
         return type(self).make_update is not MixedPrecision.make_update
 
     @property
-    def step_follower(self) -> Callable[[bool | torch.Tensor], None] | None:
+    def after_step_hook(self) -> Callable[[bool | torch.Tensor], None] | None:
         """`after_step`, or None where a strategy does not override it, so that a step calls nothing."""
         # A step counts its Python calls; a precision that does not override the hook costs none.
         return None if type(self).after_step is MixedPrecision.after_step else self.after_step

@@ -55,7 +55,7 @@ def configure(
     # check
     if precision.half_products is not None:
         precision.half_products.agree(precision.device, placement.group)
-        precision.half_products.look_for_losses([*models, *([] if criterion is None else [criterion])])
+        precision.half_products.find_losses([*models, *([] if criterion is None else [criterion])])
     for each in (*models, *([criterion] if isinstance(criterion, nn.Module) else [])):
         precision.check(each)
     if precision.conversion is not None:
@@ -157,7 +157,7 @@ def _wrap_optimizer(
         context,
         chosen,
         backward_context=reading_weakly(map(bare, placed), precision.backward_context),
-        after_step=precision.step_follower,
+        after_step=precision.after_step_hook,
         forget_weights=None if precision.conversion is None else precision.conversion.drop_weights,
     )
     products = precision.half_products
@@ -165,7 +165,7 @@ def _wrap_optimizer(
         wrapper._update.gradients.check_loss = check_probabilities
     wrapper._update.optimizer_state.attach(as_one_module(placed))
     if make_update is not None and shards.sharded:
-        shards.all_gather_params()  # masters round the weights of their own part anew, ties not as the cast did
+        shards.sync_params()  # masters round the weights of their own part anew, ties not as the cast did
     return wrapper
 
 

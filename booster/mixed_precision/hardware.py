@@ -151,11 +151,11 @@ def alone(look: Callable[[], Answer]) -> Answer:
         return thread.submit(look).result()
 
 
-Kind = Literal["matrix product", "convolution", "recurrent layer", "attention"]
-KINDS: frozenset[Kind] = frozenset(("matrix product", "convolution", "recurrent layer", "attention"))
+ProductKind = Literal["matrix product", "convolution", "recurrent layer", "attention"]
+KINDS: frozenset[ProductKind] = frozenset(("matrix product", "convolution", "recurrent layer", "attention"))
 
 # What torch computes several times slower than in float32 in the backward pass, in either half dtype and whatever the units.
-SLOW_BACKWARD: frozenset[Kind] = frozenset(("attention",))
+SLOW_BACKWARD: frozenset[ProductKind] = frozenset(("attention",))
 
 # The least level at which oneDNN reckons with units, by the names that its variable takes; it ignores others.
 _LEVELS = {
@@ -168,7 +168,7 @@ _LEVELS = {
 }
 
 
-def slow_products(dtype: torch.dtype) -> frozenset[Kind]:
+def slow_products(dtype: torch.dtype) -> frozenset[ProductKind]:
     """The kinds of operation that this CPU computes faster in float32 than in `dtype`; in training `SLOW_BACKWARD` besides."""
     # By the units that the CPU has, as far as ONEDNN_MAX_CPU_ISA (or DNNL_MAX_CPU_ISA) lets oneDNN use them.
     units = half_units()

@@ -18,6 +18,6 @@ In reading order:
     optimizers.py        one row for each optimizer of torch, and what users register: who may be stepped in flat buckets;
                          states compared, loaded without rounding, and restored after trial steps
 
-Every room above imports from here. A new optimizer is a row of `KNOWN` in `optimizers.py`. `PlacedModule`,
-`register_elementwise` and the names of `KNOWN`'s states are public; everything else may change.
+Every room above imports from here. A new optimizer is a row of `OPTIMIZERS` in `optimizers.py`. `PlacedModule`,
+`register_elementwise` and the names of `OPTIMIZERS`'s states are public; everything else may change.
 """

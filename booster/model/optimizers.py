@@ -1,6 +1,6 @@
 """What is known of optimizers, by exact type: one row each for those of torch, and what users register; and their states.
 
-To teach the library another optimizer of torch, add a row to `KNOWN`. States are loaded without rounding, compared before they
+To teach the library another optimizer of torch: a row of `OPTIMIZERS`. States are loaded without rounding, compared before they
 are loaded, and restored after trial steps.
 """
 
@@ -23,17 +23,17 @@ from torch.optim import Optimizer
 
 from booster.common import arguments
 
-Kind = Literal["elementwise", "per tensor", "whole"]
+Granularity = Literal["elementwise", "per tensor", "whole"]
 Sign = Literal["signed", "unsigned", "fp32"]
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class OptimizerInfo:
     """A row: what is known of one optimizer.
 
     Attributes:
-        kind: see `kind_of`.
+        granularity: see `granularity_of`.
         states: its states of the parameter's shape. In few bits a state is "signed", "unsigned", or stays "fp32".
         options: states that exist only under an option of a group: the state, by the option.
         counts: its states that are one number, a count or something computed from counts.
@@ -45,7 +45,7 @@ class Known:
         takes_dtensors: it steps DTensors rightly although it needs unsharded tensors.
     """
 
-    kind: Kind = "elementwise"
+    granularity: Granularity = "elementwise"
     states: Mapping[str, Sign] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
     counts: tuple[str, ...] = ("step",)
@@ -62,19 +62,19 @@ class Known:
         return {*self.counts, *self.states} - absent
 
 
-def _adam(kernel: str) -> Known:
+def _adam(kernel: str) -> OptimizerInfo:
     moments: dict[str, Sign] = {"exp_avg": "signed", "exp_avg_sq": "unsigned", "max_exp_avg_sq": "unsigned"}
-    return Known(states=moments, options={"amsgrad": "max_exp_avg_sq"}, kernel=kernel)
+    return OptimizerInfo(states=moments, options={"amsgrad": "max_exp_avg_sq"}, kernel=kernel)
 
 
 def _factored(whole: Shape) -> dict[str, Shape]:
     return {"row_var": (*whole[:-1], 1), "col_var": (*whole[:-2], 1, *whole[-1:]), "variance": whole}
 
 
-KNOWN: Mapping[type[Optimizer], Known] = {
+OPTIMIZERS: Mapping[type[Optimizer], OptimizerInfo] = {
     optim.Adam: _adam("aten::_fused_adam_"),
     optim.AdamW: _adam("aten::_fused_adamw_"),
-    optim.SGD: Known(
+    optim.SGD: OptimizerInfo(
         states={"momentum_buffer": "signed"},
         options={"momentum": "momentum_buffer"},
         counts=(),
@@ -82,26 +82,26 @@ KNOWN: Mapping[type[Optimizer], Known] = {
         kernel="aten::_fused_sgd_",
         takes_sparse=True,
     ),
-    optim.Adagrad: Known(
+    optim.Adagrad: OptimizerInfo(
         states={"sum": "unsigned"}, kernel="aten::_fused_adagrad_", takes_sparse=True, made_at_once=True
     ),
-    optim.RMSprop: Known(
+    optim.RMSprop: OptimizerInfo(
         states={"square_avg": "unsigned", "momentum_buffer": "signed", "grad_avg": "fp32"},
         options={"momentum": "momentum_buffer", "centered": "grad_avg"},
     ),
-    optim.Adadelta: Known(states={"square_avg": "unsigned", "acc_delta": "unsigned"}),
-    optim.Adamax: Known(states={"exp_avg": "signed", "exp_inf": "unsigned"}),
-    optim.NAdam: Known(states={"exp_avg": "signed", "exp_avg_sq": "unsigned"}, counts=("step", "mu_product")),
-    optim.RAdam: Known(states={"exp_avg": "signed", "exp_avg_sq": "unsigned"}),
+    optim.Adadelta: OptimizerInfo(states={"square_avg": "unsigned", "acc_delta": "unsigned"}),
+    optim.Adamax: OptimizerInfo(states={"exp_avg": "signed", "exp_inf": "unsigned"}),
+    optim.NAdam: OptimizerInfo(states={"exp_avg": "signed", "exp_avg_sq": "unsigned"}, counts=("step", "mu_product")),
+    optim.RAdam: OptimizerInfo(states={"exp_avg": "signed", "exp_avg_sq": "unsigned"}),
     # An average of weights, which somebody will use as weights.
-    optim.ASGD: Known(states={"ax": "fp32"}, counts=("step", "eta", "mu")),
-    optim.Rprop: Known(states={"prev": "signed", "step_size": "unsigned"}),
-    optim.Adafactor: Known(kind="per tensor", shapes=_factored, reads_all=False),
-    optim.Muon: Known(
-        kind="per tensor", states={"momentum_buffer": "signed"}, counts=(), reads_all=False, takes_dtensors=True
+    optim.ASGD: OptimizerInfo(states={"ax": "fp32"}, counts=("step", "eta", "mu")),
+    optim.Rprop: OptimizerInfo(states={"prev": "signed", "step_size": "unsigned"}),
+    optim.Adafactor: OptimizerInfo(granularity="per tensor", shapes=_factored, reads_all=False),
+    optim.Muon: OptimizerInfo(
+        granularity="per tensor", states={"momentum_buffer": "signed"}, counts=(), reads_all=False, takes_dtensors=True
     ),
 }
-UNKNOWN = Known(kind="whole", counts=(), reads_all=False)
+UNKNOWN_OPTIMIZER = OptimizerInfo(granularity="whole", counts=(), reads_all=False)
 
 RuleOf = Literal["lion"] | Callable[[type[Optimizer]], object]
 """How kernels step a class: the name of a rule, or a function that makes one; see `booster/kernels/rules`."""
@@ -111,14 +111,14 @@ _rules: dict[type[Optimizer], RuleOf] = {}
 _SIGNS = ("signed", "unsigned", "fp32")
 
 
-def known(optimizer: Optimizer) -> Known:
-    """The row of `optimizer`; `UNKNOWN` for what is not torch's."""
-    return KNOWN.get(type(optimizer), UNKNOWN)
+def info_of(optimizer: Optimizer) -> OptimizerInfo:
+    """The row of `optimizer`; `UNKNOWN_OPTIMIZER` for what is not torch's."""
+    return OPTIMIZERS.get(type(optimizer), UNKNOWN_OPTIMIZER)
 
 
 def makes_missing_states(cls: type[Optimizer]) -> bool:
     """Whether a step of `cls` gives a state to a parameter that has none, as it does but for Adagrad in torch 2.11."""
-    return not KNOWN.get(cls, UNKNOWN).made_at_once or _adagrad_makes_missing_states()
+    return not OPTIMIZERS.get(cls, UNKNOWN_OPTIMIZER).made_at_once or _adagrad_makes_missing_states()
 
 
 @functools.cache
@@ -192,7 +192,7 @@ def declared_rule(cls: type[Optimizer]) -> RuleOf | None:
     return _rules.get(cls)
 
 
-def unknown(optimizer: Optimizer, would: str, otherwise: str) -> str:
+def not_elementwise(optimizer: Optimizer, would: str, otherwise: str) -> str:
     """Return the refusal of an optimizer of the kind "whole" where only single elements, or tensors, can be stepped.
 
     otherwise: what to do if it does look at more than one element.
@@ -269,15 +269,15 @@ def _names_in(code: CodeType) -> set[str]:
     return names
 
 
-def kind_of(optimizer: Optimizer) -> Kind:
+def granularity_of(optimizer: Optimizer) -> Granularity:
     """ "elementwise": may be stepped on flat buckets; "per tensor": on some whole tensors at a time; "whole": neither."""
-    return "elementwise" if type(optimizer) in _registered else known(optimizer).kind
+    return "elementwise" if type(optimizer) in _registered else info_of(optimizer).granularity
 
 
 def lies_flat(optimizer: Optimizer) -> bool:
     """Whether masters and states may be in flat buckets; where it is not elementwise, it is stepped on views of them."""
-    return kind_of(optimizer) == "elementwise" or (
-        known(optimizer).kind == "per tensor" and bool(known(optimizer).states)
+    return granularity_of(optimizer) == "elementwise" or (
+        info_of(optimizer).granularity == "per tensor" and bool(info_of(optimizer).states)
     )
 
 
@@ -344,7 +344,7 @@ def probe_of(optimizer: Optimizer, group: Mapping[str, object], weights: torch.T
     vars(probe).update({name: copy.copy(value) for name, value in vars(optimizer).items()})
     probe.state = defaultdict(dict)
     probe.param_groups = [{**group, "params": [weights]}]
-    row = next((KNOWN[cls] for cls in type(optimizer).__mro__ if cls in KNOWN), UNKNOWN)
+    row = next((OPTIMIZERS[cls] for cls in type(optimizer).__mro__ if cls in OPTIMIZERS), UNKNOWN_OPTIMIZER)
     if row.made_at_once:
         counts = {name: torch.zeros((), dtype=torch.float32) for name in row.counts}
         probe.state[weights] = {**counts, **{name: torch.zeros_like(weights) for name in row.states}}

@@ -26,7 +26,7 @@ from booster.mixed_precision.policy import (
 )
 from booster.model.modules import bare, check_meta, materialise_on
 from booster.plugin.base import Pipeline, shared_mesh
-from booster.plugin.fsdp.groups import ShardLoaded, WrapPolicy, check_wrap_policy, follow_policy
+from booster.plugin.fsdp.groups import ShardLoaded, WrapPolicy, apply_policy, check_wrap_policy
 from booster.plugin.fsdp.plugin import ShardingPlugin
 from booster.plugin.fsdp.shard_module import check_hooks, keep_whole, shard_module
 from booster.plugin.pipeline import PipelinePlan, StagePipeline, plan_pipeline
@@ -344,7 +344,7 @@ class HybridParallelPlugin(ShardingPlugin):
         model = bare(placed)
         cast_placed(model, after)
         install_keep_fp32(model, after)
-        follow_policy(model, after)
+        apply_policy(model, after)
         return placed
 
     def _shards(self, policy: DtypePolicy) -> bool:

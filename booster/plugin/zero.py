@@ -100,7 +100,7 @@ class SliceReducer(GradientReducer):
         self, bucket: FlatParameters, position: int, param: torch.Tensor, values: torch.Tensor, ratio: float
     ) -> bool:
         """Write the gradient of `param` times `ratio` to its place in the bucket, `values`, 1-dim, and free it."""
-        grad = self.gradient_here(param)
+        grad = self.local_gradient(param)
         # Return whether there is one.
         if grad is None:
             return False
@@ -164,7 +164,7 @@ class BucketReducer(SliceReducer):
     def _register_hooks(self) -> None:
         pass  # the communication hook says when gradients are there
 
-    def has_gradient_here(self, param: torch.Tensor) -> bool:
+    def has_local_gradient(self, param: torch.Tensor) -> bool:
         return param in self._views and param.grad is not None  # otherwise the bucket has zeros
 
     def reached_anywhere(self) -> Callable[[], list[bool]]:
@@ -173,7 +173,7 @@ class BucketReducer(SliceReducer):
     def _put(
         self, bucket: FlatParameters, position: int, param: torch.Tensor, values: torch.Tensor, ratio: float
     ) -> bool:
-        there = self.has_gradient_here(param)
+        there = self.has_local_gradient(param)
         view = self._views.pop(param, None)
         if not there or view is None:
             return False

@@ -18,6 +18,6 @@ Files, in reading order:
   all raise or none. How tensors and bytes travel: backends know few dtypes and want contiguous memory; no pickle travels.
 
 Everything above calls this room; it calls `common/` alone. `common/hang_watchdog.py` has rounds of ranks that must not wait
-in a collective. A decision of every step goes through `largest`, `on_overflow` or `all_reduce`; keep it at one
+in a collective. A decision of every step goes through `largest`, `agree_on_found_inf` or `all_reduce`; keep it at one
 message of 8 bytes.
 """

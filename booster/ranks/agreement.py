@@ -2,7 +2,7 @@
 extremes; all raise or none.
 
 Backends do not know every dtype, and no pickle travels. `group=None` means this rank alone: no collective. What a step decides
-by (`largest`, `on_overflow`, `all_reduce`) is one collective of 8 bytes, and a host sync on CUDA where a float is returned.
+by (`largest`, `agree_on_found_inf`, `all_reduce`) is a collective of 8 bytes, on CUDA a host sync where a float is returned.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def all_reduce(value: torch.Tensor, group: dist.ProcessGroup | None, op: dist.Re
     return reduced(value, op, group).to(value.device)
 
 
-def on_overflow(found: bool, finite_loss: bool, group: dist.ProcessGroup | None) -> tuple[bool, bool]:
+def agree_on_found_inf(found: bool, finite_loss: bool, group: dist.ProcessGroup | None) -> tuple[bool, bool]:
     """Return whether any rank found an inf or NaN in its gradients, and whether the losses of those that did were finite."""
     code = largest(0.0 if not found else 1.0 if finite_loss else 2.0, group)
     return code > 0.0, code < 2.0
@@ -358,7 +358,7 @@ class DistCoordinator:
         rank = self.rank if group is None else dist.get_rank(group)
         if rank != executor_rank:
             # The broadcast is the wait: it comes when the executor has left the body.
-            if not self._told(True, executor_rank, group):
+            if not self._broadcast_outcome(True, executor_rank, group):
                 raise RuntimeError(
                     f"priority_execution: rank {executor_rank} failed in the body, so rank {rank} did not enter it; "
                     f"see the error of rank {executor_rank}"
@@ -372,7 +372,7 @@ class DistCoordinator:
             succeeded = True
         finally:
             if size > 1:
-                self._told(succeeded, executor_rank, group)
+                self._broadcast_outcome(succeeded, executor_rank, group)
 
     def block_all(self, group: dist.ProcessGroup | None = None) -> None:
         """Wait until every rank of `group` (None: of the world) has come here; nothing in a world of one."""
@@ -406,7 +406,7 @@ class DistCoordinator:
             gc.collect()
             dist.destroy_process_group()
 
-    def _told(self, succeeded: bool, executor_rank: int, group: dist.ProcessGroup | None) -> bool:
+    def _broadcast_outcome(self, succeeded: bool, executor_rank: int, group: dist.ProcessGroup | None) -> bool:
         device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
         flag = torch.tensor([float(succeeded)], dtype=torch.float32, device=device)
         dist.broadcast(flag, group=group, group_src=executor_rank)

@@ -306,11 +306,11 @@ class Shards:
     def reshard(self) -> None:
         """Drop what was gathered of parameters, which somebody wrote to."""
 
-    def all_gather_params(self, *, one_by_one: bool = False) -> None:
+    def sync_params(self, *, one_by_one: bool = False) -> None:
         """Give all ranks the elements that each has stepped. A collective, if anything. one_by_one: wait for each bucket."""
 
     def wait_for_weights(self) -> None:
-        """Wait for the all-gathers that `all_gather_params` started."""
+        """Wait for the all-gathers that `sync_params` started."""
 
     def sharded_params(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return `params`, with the sharded parameter for each unsharded one that a pass has put into the model."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from booster.common.arguments import listed
 from booster.common.torch_internals.tensor_internals import gather_full, local_tensor, local_tensors, placed_differently
-from booster.model.optimizers import check_attributes, kind_of, known, unknown
+from booster.model.optimizers import check_attributes, granularity_of, info_of, not_elementwise
 from booster.model.params import dtensor_around
 from booster.ranks.agreement import all_names, reduced, size_of
 from booster.shards.base import Entries, ShardedStateView, Shards, ShardStates, State
@@ -313,11 +313,11 @@ class DTensorStates(ShardStates):
 
 def check_steps_shards(optimizer: Optimizer) -> bool:
     """Return whether `optimizer` is stepped on local tensors, or on DTensors; raise ValueError if it can be on neither."""
-    kind, name = kind_of(optimizer), type(optimizer).__name__
+    kind, name = granularity_of(optimizer), type(optimizer).__name__
     if kind == "whole":
         otherwise = "use a plugin that keeps parameters whole, such as TorchDDPPlugin"
-        raise ValueError(unknown(optimizer, "would be stepped on shards of the parameters", otherwise))
-    if kind == "per tensor" and not known(optimizer).takes_dtensors:
+        raise ValueError(not_elementwise(optimizer, "would be stepped on shards of the parameters", otherwise))
+    if kind == "per tensor" and not info_of(optimizer).takes_dtensors:
         raise ValueError(
             f"{name} looks at whole tensors, and torch cannot run its step on the DTensors of sharded parameters; use "
             "LowLevelZeroPlugin(), which deals whole tensors to the ranks, or TorchDDPPlugin()"

@@ -101,7 +101,7 @@ class FullyShardedShards(DTensorShards):
         for module in self._alive():
             recover(module)
 
-    def all_gather_params(self, *, one_by_one: bool = False) -> None:
+    def sync_params(self, *, one_by_one: bool = False) -> None:
         # A forward pass without a backward leaves gathered parameters behind; the next one would take the old values.
         self.reshard()
 

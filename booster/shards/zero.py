@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.common.torch_internals.tensor_internals import version
-from booster.model.optimizers import Kind, check_attributes, kind_of, unknown
+from booster.model.optimizers import Granularity, check_attributes, granularity_of, not_elementwise
 from booster.shards.base import FROZEN, SPARSE, UNSYNCHRONISED, Shards
 from booster.shards.replicated import (
     GradSyncTracker,
@@ -38,7 +38,7 @@ class ZeroShards(Shards):
 
     Arguments:
         reduced: whether gradients are kept as slices in the buckets (ZeRO-2); else `.grad` is whole on all ranks (ZeRO-1).
-        overlaps: `all_gather_params` does not wait; readers wait in the layouts' `pending_all_gathers`.
+        overlaps: `sync_params` does not wait; readers wait in the layouts' `pending_all_gathers`.
         sync_trackers: of the modules of these parameters.
         reducers: what averages their gradients instead of `DistributedDataParallel`.
         ranks: those that hold the parameters alike; None where they need not.
@@ -180,7 +180,7 @@ class ZeroShards(Shards):
                 # It keeps the place in the group; optimizers skip it, as it never has a gradient.
                 shard = torch.empty(0, dtype=param.dtype, device=param.device)
             elif bucket.by_elements and param.dim():
-                # Detached: writes to it leave no trace in the version of the parameter, see `all_gather_params`.
+                # Detached: writes to it leave no trace in the version of the parameter, see `sync_params`.
                 shard = nn.Parameter(flat_slice(param, start, stop))
             else:
                 shard = nn.Parameter(param.detach())
@@ -229,7 +229,7 @@ class ZeroShards(Shards):
         start, stop = slot.bucket.overlap(slot.position, self._rank)
         return flat_like(value.detach(), param)[start:stop] if slot.bucket.by_elements and param.dim() else value
 
-    def all_gather_params(self, *, one_by_one: bool = False) -> None:
+    def sync_params(self, *, one_by_one: bool = False) -> None:
         changed: list[torch.Tensor] = []
         # By id: hashing a tensor is a Python call, and every step asks this of every parameter.
         owned = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
@@ -409,12 +409,12 @@ class ZeroShards(Shards):
             slot.bucket.clear_gradient(slot.position)
 
 
-def check_shards(optimizer: Optimizer) -> Kind:
+def check_shards(optimizer: Optimizer) -> Granularity:
     """Return the kind of `optimizer`; raise ValueError if it cannot be stepped on shards, or on some tensors of a group."""
-    kind = kind_of(optimizer)
+    kind = granularity_of(optimizer)
     if kind == "whole":
         would = "would be stepped on each rank's part of the parameters"
-        raise ValueError(unknown(optimizer, would, "use TorchDDPPlugin, which keeps optimizer states whole"))
+        raise ValueError(not_elementwise(optimizer, would, "use TorchDDPPlugin, which keeps optimizer states whole"))
     params = (param for group in optimizer.param_groups for param in group["params"])
     check_attributes(optimizer, params, "would be stepped on tensors of this rank's parts")
     return kind

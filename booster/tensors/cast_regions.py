@@ -193,7 +193,7 @@ def disable_casts() -> Iterator[None]:
         yield
 
 
-def casts_as_here() -> Callable[[], AbstractContextManager[None]]:
+def casts_as_now() -> Callable[[], AbstractContextManager[None]]:
     """What makes a context, for use inside `disable_casts`, in which functions are cast as they are now."""
     modes = active_casts()
 

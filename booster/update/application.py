@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 
 from booster.common.torch_internals.optimizer_internals import set_fused_flags, step_hooks
 from booster.common.torch_internals.tensor_internals import like_check
-from booster.model.optimizers import KNOWN, known
+from booster.model.optimizers import OPTIMIZERS, info_of
 from booster.tensors.flat import has_same_layout, is_dense
 from booster.tensors.grads import gradient_values, own_memory, scale_values
 from booster.tensors.trees import HALF_DTYPES
@@ -30,7 +30,7 @@ from booster.update.in_backward_pass import GradualStep, bare_step, hooks_once
 
 _logger = logging.getLogger(__name__)
 
-KERNELS = {cls: row.kernel for cls, row in KNOWN.items() if row.kernel is not None}
+KERNELS = {cls: row.kernel for cls, row in OPTIMIZERS.items() if row.kernel is not None}
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 # What every step asks of every group and parameter, without a Python call for each.
@@ -354,7 +354,7 @@ class FusedKernel:
             lay_states(param, own)
 
     def _check_shape(self, param: torch.Tensor, grad: torch.Tensor, own: Mapping[str, Any]) -> None:
-        row = known(self.optimizer)
+        row = info_of(self.optimizer)
         tensors = {f"state {name!r}": own[name] for name in row.states if isinstance(own.get(name), torch.Tensor)}
         tensors |= {"gradient": grad}
         wrong = {what: tuple(value.shape) for what, value in tensors.items() if value.shape != param.shape}
@@ -387,7 +387,7 @@ class FusedKernel:
         for param in params:
             grad: Any = param.grad
             if grad.is_sparse:
-                if known(self.optimizer).takes_sparse:
+                if info_of(self.optimizer).takes_sparse:
                     return "it takes no sparse gradients"
                 continue  # torch says that this optimizer takes none at all
             if not is_dense(param):
@@ -429,7 +429,7 @@ def honours_grad_scale(optimizer: Optimizer) -> bool:
 
 def is_capturable(optimizer: Optimizer) -> bool:
     """Return whether `optimizer` was built with capturable=True, so that none of its steps asks the host for anything."""
-    kind: Any = known(optimizer).kind
+    kind: Any = info_of(optimizer).granularity
     return kind == "elementwise" and all(
         group.get("capturable") and group.get("foreach") is not False for group in optimizer.param_groups
     )

@@ -137,7 +137,7 @@ def run_backward(
         for member in members:
             if member.in_backward is not None:
                 member.in_backward.check(create_graph=create_graph)
-    this, scale = begin_backward(members, loss, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
+    this, scale = prepare_backward(members, loss, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
     if loss.dtype in HALF_DTYPES:
         # A large scale would overflow a half loss.
         loss = loss.float()
@@ -188,7 +188,7 @@ def check_first(loss: torch.Tensor, members: Sequence[Gradients]) -> None:
         members[0].check_loss = None
 
 
-def begin_backward(
+def prepare_backward(
     members: Sequence[Gradients],
     loss: Any = None,
     *,

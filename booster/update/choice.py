@@ -158,7 +158,7 @@ def can_compile(optimizer: Optimizer) -> bool:
         device = next((param.device for group in optimizer.param_groups for param in group["params"]), None)
         try:
             # Compiles a one-line function for the parameters' device to find out, which takes a few seconds once per process.
-            torch.compile(_probe)(torch.zeros(1, dtype=torch.float32, device=device))
+            torch.compile(lambda x: x + 1)(torch.zeros(1, dtype=torch.float32, device=device))
         except Exception as error:
             reason = f"torch.compile finds no working compiler: {str(error).strip().splitlines()[0]}"
     if reason is not None:
@@ -168,10 +168,6 @@ def can_compile(optimizer: Optimizer) -> bool:
             reason,
         )
     return reason is None
-
-
-def _probe(x: torch.Tensor) -> torch.Tensor:
-    return x + 1
 
 
 _logger = logging.getLogger(__name__)

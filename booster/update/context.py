@@ -109,7 +109,7 @@ class Parameters:
     def __init__(self, optimizer: Optimizer, names: Mapping[Any, str]) -> None:
         self._optimizer = optimizer
         self.names = names
-        self.note_dtypes()
+        self.remember_dtypes()
 
     def held(self) -> list[torch.Tensor]:
         """What the optimizer's groups hold now."""
@@ -129,7 +129,7 @@ class Parameters:
             if param.dtype in HALF_DTYPES and param.grad is not None and param.grad.is_sparse:
                 raise RuntimeError(SPARSE.format(name=self.name_of(param), dtype=param.dtype) + KEPT_FLOAT32)
 
-    def note_dtypes(self) -> None:
+    def remember_dtypes(self) -> None:
         """Note whether parameters are float32 now, so that a step notices if they were made half since."""
         self.are_full = HALF_DTYPES.isdisjoint(map(_DTYPE, self.held()))
 
@@ -269,7 +269,7 @@ class OptimizerState:
     def attach(self, model: nn.Module) -> None:
         """Take over what masters can use of weights that are loaded into `model`."""
 
-    def take_loaded(self) -> None:
+    def adopt_loaded(self) -> None:
         """Have masters become the values that were loaded into their weights, if any were; a step does it by itself."""
 
     def weights_in_model(self) -> list[str]:

@@ -451,8 +451,8 @@ class Decision(ABC):
         """Return what uses `gradients` in a backward pass, where that is asked for."""
         return InBackwardPass(gradients)
 
-    def begin_gradual(self) -> None:
+    def prepare_gradual(self) -> None:
         """A step that is made of parts, within backward, begins."""
 
-    def look_at_part(self, params: Sequence[torch.Tensor]) -> None:
+    def read_part(self, params: Sequence[torch.Tensor]) -> None:
         """A part of a step that is made of parts is next to be stepped: `params`, with their gradients."""

@@ -370,12 +370,12 @@ class Gradients:
         """Multiply `.grad` in place, or, where a graph may lead through it, by a copy."""
         with self.shards.local() if self.shards.sharded else WHOLE:
             if self._differentiable:
-                self._leave_graph()
+                self._detach_from_graph()
                 scale_in_graph(self.values(written=True), ratio)
             else:
                 scale_values(self.values(written=True), ratio)
 
-    def _leave_graph(self) -> None:
+    def _detach_from_graph(self) -> None:
         """Replace gradients that a graph may have saved by copies, which can be written to and lead back into it."""
         for param in self.shards.grad_targets(self.params()):
             if param.grad is not None and param.grad.requires_grad:

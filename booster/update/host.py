@@ -168,7 +168,7 @@ class HostDecision(Decision):
                 found = bool(member.found()) or found
             if group is not None and not all(member.norms.all_finite(member.read) for member in joint.members):
                 finite = not (found and joint.has_nonfinite_loss())
-                found, finite = agreement.on_overflow(found, finite, group)
+                found, finite = agreement.agree_on_found_inf(found, finite, group)
                 joint.nonfinite_loss = not finite
             if found:
                 joint.decide(found)

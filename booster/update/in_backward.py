@@ -193,7 +193,7 @@ def run_in_backward(
     for each in passes:
         each.begin()
     try:
-        with _watching(passes, InBackwardPass.step_on, loss, again=False):
+        with _with_hooks(passes, InBackwardPass.step_on, loss, again=False):
             engine(retain_graph)
         for each in passes:
             each.step_rest()
@@ -226,7 +226,7 @@ def _measure_once(passes: Sequence[InBackwardPass], loss: torch.Tensor, engine: 
         for each in passes:
             regions.enter_context(each.gradients.shards.preserving_accumulated_grads())
             regions.enter_context(each.measuring())
-        with _watching(passes, InBackwardPass.measure, loss, again=True):
+        with _with_hooks(passes, InBackwardPass.measure, loss, again=True):
             engine(True)
         for each in passes:
             each.measure_rest()
@@ -245,7 +245,7 @@ def _decide(passes: Sequence[InBackwardPass]) -> bool:
 
 
 @contextmanager
-def _watching(
+def _with_hooks(
     passes: Sequence[InBackwardPass],
     action: Callable[[InBackwardPass, torch.Tensor], None],
     loss: torch.Tensor,

@@ -21,7 +21,7 @@ from booster.common.torch_internals.optimizer_internals import (
     step_hooks,
     unhooked,
 )
-from booster.model.optimizers import KNOWN, snapshot_entries
+from booster.model.optimizers import OPTIMIZERS, snapshot_entries
 from booster.shards import Shards
 from booster.tensors.grads import gradient_values, nonfinite_indices, tensor_norms
 from booster.tensors.trees import HALF_DTYPES
@@ -41,7 +41,7 @@ class Restricted:
         self._params = list(group["params"])
         self._entries = dict(group)
         del self._entries["params"]
-        self._put_back = None if type(optimizer) in KNOWN else snapshot_entries(optimizer, group)
+        self._put_back = None if type(optimizer) in OPTIMIZERS else snapshot_entries(optimizer, group)
         self._stepped = False
 
     def __enter__(self) -> Restricted:
@@ -300,7 +300,7 @@ class InBackwardPass:
             self.gradients.clip_by(self.in_backward.max_norm, self.in_backward.previous)
         self._divisor: Any = self._divide_by()
         with self._shards.local():
-            self.decision.begin_gradual()
+            self.decision.prepare_gradual()
             self._gradual = self._make_gradual()
             param_of = {self._shards.shard_of(param): param for param in self.params}
             units = [[param_of[shard] for shard in unit] for unit in self._gradual.units()]
@@ -399,7 +399,7 @@ class InBackwardPass:
         with self._local_shards(params) as local:
             local_shards = [shard for shard in local if shard.grad is not None]
             if local_shards:
-                self.decision.look_at_part(local_shards)
+                self.decision.read_part(local_shards)
                 self._gradual.step(local_shards, self._divisor)
         self._num_stepped += len(params)
         for param in params:

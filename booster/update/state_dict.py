@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import LBFGS, SGD, Optimizer
 
-from booster.model.optimizers import KNOWN, kind_of, known, makes_missing_states
+from booster.model.optimizers import OPTIMIZERS, granularity_of, info_of, makes_missing_states
 from booster.shards.base import FlatShard
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ RELEASE, PREVIOUS_NORM = "release", "previous_norm"  # by which the next step cl
 PARAMETERS = "parameters"  # on a rank that has some layers: the names of its parameters, in the order of their numbers
 
 # Entries of the parameter's shape, in torch's optimizers and those that follow their names; and those that are one number.
-_SHAPED = {name for row in KNOWN.values() for name in row.states}
-_SINGLE = {name for row in KNOWN.values() for name in row.counts}
+_SHAPED = {name for row in OPTIMIZERS.values() for name in row.states}
+_SINGLE = {name for row in OPTIMIZERS.values() for name in row.counts}
 
 
 def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -149,16 +149,16 @@ def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if not isinstance(states, Mapping) or not groups or [len(group["params"]) for group in groups] != sizes:
         return
-    elementwise = kind_of(optimizer) == "elementwise"
+    elementwise = granularity_of(optimizer) == "elementwise"
     # Only of torch's own optimizers is it known which entries are one number.
-    single = _SINGLE if known(optimizer).reads_all else frozenset()
+    single = _SINGLE if info_of(optimizer).reads_all else frozenset()
     for index, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
         state = states.get(index)
         for key, value in state.items() if isinstance(state, Mapping) else ():
             if key in single:
                 if not _is_count(value):
                     raise ValueError(
-                        f"the optimizer state holds {key!r} of {update.name_of(param)} as {_told(value)}, and it must be one "
+                        f"the optimizer state holds {key!r} of {update.name_of(param)} as {_shown(value)}, and it must be one "
                         "finite number of at least 0. Nothing was loaded"
                     )
                 continue
@@ -186,7 +186,7 @@ def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
 
 def check_complete(update: Update, state_dict: Mapping[str, Any]) -> None:
     """Raise ValueError if `state_dict`, where parameters are numbered, holds a part of what a step of torch's reads of one."""
-    row = known(update.optimizer)
+    row = info_of(update.optimizer)
     # Of optimizers not torch's this is not known.
     if not row.reads_all:
         return
@@ -215,7 +215,7 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, (int, float)) and 0 <= value < math.inf
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         return f"a tensor of shape {tuple(value.shape)}"
     return repr(value)[:40]
@@ -233,10 +233,10 @@ def _legal_shape(optimizer: Optimizer, param: torch.Tensor, key: str, tensor: to
     if isinstance(optimizer, LBFGS):
         total = sum(p.numel() * (2 if p.is_complex() else 1) for g in optimizer.param_groups for p in g["params"])
         return (total,) if tensor.dim() and key in ("d", "prev_flat_grad", "old_dirs", "old_stps") else given
-    shapes = next((KNOWN[cls].shapes(whole) for cls in type(optimizer).__mro__ if cls in KNOWN), {})
+    shapes = next((OPTIMIZERS[cls].shapes(whole) for cls in type(optimizer).__mro__ if cls in OPTIMIZERS), {})
     if shapes:
         return shapes.get(key, given)
-    if kind_of(optimizer) == "elementwise":
+    if granularity_of(optimizer) == "elementwise":
         return given if key not in _SHAPED and given in ((), (1,)) else whole
     bases = (base for base in type(optimizer).__mro__ if issubclass(base, Optimizer) and base is not Optimizer)
     if key in _SHAPED and any(base.__module__.startswith("torch.optim.") for base in bases):

@@ -43,7 +43,7 @@ class Reading(NamedTuple):
     One of the two is called next. take_over: do the rest; it does not fail. undo: have everything as it was before.
     """
 
-    take_over: Callable[[], None]
+    adopt: Callable[[], None]
     undo: Callable[[], None]
 
 
@@ -91,7 +91,7 @@ def read_state(update: Update, history: StepHistory, state_dict: Any, fill: Fill
                         f"{_KEEP_SCALE}"
                     ) from error
             groups = [dict(group) for group in optimizer.param_groups]
-            take_over_states = update.optimizer_state.read_state_dict(*cut(update, state, rest), fill)
+            adopt_states = update.optimizer_state.read_state_dict(*cut(update, state, rest), fill)
             weights = {param: update.shards.distribute(value, param) for param, value in values.items()}
             keep_implementation(optimizer, before)
             for index, (old, new) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
@@ -106,11 +106,11 @@ def read_state(update: Update, history: StepHistory, state_dict: Any, fill: Fill
 
     counts, previous_norm = own.counts, own.rest.get(RELEASE, {}).get(PREVIOUS_NORM)
 
-    def take_over() -> None:
+    def adopt() -> None:
         with update.shards.local():
-            take_over_states()
+            adopt_states()
         if update.optimizer_state.has_masters:  # which round the weights of their own part anew
-            update.shards.all_gather_params(one_by_one=True)  # of which a backend holds copies while they are sent
+            update.shards.sync_params(one_by_one=True)  # of which a backend holds copies while they are sent
         with torch.no_grad():
             for param, weight in weights.items():
                 param.copy_(weight)
@@ -120,7 +120,7 @@ def read_state(update: Update, history: StepHistory, state_dict: Any, fill: Fill
         if counts is not None:
             history.load_state_dict(counts)
 
-    return Reading(take_over, undo)
+    return Reading(adopt, undo)
 
 
 # ---------------------------------------------------------------------- what can be seen without the optimizer

@@ -83,7 +83,7 @@ class Update:
                 raise
         # What a device skipped is gathered as it was: to know whether it did would be to wait.
         if shards.sharded and (self.decision.on_device or result.applied):
-            shards.all_gather_params()
+            shards.sync_params()
         gradients.reset(scale)
         return result
 
@@ -119,7 +119,7 @@ class Update:
             in_backward.uncounted = False
         # What came before a gradient that is not finite may have been stepped.
         if self.shards.sharded and (self.decision.on_device or result.applied or in_backward.mode == "previous_norm"):
-            self.shards.all_gather_params()
+            self.shards.sync_params()
         self.gradients.reset(None)
         return result
 
@@ -160,7 +160,7 @@ class Update:
                 "optimizer.zero_grad(), and go on with the next batch"
             )
         if shards.sharded:
-            shards.all_gather_params()
+            shards.sync_params()
             shards.reshard()
         elif pending and not gradients.params():
             gradients.reset(None)

@@ -10,9 +10,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from benchmarks.waits import HostReads, as_on_a_gpu
 from booster import Booster
 from booster.masters.formats import (
+    Float32Master,
     Kahan,
     Nearest,
-    Separate,
     Split24BFloat16,
     Split24Float16,
     SplitBFloat16,
@@ -219,7 +219,7 @@ def test_an_optimizer_without_a_fused_kernel_reads_one_number_a_step():
 # ---------------------------------------------------------------------- formats
 
 FORMATS = {
-    "separate": (Separate, (torch.float16, torch.bfloat16)),
+    "separate": (Float32Master, (torch.float16, torch.bfloat16)),
     "split bfloat16": (SplitBFloat16, (torch.bfloat16,)),
     "split float16": (SplitFloat16, (torch.float16,)),
     "split24 bfloat16": (lambda: Split24BFloat16(RoundingRNG()), (torch.bfloat16,)),

@@ -69,8 +69,9 @@ WRITES = {
     },
     "an optimizer": {
         "booster/model/optimizers.py": (
-            "    optim.Adamax: Known(",
-            '    optim.SparseAdam: Known(kind="per tensor", counts=(), reads_all=False),\n    optim.Adamax: Known(',
+            "    optim.Adamax: OptimizerInfo(",
+            '    optim.SparseAdam: OptimizerInfo(granularity="per tensor", counts=(), reads_all=False),\n'
+            "    optim.Adamax: OptimizerInfo(",
         )
     },
     "a field of checkpoints": {
@@ -91,7 +92,7 @@ import json, tempfile, torch
 from torch import nn
 import booster
 from booster import Booster
-from booster.model.optimizers import kind_of
+from booster.model.optimizers import granularity_of
 
 def job(b):
     model = nn.Linear(2, 2)
@@ -103,7 +104,7 @@ out = model(torch.ones(1, 2))
 b.backward(out.float().sum(), optimizer)
 found = {"from": booster.__file__, "dtype": str(out.dtype), "applied": bool(optimizer.step())}
 optimizer.zero_grad()
-found["kind"] = kind_of(torch.optim.SparseAdam(nn.Linear(2, 2).parameters()))
+found["kind"] = granularity_of(torch.optim.SparseAdam(nn.Linear(2, 2).parameters()))
 with tempfile.TemporaryDirectory() as folder:
     model.eval()
     b.save(folder, model, optimizer)

@@ -6,9 +6,9 @@ from comparing import same
 from interpreted import interpreted
 
 from booster.masters.formats import (
+    Float32Master,
     Kahan,
     Nearest,
-    Separate,
     Split24BFloat16,
     Split24Float16,
     SplitBFloat16,
@@ -22,8 +22,8 @@ pytestmark = interpreted
 SIZE = 2**16
 BF16, F16 = torch.bfloat16, torch.float16
 FORMS = {
-    "separate bf16": (Separate, BF16),
-    "separate fp16": (Separate, F16),
+    "separate bf16": (Float32Master, BF16),
+    "separate fp16": (Float32Master, F16),
     "split bf16": (SplitBFloat16, BF16),
     "split fp16": (SplitFloat16, F16),
     "split24 bf16": (Split24BFloat16, BF16),

@@ -19,10 +19,10 @@ from booster.masters import MasterOptions, Masters, choose_master_update
 from booster.masters.compiled import CompiledMasterStep, Kernel, can_compile_masters
 from booster.masters.formats import (
     WEIGHTS,
+    Float32Master,
     Kahan,
     Nearest,
     Same,
-    Separate,
     Split24BFloat16,
     Split24Float16,
     SplitBFloat16,
@@ -381,9 +381,9 @@ def test_packing_without_side_effects_is_that_in_place(encoding, present):
 
 
 AGREEING = [
-    (BF16, Separate),
+    (BF16, Float32Master),
     (BF16, Kahan),
-    (FP16, Separate),
+    (FP16, Float32Master),
     (FP16, Kahan),
     (BF16, BFloat16Planes),
     (FP16, Float16Planes),
@@ -415,7 +415,7 @@ def test_arithmetic_without_side_effects_is_that_in_place_also_after_somebody_wr
     weights[foreign] = torch.randn(int(foreign.sum()), generator=generator).to(dtype)
     weights[::7] = 0.0
     weights[::11] = -0.0
-    read = kept if form is Separate else torch.empty(len(values))
+    read = kept if form is Float32Master else torch.empty(len(values))
     eager.read([weights], kept, read, scratch)
     joined = join(form(), weights, residual)
     assert torch.equal(joined.view(torch.int32), read.view(torch.int32))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from booster.masters.formats import Kahan, Nearest, Separate, SplitBFloat16, SplitFloat16, Stochastic
+from booster.masters.formats import Float32Master, Kahan, Nearest, SplitBFloat16, SplitFloat16, Stochastic
 from booster.masters.formats_compiled import BFloat16Planes, Float16Planes
 from booster.tensors.flat import bucket_size, cut, flat, flat_like, is_dense, pack, shaped_like
 
@@ -63,7 +63,7 @@ def test_split_bfloat16_rounds_as_torch_does_but_for_exact_ties_which_go_away_fr
     assert weights[:4].tolist() == [1 + 2.0**-7, -1 - 2.0**-7, 1 + 2.0**-6, 1.0]
 
 
-@pytest.mark.parametrize("form", [Separate, Nearest, Kahan])
+@pytest.mark.parametrize("form", [Float32Master, Nearest, Kahan])
 def test_every_rounding_to_nearest_gives_the_same_bfloat16_weights_as_split(form):
     values = torch.randn(4096)
     values[::5] = (values[::5].bfloat16().float().view(torch.int32) + 0x8000).view(torch.float32)  # ties
@@ -88,8 +88,8 @@ def test_split_float16_of_an_overflow_is_infinite_and_not_nan():
 
 
 FORMATS = {
-    BF16: [Separate, SplitBFloat16, Nearest, Stochastic, Kahan, BFloat16Planes],
-    FP16: [Separate, SplitFloat16, Nearest, Stochastic, Kahan, Float16Planes],
+    BF16: [Float32Master, SplitBFloat16, Nearest, Stochastic, Kahan, BFloat16Planes],
+    FP16: [Float32Master, SplitFloat16, Nearest, Stochastic, Kahan, Float16Planes],
 }
 PAIRS = [pytest.param(dtype, form, id=f"{dtype} {form.__name__}") for dtype in FORMATS for form in FORMATS[dtype]]
 

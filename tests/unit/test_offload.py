@@ -25,7 +25,7 @@ from booster.mixed_precision import (
     available,
     make,
 )
-from booster.model.optimizers import kind_of
+from booster.model.optimizers import granularity_of
 from booster.tensors import flat
 
 SHAPES = [(50, 41), (33,), (), (7, 5, 3), (57, 40), (64,)]
@@ -265,7 +265,7 @@ def test_optimizers_that_need_whole_tensors_are_refused_before_anything_changes(
     model = nn.Linear(4, 4)
     before = copy.deepcopy(model.state_dict())
     optimizer = optim.Adafactor(model.parameters())
-    assert kind_of(optimizer) == "per tensor"
+    assert granularity_of(optimizer) == "per tensor"
     with pytest.raises(
         ValueError, match=r"offload_states=True steps flat buckets, but Adafactor needs whole tensors; leave it False"
     ):

@@ -9,7 +9,7 @@ from torch import nn
 from booster import Booster
 from booster.masters.quantized_state import QuantizedState
 from booster.mixed_precision import BF16NaiveMixedPrecision
-from booster.model.optimizers import KNOWN, Known, kind_of, known
+from booster.model.optimizers import OPTIMIZERS, OptimizerInfo, granularity_of, info_of
 
 
 class Lion(torch.optim.Optimizer):
@@ -50,9 +50,9 @@ def boosted():
 def test_one_row_adds_an_optimizer(monkeypatch):
     with pytest.raises(ValueError, match="Lion"):
         boosted()
-    monkeypatch.setitem(KNOWN, Lion, Known(states={"exp_avg": "signed"}))
+    monkeypatch.setitem(OPTIMIZERS, Lion, OptimizerInfo(states={"exp_avg": "signed"}))
     optimizer = boosted()
-    assert kind_of(optimizer.unwrap()) == "elementwise"
+    assert granularity_of(optimizer.unwrap()) == "elementwise"
     kept = [value for state in optimizer.unwrap().state.values() for value in state.values()]
     assert any(isinstance(value, QuantizedState) for value in kept)
     state = optimizer.state_dict()
@@ -63,13 +63,13 @@ def test_one_row_adds_an_optimizer(monkeypatch):
 
 
 OPTIONS = {"amsgrad": True, "momentum": 0.9, "centered": True}
-STEPPED = [cls for cls in KNOWN if cls is not torch.optim.Muon]
+STEPPED = [cls for cls in OPTIMIZERS if cls is not torch.optim.Muon]
 
 
 @pytest.mark.parametrize("cls", STEPPED)
 @pytest.mark.parametrize("with_options", [False, True])
 def test_a_row_names_the_states_that_torch_keeps(cls, with_options):
-    row, taken = KNOWN[cls], inspect.signature(cls).parameters
+    row, taken = OPTIMIZERS[cls], inspect.signature(cls).parameters
     options = {name: value for name, value in OPTIONS.items() if with_options and name in taken}
     param = nn.Parameter(torch.ones(3, 2))
     optimizer = cls([param], lr=1e-2, **options)
@@ -82,7 +82,7 @@ def test_a_row_names_the_states_that_torch_keeps(cls, with_options):
         ).items()
         return
     group = optimizer.param_groups[0]
-    assert known(optimizer).read(group) == set(state)
+    assert info_of(optimizer).read(group) == set(state)
     assert {name for name in row.states if name in state} == {
         name for name, value in state.items() if getattr(value, "shape", ()) == param.shape
     }

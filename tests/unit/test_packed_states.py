@@ -561,7 +561,7 @@ def test_a_state_that_was_negative_in_one_trial_step_is_signed(lion):
 def test_what_is_known_of_torchs_optimizers_is_what_trial_steps_show(name, monkeypatch):
     optimizer = PACKABLE[name]([nn.Parameter(torch.ones(3))])
     known = StateSigns(optimizer)
-    monkeypatch.setattr("booster.masters.quantized_state.KNOWN", {})
+    monkeypatch.setattr("booster.masters.quantized_state.OPTIMIZERS", {})
     tried = StateSigns(optimizer)
     assert tried.measured or name == "SGD"
     for state in tried.measured - {"ax"}:

@@ -78,10 +78,10 @@ class Optimizers(Part):
 
     def finish(self) -> None:
         # What was read, and what was there before, is given up where buckets take it over: it is not in memory three times.
-        take_over = [reading.take_over for reading in self._readings]
+        adopt = [reading.adopt for reading in self._readings]
         self._states, self._readings = [], []
-        while take_over:
-            take_over.pop(0)()
+        while adopt:
+            adopt.pop(0)()
 
     def _entries(self, found: LoadContext) -> list[_Entry]:
         homes: dict[torch.Tensor, tuple[str, str, bool]] = {

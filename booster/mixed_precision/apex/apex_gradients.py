@@ -178,7 +178,7 @@ class ApexGradients(Gradients):
         scales = {id(member.scaler): member.scaler[this.loss_id] for member in members}.values()
         # A static scale asks no rank: inf is let into the weights, as apex does.
         if any(scale.dynamic for scale in scales):
-            found, finite = agreement.on_overflow(found, finite, self.group)
+            found, finite = agreement.agree_on_found_inf(found, finite, self.group)
         skips = [scale.update(found) for scale in scales]
         if any(skips):
             overflow = Overflow(this.loss_id, finite)
@@ -306,8 +306,8 @@ class ApexMasterGradients(ApexGradients):
     def closure_refusal(self) -> str | None:
         return NO_CLOSURE
 
-    def _leave_graph(self) -> None:
-        super()._leave_graph()
+    def _detach_from_graph(self) -> None:
+        super()._detach_from_graph()
         with torch.enable_grad():
             self._sums = {param: total.clone() for param, total in self._sums.items()}
 

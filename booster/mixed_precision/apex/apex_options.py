@@ -244,7 +244,7 @@ def holds_half(optimizer: Optimizer) -> bool:
     return any(p.dtype in HALF_DTYPES for group in optimizer.param_groups for p in group["params"])
 
 
-def follow_dtypes(optimizer: Optimizer) -> None:
+def match_dtypes(optimizer: Optimizer) -> None:
     """Cast state that was made before the parameters were; one WARNING where half precision cannot step them."""
     if not holds_half(optimizer):
         return

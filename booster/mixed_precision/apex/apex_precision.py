@@ -29,8 +29,8 @@ from booster.mixed_precision.apex.apex_options import (
     check_dtypes,
     check_fused,
     check_rest,
-    follow_dtypes,
     holds_half,
+    match_dtypes,
     planned_dtypes,
     resolve,
     warn_of_static_scale,
@@ -42,7 +42,7 @@ from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.policy import DtypePolicy, InProcess, Placement, half_policy
 from booster.model.modules import bare
-from booster.tensors.cast_regions import CastFunctions, both, cast_floats, casts_as_here, disable_casts
+from booster.tensors.cast_regions import CastFunctions, both, cast_floats, casts_as_now, disable_casts
 from booster.tensors.trees import is_container
 from booster.update.application import Application
 from booster.update.context import OptimizerState, UpdateContext, UpdateOptions
@@ -84,7 +84,7 @@ class ApexUpdate(Update):
 
     def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
         # The closure runs the model, with casts; the step around it must not cast the optimizer's arithmetic.
-        cast_again = casts_as_here()
+        cast_again = casts_as_now()
 
         def cast() -> Any:
             with cast_again():
@@ -301,7 +301,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
             placement=placement,
             device=self.device,
             options=options or UpdateOptions(),
-            after_step=self.step_follower,
+            after_step=self.after_step_hook,
         )
 
     # ------------------------------------------------------------------ forward and backward
@@ -385,7 +385,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         if self.options.master_weights:
             masters = Masters(optimizer, names, MasterOptions(master_weights="fp32"))
         else:
-            follow_dtypes(optimizer)
+            match_dtypes(optimizer)
         return functools.partial(make_apex_update, masters=masters, verbose=self._verbosity > 0)
 
     def __getstate__(self) -> dict[str, Any]:

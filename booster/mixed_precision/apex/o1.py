@@ -216,11 +216,11 @@ def dispatched(module: Any, name: str) -> tuple[Callable[..., Any], ...]:
     return (function,) if with_indices is None else (function, with_indices)
 
 
-Kind = Literal["half", "float", "promote"]
+CastKind = Literal["half", "float", "promote"]
 Name = tuple[str, str]  # of a module or class, and of what is in it
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
-_RULES: dict[Kind, Rule] = {"half": as_half, "float": as_float32, "promote": as_widest}
+_RULES: dict[CastKind, Rule] = {"half": as_half, "float": as_float32, "promote": as_widest}
 
 
 def half_function(function: Decorated) -> Decorated:
@@ -242,10 +242,10 @@ class Registered:
     """The functions that were registered with one strategy, by name."""
 
     def __init__(self) -> None:
-        self._torch_functions: dict[Name, Kind] = {}
-        self._others: dict[Name, Kind] = {}
+        self._torch_functions: dict[Name, CastKind] = {}
+        self._others: dict[Name, CastKind] = {}
 
-    def add(self, module: Any, name: str, kind: Kind) -> None:
+    def add(self, module: Any, name: str, kind: CastKind) -> None:
         """Give `module.name` the rule `kind`.
 
         Raises ValueError if there is no such function, or if it is a Python function of torch that no rule can reach.
@@ -272,7 +272,7 @@ class Registered:
         """Whether nothing was registered."""
         return not self._torch_functions and not self._others
 
-    def kind_of(self, function: Name) -> Kind | None:
+    def kind_of(self, function: Name) -> CastKind | None:
         """The rule of a function that was replaced, by its module and name."""
         return self._others.get(function)
 
@@ -285,7 +285,7 @@ class Registered:
         }
 
 
-def _cast_arguments(function: Any, kind: Kind) -> Any:
+def _cast_arguments(function: Any, kind: CastKind) -> Any:
     arguments.function("function", function)
 
     @functools.wraps(function)
@@ -313,7 +313,7 @@ def _replace(holder: Any, name: str, key: Name) -> None:
     setattr(holder, name, cast if kind is None else kind(cast))
 
 
-def _call(function: Any, kind: Kind | None, args: Any, kwargs: Any) -> Any:
+def _call(function: Any, kind: CastKind | None, args: Any, kwargs: Any) -> Any:
     dtype = None if kind is None else _target(kind, args, kwargs)
     return function(*cast_floats(args, dtype), **cast_floats(kwargs, dtype))
 
@@ -326,7 +326,7 @@ def _instead_of_autocast(rule: Rule) -> Rule:
     return alone
 
 
-def _target(kind: Kind, args: Any, kwargs: Any) -> torch.dtype | None:
+def _target(kind: CastKind, args: Any, kwargs: Any) -> torch.dtype | None:
     if kind == "half":
         return torch.float16
     if kind == "float" or any(tensor.dtype == torch.float32 for tensor in tensors((args, kwargs))):
@@ -350,7 +350,7 @@ class O1Casts:
         self._tables: dict[str, Table] = {}
         self._disabled = 0
 
-    def register(self, module: Any, name: str, kind: Kind) -> None:
+    def register(self, module: Any, name: str, kind: CastKind) -> None:
         """See `Registered.add`."""
         self._registered.add(module, name, kind)
         self._tables = {}

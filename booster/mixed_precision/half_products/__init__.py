@@ -23,7 +23,7 @@ The files, in reading order:
     half_sums.py          losses, norms and other sums, which CPU kernels add up in half, computed in float32.
     probability_losses.py `binary_cross_entropy`, which all halves refuse.
 
-What may be touched: a new function of torch that multiplies goes into `_products()`, one that sums in half into `SUMS`. Each
+What may be touched: a new function of torch that multiplies goes into `_products()`, one that sums into `FLOAT32_SUMS`. Each
 line here runs for every torch function of a forward pass: `tests/unit/test_calls.py` counts the Python calls. What was measured
 and tried is in docs/design/half_products.md. Every precision with a half dtype holds a `HalfProducts` as its `half_products`.
 """

@@ -23,7 +23,14 @@ from booster.common.torch_internals.autograd_internals import (
 )
 from booster.common.torch_internals.tensor_internals import storage_key, version
 from booster.mixed_precision import hardware
-from booster.mixed_precision.half_products.half_sums import CONDITIONS, SMALL, SUMS, is_half, rounded, without_autocast
+from booster.mixed_precision.half_products.half_sums import (
+    CONDITIONS,
+    FLOAT32_SUMS,
+    SMALL,
+    is_half,
+    rounded,
+    without_autocast,
+)
 from booster.mixed_precision.half_products.probability_losses import REFUSED
 from booster.model.params import is_dtensor
 from booster.tensors.cast_regions import CastMode, cast_floats, run_engine
@@ -166,9 +173,9 @@ class Float32Products(CastMode):
     def __init__(
         self,
         device_type: str,
-        kinds: frozenset[hardware.Kind],
+        kinds: frozenset[hardware.ProductKind],
         recomputation: Recomputation,
-        sums: Mapping[Any, Callable[..., Any]] = SUMS,
+        sums: Mapping[Any, Callable[..., Any]] = FLOAT32_SUMS,
         *,
         training: bool,
     ) -> None:
@@ -404,11 +411,11 @@ _multi_head_attention_forward = uninterceptable(F.multi_head_attention_forward)
 Rule = Literal["autocast", "half", "widest", "never"]
 _TO_HALF = frozenset(("autocast", "half"))
 # Of each function: its kind, its rule, and of one in place, that which makes a new tensor.
-_Product = tuple[hardware.Kind, Rule, "Callable[..., Any] | None"]
+_Product = tuple[hardware.ProductKind, Rule, "Callable[..., Any] | None"]
 _GROUPED: _Product = "matrix product", "half", None
 
 
-def _named(kind: hardware.Kind, rule: Rule, names: str) -> dict[Any, _Product]:
+def _named(kind: hardware.ProductKind, rule: Rule, names: str) -> dict[Any, _Product]:
     holders = (torch, torch.Tensor, torch.linalg, F)
     return {
         getattr(holder, name): (kind, rule, None)

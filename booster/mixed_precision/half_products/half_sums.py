@@ -8,7 +8,7 @@ it once more in backward: gradients are off by its rounding, however small they 
 float32, only what is a half is widened. Forward passes stay torch's own, with what they save, where they are right already; the
 backward pass then runs in float32. See docs/design/half_products.md for the table of what torch adds in half.
 
-`SUMS` says for each function how: a function of it and its arguments that returns the result; those of every model ask what
+`FLOAT32_SUMS` says for each function how: a function of it and its arguments; those of every model ask what
 they need without Python calls, and cast few numbers. `CONDITIONS` says of some when, by a function of (args, kwargs).
 """
 
@@ -322,7 +322,7 @@ _LOSSES = (
     "huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss poisson_nll_loss "
     "multilabel_soft_margin_loss smooth_l1_loss soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss"
 )
-SUMS: Mapping[Any, _How] = {
+FLOAT32_SUMS: Mapping[Any, _How] = {
     **_named(_layer_norm, "layer_norm", F, torch),
     **_named(_norm(3), "batch_norm instance_norm", F),
     **_named(_norm(2), "group_norm", F),

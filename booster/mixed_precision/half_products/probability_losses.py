@@ -44,7 +44,7 @@ def _refused(func: Any, *args: Any, **kwargs: Any) -> Any:
     return loss
 
 
-REFUSED = {F.binary_cross_entropy: _refused}  # as `half_sums.SUMS`
+REFUSED = {F.binary_cross_entropy: _refused}  # as `half_sums.FLOAT32_SUMS`
 
 
 def check_probabilities(loss: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from booster.common import arguments
 from booster.mixed_precision import hardware
 from booster.mixed_precision.half_products.float32_products import Float32Products, Recomputation
-from booster.mixed_precision.half_products.half_sums import SUMS
+from booster.mixed_precision.half_products.half_sums import FLOAT32_SUMS
 from booster.mixed_precision.half_products.probability_losses import REFUSED, names_probability_loss
 from booster.mixed_precision.keep_fp32 import Float32Forward
 from booster.model.modules import tensor_places
@@ -28,8 +28,8 @@ Choice = Literal["auto", "native", "float32"]
 CHOICES: tuple[Choice, ...] = ("auto", "native", "float32")
 
 _CONVOLUTIONS = nn.Conv1d, nn.ConvTranspose1d  # their parameters have three dimensions, too
-_NONE: frozenset[hardware.Kind] = frozenset()
-_WITHOUT_REFUSALS = {func: how for func, how in SUMS.items() if func not in REFUSED}
+_NONE: frozenset[hardware.ProductKind] = frozenset()
+_WITHOUT_REFUSALS = {func: how for func, how in FLOAT32_SUMS.items() if func not in REFUSED}
 
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class HalfProducts:
         self._refuses = False  # code that regions run names a loss of probabilities
         self._falls_back = False  # transformers multiplies these by another function
         # By device type and whether gradients are recorded.
-        self._regions: dict[tuple[str, bool], frozenset[hardware.Kind]] = {}
+        self._regions: dict[tuple[str, bool], frozenset[hardware.ProductKind]] = {}
         self.choice: Choice = "auto"
         self.choose("auto")
 
@@ -101,7 +101,7 @@ class HalfProducts:
         # What transformers multiplies experts by where torch.compile or the GPU has no grouped_mm.
         self._falls_back = self._falls_back or hasattr(torch.ops.transformers, "grouped_mm_fallback")
 
-    def look_for_losses(self, models: Iterable[Any]) -> None:
+    def find_losses(self, models: Iterable[Any]) -> None:
         """Refuse losses of probabilities from now on, if code of `models`, modules and criteria, names one."""
         if self.dtype is not None and self.refuses_probabilities and names_probability_loss(models):
             self._refuses = self.widens = True
@@ -131,7 +131,7 @@ class HalfProducts:
         if kinds is None and not self._groups and not self._refuses:
             return None
         # "native" leaves all to torch, sums too; a region that only casts products of groups has none.
-        own = SUMS if self.refuses_probabilities else _WITHOUT_REFUSALS
+        own = FLOAT32_SUMS if self.refuses_probabilities else _WITHOUT_REFUSALS
         if kinds is None or self.choice == "native":
             own = REFUSED if self._refuses else {}
         mode = Float32Products(device_type, kinds or _NONE, self._recomputation, own, training=training)

@@ -191,7 +191,7 @@ class PrecisionController(StepListener):
         self._suspected, self.noise = {}, {}  # which say nothing of later steps
 
     def __reduce__(self) -> Any:
-        return _no_controller, ()  # a copy of a boosted model stays as it is
+        return type(None), ()  # a copy of a boosted model stays as it is
 
     # ---- what a listener of steps does
 
@@ -414,10 +414,6 @@ class PrecisionController(StepListener):
             wide = [role for role in GEMMS if (name, role) in self._wide or (name, role) in self._trial]
             roles: list[GemmDtype] = [self._plan.high if role in wide else "recipe" for role in GEMMS]
             self._layers[name].recipe = self._recipes[name].with_dtypes(*roles)
-
-
-def _no_controller() -> None:
-    return None
 
 
 class _GemmWatcher(partial[None]):

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from booster.common.arguments import listed
-from booster.numerics.diagnosis.nonfinite_trace import SUMS, NonFiniteInput, NonFiniteResult, is_intended
+from booster.numerics.diagnosis.nonfinite_trace import SUMMING_COLLECTIVES, NonFiniteInput, NonFiniteResult, is_intended
 from booster.numerics.diagnosis.places import Numbers
 from booster.numerics.diagnosis.replay import Outcome
 
-Kind = Literal["data", "weights", "loss", "overflow", "loss_scale", "operation"]
+CauseKind = Literal["data", "weights", "loss", "overflow", "loss_scale", "operation"]
 Direction = Literal["forward", "loss", "backward"]
 
 
@@ -51,7 +51,7 @@ class Diagnosis:
     notes: what limits what is said here.
     """
 
-    kind: Kind | None
+    kind: CauseKind | None
     module: str = ""
     operation: str = ""
     direction: Direction | None = None
@@ -267,12 +267,12 @@ def _cause(
     last = outcome.trace.last_in_model.get(event.micro_batch, -1)
     after = place.is_loss or event.index > last
     direction: Direction = "backward" if place.backward else "loss" if not place.inside and after else "forward"
-    kind: Kind
+    kind: CauseKind
     if leaf is not None:
         kind = "weights" if leaf.name else "data"
     elif event.exact is not None and math.isfinite(event.exact):
         kind = "overflow"
-    elif event.foreign and event.name in SUMS and not event.parents:
+    elif event.foreign and event.name in SUMMING_COLLECTIVES and not event.parents:
         kind = "overflow"  # of a sum of parts that are finite; if another rank's is not, that rank names its cause
     else:
         # The backward of what the loss is made of is the loss's doing too.

@@ -47,7 +47,7 @@ _FILLS_FIRST = _names(
     "_allgather_base_ allgather_ _reduce_scatter_base_ reduce_scatter_ alltoall_base_ alltoall_ recv_ gather_ scatter_ "
     "allgather_into_tensor_coalesced_ reduce_scatter_tensor_coalesced_"
 )
-SUMS = _names(
+SUMMING_COLLECTIVES = _names(
     "allreduce_ allreduce_coalesced_ _reduce_scatter_base_ reduce_scatter_ reduce_scatter_tensor_coalesced_ reduce_ all_reduce "
     "all_reduce_ all_reduce_coalesced reduce_scatter_tensor"
 )

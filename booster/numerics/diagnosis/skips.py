@@ -25,7 +25,7 @@ from booster.numerics.diagnosis.replay import RanksApart, Replay
 from booster.numerics.diagnosis.trials import diagnose
 from booster.ranks import agreement
 from booster.tensors.cast_regions import region
-from booster.update.backward import begin_backward, end_backward, run_backward
+from booster.update.backward import end_backward, prepare_backward, run_backward
 from booster.update.context import StepListener
 from booster.update.decision import StepResult
 
@@ -177,7 +177,7 @@ def _run_again(passes: list[LoggedPass], whole: bool, scale: float) -> Any:
             run_backward(result, members, context, divisor=each.divisor)
             continue
         roots = [(made[call][number], grad) for call in each.calls for number, grad in call.grads.items()]
-        this, now = begin_backward(members)
+        this, now = prepare_backward(members)
         with region(context):
             torch.autograd.backward(
                 [root for root, _ in roots],

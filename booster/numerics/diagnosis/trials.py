@@ -19,7 +19,7 @@ from torch import nn
 
 from booster.common.arguments import dtype_name
 from booster.common.snapshot import attributes, random_state, set_random_state
-from booster.numerics.diagnosis.diagnosis import Cause, Diagnosis, Kind, cause_of
+from booster.numerics.diagnosis.diagnosis import Cause, CauseKind, Diagnosis, cause_of
 from booster.numerics.diagnosis.replay import RanksApart, Replay, ReplayBarrier, StoppedElsewhere
 from booster.ranks import agreement
 from booster.tensors.cast_regions import CastMode, cast_floats, disabled
@@ -331,7 +331,7 @@ def diagnose(
     return Diagnosis(**{field.name: getattr(cause, field.name) for field in dataclasses.fields(Diagnosis)} | known)
 
 
-def _advice(cause: Cause, kind: Kind | None) -> tuple[str, ...]:
+def _advice(cause: Cause, kind: CauseKind | None) -> tuple[str, ...]:
     if kind == "data":
         rows = f"rows {', '.join(map(str, cause.rows))} of it" if cause.rows else "it"
         return (f"repair or drop {rows} before the step",)

@@ -13,7 +13,7 @@ from booster.common.arguments import counted
 from booster.numerics.record.recorded_run import Run, Step
 from booster.numerics.record.samples import Underflow
 
-Kind = Literal["alike", "weights", "forward", "gradient", "update", "skip", "drift"]
+DifferenceKind = Literal["alike", "weights", "forward", "gradient", "update", "skip", "drift"]
 
 # Unit roundoffs, and how many of them rounding may make in a loss, and in the norm of a gradient, in the first step. Errors
 # of many steps add up as a random walk.
@@ -24,7 +24,7 @@ _JUMP = 10  # times the largest difference so far: less is that difference, ampl
 _DRIFT = 0.05  # relative difference of losses at the end that is worth a word
 _SHOWN = 5
 
-_MEANING: dict[Kind, str] = {
+_MEANING: dict[DifferenceKind, str] = {
     "alike": "The runs are alike: what differs is explained by their formats.",
     "weights": "The weights differ from the first step on: another initialisation, seed or checkpoint.",
     "forward": "The losses part while gradients and updates were alike before: other data, another forward pass or criterion.",
@@ -65,7 +65,7 @@ class Comparison:
     notes: sentences on what could not be compared, or differs besides.
     """
 
-    kind: Kind
+    kind: DifferenceKind
     optimizer: str
     step: int | None
     losses: Difference | None
@@ -133,7 +133,7 @@ def _of_optimizer(name: str, a: Run, b: Run, roundoff: float) -> Comparison:
     if rates is not None:
         notes.append(f"learning rates differ from step {rates} on: {_rates(ours[rates])} and {_rates(theirs[rates])}")
     losses, norms = _TrackedDifference(roundoff * _IN_LOSS), _TrackedNorms(roundoff * _IN_NORM)
-    kind: Kind = "alike"
+    kind: DifferenceKind = "alike"
     at: int | None = None
     parted: list[Difference] = []
     for number in common:

@@ -98,7 +98,7 @@ class AverageReducer(GradientReducer):
 
     @torch.no_grad()
     def fill(self, index: int, param: torch.Tensor) -> None:
-        grad: Any = self.gradient_here(param)
+        grad: Any = self.local_gradient(param)
         if grad.is_sparse:
             raise RuntimeError(SPARSE.format(name=self._names[param]))
         self._coming.append(self._index[param])
@@ -142,7 +142,7 @@ class AverageReducer(GradientReducer):
         if not self._finds_unused:
             known = zip(self._all, self._reached, strict=True)
             # Parameters that were frozen since get none rightly.
-            unreached = [p for p, reached in known if not (reached or self.has_gradient_here(p)) and p.requires_grad]
+            unreached = [p for p, reached in known if not (reached or self.has_local_gradient(p)) and p.requires_grad]
             if unreached:
                 raise RuntimeError(UNREACHED.format(names=", ".join(self._names[p] for p in unreached[:5])))
         super()._finish()

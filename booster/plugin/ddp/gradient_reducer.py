@@ -163,7 +163,7 @@ class GradientReducer(ABC):
         """Return the parameters of each bucket, in the order in which they are sent, for the pass that begins."""
 
     def fill(self, index: int, param: torch.Tensor) -> None:
-        """The gradient of `param`, of the bucket at `index`, is there; see `gradient_here`."""
+        """The gradient of `param`, of the bucket at `index`, is there; see `local_gradient`."""
 
     @abstractmethod
     def send(self, index: int, params: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -179,7 +179,7 @@ class GradientReducer(ABC):
 
     # ------------------------------------------------------------------ one backward
 
-    def gradient_here(self, param: torch.Tensor) -> torch.Tensor | None:
+    def local_gradient(self, param: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient of `param` on this rank, with those held from earlier passes, without a graph; None: none."""
         grad = param.grad
         if grad is not None and grad.requires_grad:
@@ -191,7 +191,7 @@ class GradientReducer(ABC):
         )
         return grad if held is None else held if grad is None else held + grad
 
-    def has_gradient_here(self, param: torch.Tensor) -> bool:
+    def has_local_gradient(self, param: torch.Tensor) -> bool:
         return param.grad is not None or (
             bool(self.subscriptions) and any(param in subscription.held for subscription in self.subscriptions)
         )
@@ -225,7 +225,7 @@ class GradientReducer(ABC):
             self._send(self._next)
 
     def _use_gradient(self, index: int, place: int, param: torch.Tensor) -> None:
-        if self.has_gradient_here(param):
+        if self.has_local_gradient(param):
             self._reached[place] = True
             self.fill(index, param)
 

@@ -323,7 +323,7 @@ def _is_class_or_pattern(entry: Any) -> bool:
     return isinstance(entry, str) or (isinstance(entry, type) and issubclass(entry, nn.Module))
 
 
-def follow_policy(model: nn.Module, policy: DtypePolicy) -> None:
+def apply_policy(model: nn.Module, policy: DtypePolicy) -> None:
     """Have weights that are loaded into `model` from now on treated as `policy` says; see `ShardLoaded`."""
     for hook in model._load_state_dict_pre_hooks.values():
         inner = getattr(hook, "hook", hook)

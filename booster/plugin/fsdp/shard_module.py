@@ -53,7 +53,7 @@ from booster.plugin.fsdp.forward_hooks import (
     outputs_without_views,
     show_computed_dtypes,
 )
-from booster.plugin.fsdp.groups import Group, ShardLoaded, follow_policy, plan_groups
+from booster.plugin.fsdp.groups import Group, ShardLoaded, apply_policy, plan_groups
 from booster.plugin.fsdp.unused_parameters import UnusedParameters
 from booster.ranks.agreement import SENDABLE
 from booster.shards.fp8_gather import FP8Gather, WeightScales
@@ -314,7 +314,7 @@ def change_dtypes(
     # Buffers must be as before sharding.
     _cast_buffers(model, policy)
     install_keep_fp32(model, policy)
-    follow_policy(model, policy)
+    apply_policy(model, policy)
     _set_fp8_weights(model, policy.fp8_weights, [group.modules[0] for group in groups])  # layers are others now
     return show_computed_dtypes(model, groups, policy.param)
 
