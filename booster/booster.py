@@ -156,9 +156,9 @@ class Booster(BoosterState):
             on_change=self._remember_precision,
             on_measurement=self._remember_measurement,
         )
-        # `carried` is a method of the plugin: what a plugin keeps between steps is asked for when something is saved.
+        # `error_feedback` is a method of the plugin: what a plugin keeps between steps is asked for when something is saved.
         run = {"precision": repr(self.precision), "plugin": type(self.plugin).__name__}
-        self._checkpoints = RunCheckpoints(run, self.plugin.carried)
+        self._checkpoints = RunCheckpoints(run, self.plugin.error_feedback)
         self._records = None
         self._watcher = None
         self._shown_loss = None

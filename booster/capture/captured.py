@@ -243,7 +243,7 @@ class CapturedStep:
     def _recorded(self, batch: Any, layout: GradientLayout) -> StepGraph:
         assert self._recorder is not None
         static = map_tensors(_placed, batch)  # where later batches are copied to, from the host or the device
-        graph = StepGraph(batch=list(tensors(static)), carried=layout.tensors(), grads=layout.grads)
+        graph = StepGraph(batch=list(tensors(static)), grad_factors=layout.tensors(), grads=layout.grads)
         counts = [optimizer._history.num_steps for optimizer in self._optimizers]
         passes = self._passes.num_backwards(self._optimizers)
         drawn = [draws.count for draws in self._draws]

@@ -110,7 +110,7 @@ class StepGraph:
     """One graph, the memory that it reads, and what it does on the host.
 
     Attributes:
-        batch, carried, grads: the memory of its inputs: of the call, and of what gradients carry.
+        batch, grad_factors, grads: the memory of its inputs: of the call, and of what gradients carry.
         replay: launches it.
         returned: what `train_step` returned.
         steps: of each optimizer; None where it makes none.
@@ -122,7 +122,7 @@ class StepGraph:
     """
 
     batch: list[torch.Tensor]
-    carried: list[torch.Tensor]
+    grad_factors: list[torch.Tensor]
     grads: list[list[torch.Tensor | None]]
     replay: Callable[[], None] = lambda: None
     returned: Any = None
@@ -139,7 +139,7 @@ class StepGraph:
     def copy_in(self, batch: Any, layout: GradientLayout) -> None:
         """Copy the batch of a call, and what waits from calls before, to where the graph reads it."""
         pairs: list[tuple[Any, Any]] = [*zip(self.batch, tensors(batch), strict=True)]
-        pairs += zip(self.carried, layout.tensors(), strict=True)
+        pairs += zip(self.grad_factors, layout.tensors(), strict=True)
         for own, given in zip(self.grads, layout.grads, strict=True):
             pairs += zip(own, given, strict=True)
         for static, given in pairs:

@@ -118,7 +118,7 @@ class GradientLayout:
         return grads, tuple(tuple(map(_described, kept.values())) for kept in self._kept), tuple(self._joint)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the numbers that are carried, without gradients, in an order that the key fixes."""
+        """Return the factors of gradients, without these, in an order that the key fixes."""
         values = [value for kept in self._kept for value in kept.values()]
         flat = [entry for value in values for entry in (value if isinstance(value, list) else [value])]
         return [entry for entry in flat if isinstance(entry, torch.Tensor)]

@@ -66,14 +66,14 @@ class LockHolder:
             return max(0.0, os.fstat(probe.fileno()).st_mtime - self.changed)
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether its pid means here what it means there."""
         return self.space != "" and self.space == _pid_space()
 
     @property
     def is_alive(self) -> bool:
         # Of a pid that was given to another process since, the heartbeat still says that its holder is gone.
-        return (not self.is_here or _runs(self.pid)) and self.age < DEAD
+        return (not self.is_local or _runs(self.pid)) and self.age < DEAD
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, which gave its last sign of life {self.age:.0f} seconds ago"
@@ -157,7 +157,7 @@ def _is_or_falls_dead(holder: LockHolder) -> bool:
     """Whether `holder` is dead. Where its heartbeat alone can say, wait for the next one, or until there was none for long."""
     until = time.monotonic() + DEAD  # its last heartbeat may be in the future, where the server's clock was set back
     while holder.is_alive and time.monotonic() < until:
-        if holder.is_here:
+        if holder.is_local:
             return False
         time.sleep(min(1.0, BEAT))
         now = read_lock(holder.path)

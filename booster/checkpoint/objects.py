@@ -43,7 +43,7 @@ class Objects:
         criteria: those that are modules.
         dataloaders, lr_schedulers: boosted, or with a state of the user's.
         extra: the user's own.
-        carried: by the name of a model, what this rank alone carries from step to step, see `Plugin.carried`.
+        error_feedback: by the name of a model, what this rank alone carries from step to step, see `Plugin.error_feedback`.
     """
 
     models: Mapping[str, ModelWrapper]
@@ -52,7 +52,7 @@ class Objects:
     dataloaders: Mapping[str, Any]
     lr_schedulers: Mapping[str, Any]
     extra: Any
-    carried: Mapping[str, dict[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    error_feedback: Mapping[str, dict[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

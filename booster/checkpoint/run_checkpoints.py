@@ -130,10 +130,10 @@ class RunCheckpoints:
     """
 
     def __init__(
-        self, run: Mapping[str, Any], carried: Callable[[nn.Module], dict[torch.Tensor, torch.Tensor] | None]
+        self, run: Mapping[str, Any], error_feedback: Callable[[nn.Module], dict[torch.Tensor, torch.Tensor] | None]
     ) -> None:
-        """carried: see `Plugin.carried`."""
-        self.run, self._carried = run, carried
+        """carried: see `Plugin.error_feedback`."""
+        self.run, self._error_feedback = run, error_feedback
         self.background = BackgroundWriter()
         self.stop_requests = StopRequests()
 
@@ -144,5 +144,5 @@ class RunCheckpoints:
     def objects(self, given: Given) -> Objects:
         """Return what the methods of `Booster` were given, by name. Raises TypeError for what cannot be saved."""
         found = named(*given)
-        carried = {name: self._carried(model.module) for name, model in found.models.items()}
-        return replace(found, carried={name: own for name, own in carried.items() if own is not None})
+        error_feedback = {name: self._error_feedback(model.module) for name, model in found.models.items()}
+        return replace(found, error_feedback={name: own for name, own in error_feedback.items() if own is not None})

@@ -303,8 +303,8 @@ class SavedCheckpoint:
         """
         entry = None if self._rehearsed else self.entry(name)
         if state is not None and entry is not None:
-            held = _state_here(optimizer, param, state, None)
-            if self.request_in_place(name, held, partial(_state_here, optimizer, param, state, held)):  # type: ignore[arg-type]
+            held = _local_state(optimizer, param, state, None)
+            if self.request_in_place(name, held, partial(_local_state, optimizer, param, state, held)):  # type: ignore[arg-type]
                 return
         if name is not None and entry is not None and name not in self._targets and entry.shape == tuple(param.shape):
             (update,) = updates_of([optimizer])
@@ -402,7 +402,7 @@ _CHANGED = (
 )
 
 
-def _state_here(
+def _local_state(
     optimizer: OptimizerWrapper, param: torch.Tensor, key: str, before: HeldTensor | None
 ) -> HeldTensor | None:
     """Return what this rank holds of a state of `param`, where a load makes what it is given the state, as it is; else None.

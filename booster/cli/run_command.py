@@ -197,7 +197,7 @@ def run(argv: Sequence[str]) -> int:
             attempt = 0
             while True:
                 attempt += 1
-                status = _on_hosts(hosts, options, environment) if hosts else _here(parser, options)
+                status = _on_hosts(hosts, options, environment) if hosts else _run_locally(parser, options)
                 if status in (0, STOPPED_STATUS) or attempt > options.max_restarts:
                     return status
                 print(file=sys.stderr)
@@ -209,7 +209,7 @@ def run(argv: Sequence[str]) -> int:
         return stop.status
 
 
-def _here(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def _run_locally(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     _check_script(parser, options)
     nproc = _process_count(parser, options.nproc_per_node)
     port = options.master_port

@@ -158,7 +158,7 @@ class Switch:
         inner, optimizers = bare(placed), boosting.optimizers
         # A switch must not change which numbers the run draws later.
         before = random_state()
-        carried = [_CarriedState(optimizer) for optimizer in optimizers]
+        kept_states = [_KeptState(optimizer) for optimizer in optimizers]
         masters: dict[torch.Tensor, torch.Tensor] = {}
         for optimizer, update in zip(optimizers, updates_of(optimizers), strict=True):
             optimizer.zero_grad()
@@ -181,7 +181,7 @@ class Switch:
             for group in optimizer.optimizer.param_groups:
                 group["params"][:] = [done.get(param, param) for param in group["params"]]
         boosting.built = boosting.built.again(placed)
-        placement = _PlacedAgain(self._plugin, placed, policy, around, [c.shards for c in carried], names)
+        placement = _PlacedAgain(self._plugin, placed, policy, around, [c.shards for c in kept_states], names)
         criterion = boosting.criterion
         new_model, new_optimizers, new_criterion = self._new.configure(
             inner,
@@ -194,7 +194,7 @@ class Switch:
         boosting.hooks = wrapper.replace_with(new_model, boosting.hooks)  # type: ignore[union-attr]
         if criterion is not None:
             criterion.replace_with(new_criterion)
-        for optimizer, made, kept in zip(optimizers, new_optimizers, carried, strict=True):
+        for optimizer, made, kept in zip(optimizers, new_optimizers, kept_states, strict=True):
             optimizer.replace_with(made)
             kept.give(optimizer)
         set_random_state(before)  # placing a model may draw numbers, which a load would not
@@ -240,7 +240,7 @@ def _owners_first(boostings: Sequence[BoostRecord]) -> list[BoostRecord]:
     )
 
 
-class _CarriedState:
+class _KeptState:
     """What an optimizer's update knows besides states and masters, and the next one goes on with."""
 
     def __init__(self, optimizer: OptimizerWrapper) -> None:

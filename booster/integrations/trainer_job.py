@@ -63,7 +63,7 @@ class TrainerJob:
             raise RuntimeError("the optimizer came without the model that it trains; prepare both in one call")
         boosted: Any
         boosted, stepped, *_ = self.booster.boost(model, optimizer)
-        if self.booster.plugin.carried(boosted.module) is not None:
+        if self.booster.plugin.error_feedback(boosted.module) is not None:
             raise ValueError(
                 "error_feedback=True of fp8_communication keeps on each rank what rounding took, which a Trainer's checkpoint "
                 "does not hold; leave it False"

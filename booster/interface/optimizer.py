@@ -159,8 +159,8 @@ class OptimizerWrapper(Optimizer):
                 self.forget_weights()
             # A user's autocast around the whole loop would go on with half copies of the weights as they were.
             torch.clear_autocast_cache()
-            waits = update.decision.on_device
-            if gradients.listeners or self._after_step is not None or waits:
+            on_device = update.decision.on_device
+            if gradients.listeners or self._after_step is not None or on_device:
                 history.record(result)
                 if gradients.listeners or self._after_step is not None:  # they may read weights
                     self.wait_for_weights()
@@ -169,7 +169,7 @@ class OptimizerWrapper(Optimizer):
                 if self._after_step is not None:
                     with torch.no_grad():
                         self._after_step(result.decision)
-                if not waits:
+                if not on_device:
                     history.sync()
             else:
                 history.sync(result)

@@ -60,8 +60,8 @@ class KernelGradualStep(GradualStep):
     def _step(self, params: Sequence[torch.Tensor], grad_scale: Any) -> None:
         if self._decision.step_part(params):
             return
-        found = self._decision.found_of_part  # what kernels do not know waits for the device
-        if found is None or not bool(found):
+        found_inf = self._decision.found_inf_in_part  # what kernels do not know waits for the device
+        if found_inf is None or not bool(found_inf):
             self._gradual.step(params, float(self._decision.gradients.grad_scale))
 
 
@@ -103,13 +103,13 @@ class KernelPass(InBackwardPass):
     def _set_norm_along(self) -> None:
         gradients, device, sums = self.gradients, self.gradients.norms.device, [look.sums for look in self._readings]
         sums = sums or [torch.zeros(1, dtype=torch.float64, device=device)]
-        found, total = self.decision.found_of_part, torch.cat(sums) if len(sums) > 1 else sums[0]
-        carried = self.decision.steps.factor_on("carried", gradients.scale, device)
+        found_inf, total = self.decision.found_inf_in_part, torch.cat(sums) if len(sums) > 1 else sums[0]
+        scale = self.decision.steps.factor_on("current_scale", gradients.scale, device)
         norms = torch.empty(2, dtype=torch.float64, device=device)
         with current(device):
             previous = self.in_backward.previous
-            norm_of[(1,)](total, total.numel(), carried, None, norms, previous, enable_fp_fusion=False)
-        gradients.read = [PassReadings(self._readings, total, found)]
+            norm_of[(1,)](total, total.numel(), scale, None, norms, previous, enable_fp_fusion=False)
+        gradients.read = [PassReadings(self._readings, total, found_inf)]
         gradients.norm, self._next = norms.unbind()
 
     def begin(self) -> None:
@@ -187,29 +187,29 @@ class KernelDecision(DeviceDecision):
         """Step what is in `tables`. bound: of a clip that waits for the step."""
         gradients = self.gradients
         norms: Any = gradients.norms
-        carried, pending, seed = gradients.scale, gradients.factor, gradients.loss_scale
+        scale, pending, seed = gradients.scale, gradients.factor, gradients.loss_scale
         checks, joint, sums, found_in = gradients.checks, gradients.joint, None, None
         fresh: KernelReading | None = None
-        alone = joint.found is None and len(joint.members) == 1
+        alone = joint.found_inf is None and len(joint.members) == 1
         if checks:
             last = gradients.read[-1] if len(gradients.read) == 1 and bound is None else None
-            fresh = last if isinstance(last, KernelReading) and last.carried is carried else None
+            fresh = last if isinstance(last, KernelReading) and last.current_scale is scale else None
             if fresh is None and (bound is not None or not gradients.read):
-                gradients.read.append(fresh := norms.read_tables(tables, carried))
+                gradients.read.append(fresh := norms.read_tables(tables, scale))
             sums = None if fresh is None else fresh.sums
             if not alone or (gradients.group is not None and not self.supported.sharded):
                 found_in = self.agreed()  # others decide with us, so the launch is given their word
             elif gradients.read != [fresh]:
-                found_in = gradients.found()
+                found_in = gradients.found_inf()
         scaler, zeros = gradients.scaler, norms.zeros(tables, fresh) if self._counts_zeros else None
-        inputs = DecisionInputs(sums, zeros, found_in, carried, pending, seed, bound)
+        inputs = DecisionInputs(sums, zeros, found_in, scale, pending, seed, bound)
         out = self.steps.run(tables, self.supported, scaler, inputs, checks=checks)
         single, numbers = out.view(torch.float32), out.view(torch.float64)
         if checks and alone:
             joint.decide(single[_SKIPPED])
         first = gradients.norm is None and sums is not None
         norm = numbers[_NORM] if first else gradients.norm
-        plain = bound is None and pending is None and (carried is None or is_one(carried))
+        plain = bound is None and pending is None and (scale is None or is_one(scale))
         scale = 1.0 if plain else numbers[_GRAD_SCALE]
         if type(scaler) is DeviceScale:
             scaler.hold_tensors(single[_NEXT_SCALE], out[_GROWTH], out[_HYSTERESIS])
@@ -237,7 +237,7 @@ class KernelDecision(DeviceDecision):
         self._zeros_along: list[torch.Tensor] = []
         self._sums_along: list[torch.Tensor] = []  # of squares of gradients that no launch has decided by yet
         # Whether gradients that came before those are not finite, 0-dim; None: there are none.
-        self._found_along: torch.Tensor | None = None
+        self._found_inf: torch.Tensor | None = None
 
     def _launches(self, known: list[KernelSteps], place: int, *, only_reads: bool) -> KernelSteps:
         """Return the launches at `place` of a pass, which are those of the pass before: tables are kept by them."""
@@ -274,33 +274,33 @@ class KernelDecision(DeviceDecision):
             if counts:
                 self._zeros_along.append(norms.zeros_by_torch(params))
             return False
-        found, sums = gradients.joint.found, None
-        if not isinstance(found, torch.Tensor):
-            found = self._found_along
+        found_inf, sums = gradients.joint.found_inf, None
+        if not isinstance(found_inf, torch.Tensor):
+            found_inf = self._found_inf
             if self._sums_along:
                 sums = self._sums_along[0] if len(self._sums_along) == 1 else torch.cat(self._sums_along)
-        checks = found is not None or sums is not None
+        checks = found_inf is not None or sums is not None
         with current(tables.device):
             if counts:
                 self._zeros_along.append(norms.zeros(tables, None))
-            inputs = DecisionInputs(sums, None, found, gradients.scale, gradients.factor)
+            inputs = DecisionInputs(sums, None, found_inf, gradients.scale, gradients.factor)
             out = steps.run(tables, self.supported, UNSCALED, inputs, checks=checks, is_part=True)
         if sums is not None:
-            self._sums_along, self._found_along = [], out.view(torch.float32)[_SKIPPED]
+            self._sums_along, self._found_inf = [], out.view(torch.float32)[_SKIPPED]
         return True
 
     @property
-    def found_of_part(self) -> torch.Tensor | None:
+    def found_inf_in_part(self) -> torch.Tensor | None:
         """Whether gradients so far are not finite or the step is skipped anyway, 0-dim; None: they were not read."""
-        found = self.gradients.joint.found
+        found_inf = self.gradients.joint.found_inf
         # Another optimizer of a joint step has read them already.
-        if isinstance(found, torch.Tensor):
-            return found
+        if isinstance(found_inf, torch.Tensor):
+            return found_inf
         if self._sums_along:
-            found, before = nonfinite(torch.cat(self._sums_along).sum()), self._found_along
+            found_inf, before = nonfinite(torch.cat(self._sums_along).sum()), self._found_inf
             # One flag for all parts: a launch for each part would read the same sums again.
-            self._sums_along, self._found_along = [], found if before is None else torch.maximum(before, found)
-        return self._found_along
+            self._sums_along, self._found_inf = [], found_inf if before is None else torch.maximum(before, found_inf)
+        return self._found_inf
 
     def zeros_in(self, params: list[torch.Tensor]) -> torch.Tensor | None:
         if not self._counts_zeros:
@@ -316,15 +316,15 @@ class KernelDecision(DeviceDecision):
         joint, hooked = self.gradients.joint, any(step_hooks(self.gradients.optimizer))
         if self.gradients.checks:
             self.agreed()
-        return bool(joint.found) if hooked or not isinstance(joint.found, torch.Tensor) else False
+        return bool(joint.found_inf) if hooked or not isinstance(joint.found_inf, torch.Tensor) else False
 
     @property
     def _made_in_backward(self) -> bool:
         in_backward = self.gradients.in_backward
         return in_backward is not None and in_backward.uncounted
 
-    def _apply_divided(self, params: list[torch.Tensor], found: torch.Tensor, carried: Any, clip: Any) -> bool:
-        return True if self._made_in_backward else super()._apply_divided(params, found, carried, clip)
+    def _apply_divided(self, params: list[torch.Tensor], found_inf: torch.Tensor, scale: Any, clip: Any) -> bool:
+        return True if self._made_in_backward else super()._apply_divided(params, found_inf, scale, clip)
 
     def _apply(self, params: list[torch.Tensor], scalars: StepScalars) -> bool:
         return True if self._made_in_backward else super()._apply(params, scalars)

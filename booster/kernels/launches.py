@@ -18,7 +18,7 @@ SCALARS = 8  # that `prepare` of a rule makes for each count_
 BLOCK = 128  # step_counts that the deciding program counts at once
 AT_ONCE = tl.constexpr(4096)  # numbers that one program adds at once: each round waits for memory
 WARPS = 16  # of a program of `update`: by 4 elements a thread, which need no more registers than there are
-MAYBE = ["partials", "zeros", "found_in", "carried", "pending", "scale", "growth", "hysteresis", "seed"]
+MAYBE = ["partials", "zeros", "found_in", "current_scale", "pending", "scale", "growth", "hysteresis", "seed"]
 """Of `decide`: None where a step has none, and at any address."""
 OUT = 8  # 64-bit words of what was decided: see `decide`
 
@@ -84,12 +84,12 @@ def _float64(pointer):
 
 
 @triton.jit(
-    do_not_specialize=["count"], do_not_specialize_on_alignment=["sums", "carried", "pending", "norm", "previous"]
+    do_not_specialize=["count"], do_not_specialize_on_alignment=["sums", "current_scale", "pending", "norm", "previous"]
 )
-def norm_of(sums, count, carried, pending, norm, previous):
-    """Write the norm of true gradients, float64, clips that wait applied; `carried` and `pending` as of `decide`.
+def norm_of(sums, count, current_scale, pending, norm, previous):
+    """Write the norm of true gradients, float64, clips that wait applied; `current_scale` and `pending` as of `decide`.
     previous: the norm that the next step is clipped by goes next to it; None: nothing."""
-    found = tl.sqrt(_sum(sums, count)) * _float64(pending) / _float64(carried)
+    found = tl.sqrt(_sum(sums, count)) * _float64(pending) / _float64(current_scale)
     tl.store(norm, found)
     if previous is not None:
         # A norm that is not finite would clip every later step to zero.
@@ -125,14 +125,14 @@ def _next_scale(scale, growth, hysteresis, found, options, out, words):
 
 
 @triton.jit(do_not_specialize=["count", "num_zeros", "num_step_counts"], do_not_specialize_on_alignment=MAYBE)
-def decide(partials, count, zeros, num_zeros, found_in, carried, pending, options, scale, growth, hysteresis, seed, numbers,
-           out, words, step_counts, num_step_counts, rows, scalars, CLIP: tl.constexpr, PREPARE: tl.constexpr,
+def decide(partials, count, zeros, num_zeros, found_in, current_scale, pending, options, scale, growth, hysteresis, seed,
+           numbers, out, words, step_counts, num_step_counts, rows, scalars, CLIP: tl.constexpr, PREPARE: tl.constexpr,
            NUMBERS: tl.constexpr, SCALARS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """One program: whether the step is made, by what gradients are divided, the next loss scale, step counts and what rules
     make of them.
 
     partials: sums of squares, float64; None where they are not read. zeros: counts of them, int32, likewise. found_in: float32,
-    not 0 where the step is skipped whatever they say. carried, pending: what gradients are multiplied by, and the factor of
+    not 0 where the step is skipped anyway. current_scale, pending: what gradients are multiplied by, and the factor of
     clips that wait; None is 1. options: float64, the norm to clip to, growth factor, backoff factor, growth interval,
     hysteresis, floor and largest scale. scale, growth, hysteresis: of a `DeviceScale`, or None. seed: the scale of this step's
     loss, or None.
@@ -145,7 +145,7 @@ def decide(partials, count, zeros, num_zeros, found_in, carried, pending, option
     """
     found = tl.full([], 0, tl.int32)
     factor = _float64(pending)
-    known = _float64(carried)
+    known = _float64(current_scale)
     if partials is not None:
         norm = tl.sqrt(_sum(partials, count)) * factor / known
         finite = norm < float("inf")

@@ -157,14 +157,14 @@ def write(x, values, transposed, scales, partials, given, seen, rows, columns, f
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["given", "largest"])
 def track_largest(seen, count, given, largest, scale, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
     """Raise `largest`, if it is there, to what `write` has seen, unless that is not finite; write the scale that was used."""
-    here = _largest(seen, count, BLOCK)
-    finite = number_of(here) < float("inf")
+    block_max = _largest(seen, count, BLOCK)
+    finite = number_of(block_max) < float("inf")
     one = tl.arange(0, 1)
     known = tl.load(given + one)
     if largest is not None:
         before = tl.load(largest + one)
-        tl.store(largest + one, tl.where(finite, tl.maximum(before, number_of(here)), before))
-    own = _scale(here, LARGEST, False)
+        tl.store(largest + one, tl.where(finite, tl.maximum(before, number_of(block_max)), before))
+    own = _scale(block_max, LARGEST, False)
     tl.store(scale + one, tl.where(finite & (known > 0), known, own))
 
 

@@ -33,7 +33,7 @@ _VERSION = attrgetter("_version")  # of a gradient
 class KernelNorms(DeviceNorms):
     """Norms of order 2 are read by one launch. A clip by `clip_grad_norm=` waits for the decision, which reads them."""
 
-    waits = True
+    defers_clips = True
 
     def __init__(self, context: UpdateContext, supported: SupportedParams) -> None:
         super().__init__(context)
@@ -47,15 +47,15 @@ class KernelNorms(DeviceNorms):
         with current(tables.device):
             read = self.read_tables(tables, gradients.scale)
             there = self._supported.steps.factor_on
-            scale = there("carried", gradients.scale, tables.device)
+            scale = there("current_scale", gradients.scale, tables.device)
             return read, read.norm(scale, there("pending", gradients.factor, tables.device))
 
-    def found(self, read: Sequence[Any]) -> torch.Tensor:
-        known = read[0].found if len(read) == 1 and isinstance(read[0], PassReadings) else None
-        return super().found(read) if known is None else known
+    def found_inf(self, read: Sequence[Any]) -> torch.Tensor:
+        known = read[0].found_inf if len(read) == 1 and isinstance(read[0], PassReadings) else None
+        return super().found_inf(read) if known is None else known
 
-    def read_tables(self, tables: Tables, carried: Any) -> KernelReading:
-        """Read the gradients in `tables`, which are multiplied by `carried`. On their device."""
+    def read_tables(self, tables: Tables, scale: Any) -> KernelReading:
+        """Read the gradients in `tables`, which are multiplied by `scale`. On their device."""
         sums, zeros = tables.first.measure(counts_zeros=self._counts_zeros)
         partials, counts = [sums], [zeros]
         if len(tables.each) > 1:
@@ -71,8 +71,8 @@ class KernelNorms(DeviceNorms):
         if self.shards.sharded:
             sums = agreement.all_reduce(_added_up(sums), self.group, dist.ReduceOp.SUM).view(1)
         if not self._counts_zeros:
-            return KernelReading(tables, partials, sums, carried)
-        return KernelReading(tables, partials, sums, carried, _together(counts, tables.device), self._versions(tables))
+            return KernelReading(tables, partials, sums, scale)
+        return KernelReading(tables, partials, sums, scale, _together(counts, tables.device), self._versions(tables))
 
     def zeros(self, tables: Tables, read: KernelReading | None) -> torch.Tensor | None:
         """Return how many elements of the gradients in `tables` are zero, by tiles."""
@@ -142,12 +142,12 @@ class PassReadings:
 
     sums: of squares of all of them. found: 1 where they are not finite, 0 where they are, 0-dim; None where it is not known."""
 
-    def __init__(self, looks: Sequence[Any], sums: torch.Tensor, found: torch.Tensor | None) -> None:
-        self._readings, self.sums, self.found = looks, sums, found
+    def __init__(self, looks: Sequence[Any], sums: torch.Tensor, found_inf: torch.Tensor | None) -> None:
+        self._readings, self.sums, self.found_inf = looks, sums, found_inf
 
     def copied(self, copy: Copy) -> PassReadings:
         """The same, of copies of the norms by parameter."""
-        return PassReadings([look.copied(copy) for look in self._readings], self.sums, self.found)
+        return PassReadings([look.copied(copy) for look in self._readings], self.sums, self.found_inf)
 
     @property
     def params(self) -> list[torch.Tensor]:
@@ -170,7 +170,7 @@ class PassReadings:
 
 class KernelReading:
     """What one reading of the gradients found. sums: partial sums of squares, of all ranks where they hold shards.
-    carried: what gradients were multiplied by then. zeros: how many elements of each tile are zero, of gradients of these
+    current_scale: what gradients were multiplied by then. zeros: how many elements of each tile are zero, of gradients of these
     `versions`, where that is counted."""
 
     def __init__(
@@ -178,16 +178,16 @@ class KernelReading:
         tables: Tables,
         partials: list[torch.Tensor],
         sums: torch.Tensor,
-        carried: Any,
+        current_scale: Any,
         zeros: torch.Tensor | None = None,
         versions: list[int] | None = None,
     ) -> None:
-        self._tables, self._partials, self.sums, self.carried = tables, partials, sums, carried
+        self._tables, self._partials, self.sums, self.current_scale = tables, partials, sums, current_scale
         self.zeros, self.versions = zeros, versions
 
     def copied(self, copy: Copy) -> KernelReading:
         """The same, of copies of the norms by parameter."""
-        return KernelReading(self._tables, list(map(copy, self._partials)), self.sums, self.carried)
+        return KernelReading(self._tables, list(map(copy, self._partials)), self.sums, self.current_scale)
 
     @cached_property
     def params(self) -> list[torch.Tensor]:
@@ -195,11 +195,11 @@ class KernelReading:
         # A parameter that lies across buckets is in the tables once for each piece.
         return list(dict.fromkeys(self._tables.params))
 
-    def norm(self, carried: torch.Tensor | None, pending: torch.Tensor | None) -> torch.Tensor:
-        """The norm, times `pending` and by `carried`, 0-dim on the device."""
+    def norm(self, current_scale: torch.Tensor | None, pending: torch.Tensor | None) -> torch.Tensor:
+        """The norm, times `pending` and by `current_scale`, 0-dim on the device."""
         found = torch.empty((), dtype=torch.float64, device=self.sums.device)
         with current(found.device):
-            norm_of[(1,)](self.sums, self.sums.numel(), carried, pending, found, None, enable_fp_fusion=False)
+            norm_of[(1,)](self.sums, self.sums.numel(), current_scale, pending, found, None, enable_fp_fusion=False)
         return found
 
     @cached_property

@@ -316,7 +316,7 @@ class Table:
     of all segments; those that are used here are copied.
 
     Attributes:
-        groups: what is launched; `here` are those with states on the device.
+        groups: what is launched; `resident` are those with states on the device.
         buckets: that segments are in.
         params: by row.
         bytes_of_a_step: what `measure` and `update` read and write of tensors: gradients twice, all else there and back.
@@ -367,7 +367,7 @@ class Table:
             constants = _constants(each, gradients[place])
             bucket = each.bucket if each.is_offloaded else None
             self.groups.append(LaunchGroup(first, len(tiles) - first, each.names, stochastic, constants, bucket))
-        self.here = [group for group in self.groups if group.bucket is None]
+        self.resident = [group for group in self.groups if group.bucket is None]
         self.num_tiles = len(tiles)
         self.bytes_of_a_step = sum(map(_bytes, segments, gradients))
         self._rows = torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)

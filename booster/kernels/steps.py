@@ -47,7 +47,7 @@ class DecisionInputs(NamedTuple):
         sums: partial sums of squares of the gradients.
         zeros: counts of zeros in them.
         found_in: float32, not 0 where the step is skipped whatever the sums say.
-        carried: what gradients are multiplied by.
+        current_scale: what gradients are multiplied by.
         pending: the factor of clips that wait.
         seed: the scale of this step's loss.
         bound: the norm to clip to.
@@ -56,7 +56,7 @@ class DecisionInputs(NamedTuple):
     sums: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
     found_in: torch.Tensor | None = None
-    carried: Any = None
+    current_scale: Any = None
     pending: Any = None
     seed: Any = None
     bound: float | None = None
@@ -288,10 +288,10 @@ class KernelSteps:
             supported.rng.next()
         # Drawn for all devices first: a generator must not depend on which of them launches first.
         noise = supported.draw()  # memory that lives until the launches
-        carried = self.factor_on("carried", inputs.carried, tables.device)
+        current_scale = self.factor_on("current_scale", inputs.current_scale, tables.device)
         pending = self.factor_on("pending", inputs.pending, tables.device)
-        inputs = inputs._replace(carried=carried, pending=pending)
-        divide, found = inputs.bound is not None or carried is not None or pending is not None, None
+        inputs = inputs._replace(current_scale=current_scale, pending=pending)
+        divide, found = inputs.bound is not None or current_scale is not None or pending is not None, None
         # Each device decides by itself, from the same numbers: a launch costs less than to wait for another device.
         for table in tables.each:
             with _HERE if table is tables.first else current(table.device):
@@ -308,7 +308,7 @@ class KernelSteps:
                 for bucket, drawn in noise.items():
                     if bucket.host is None and bucket in table.buckets:
                         table.move(bucket, drawn)
-                self._update(table, table.here, out, random_bits, checks, divide)
+                self._update(table, table.resident, out, random_bits, checks, divide)
                 for bucket in supported.bring_in(table, noise):
                     own = [group for group in table.groups if group.bucket is bucket]
                     self._update(table, own, out, random_bits, checks, divide)
@@ -324,15 +324,15 @@ class KernelSteps:
         """Return the output of `decide`, the key of its compiled kernel, its arguments and its constants, all on the device of
         `table`."""
         device, scale = table.device, scaler if type(scaler) is DeviceScale else None
-        sums, zeros, found_in, carried, pending, seed, bound = inputs
+        sums, zeros, found_in, current_scale, pending, seed, bound = inputs
         options = (0.0 if bound is None else bound, *((0.0,) * 6 if scale is None else scale.rule))
         growth, hysteresis = (None, None) if scale is None else scale.trackers
         out = torch.empty(OUT, dtype=torch.int64, device=device)
         factor, seed = None if scale is None else scale.factor, seed if isinstance(seed, torch.Tensor) else None
-        maybe = sums, zeros, found_in, carried, pending, factor, growth, hysteresis, seed
+        maybe = sums, zeros, found_in, current_scale, pending, factor, growth, hysteresis, seed
         args = (
             *(sums, 0 if sums is None else sums.numel(), zeros, 0 if zeros is None else zeros.numel()),
-            *(found_in, carried, pending),
+            *(found_in, current_scale, pending),
             *(self.device_numbers("options", options, device), factor, growth, hysteresis, seed),
             *(out.view(torch.float64), out.view(torch.float32), out, table.step_counts, table.num_step_counts),
             *(self._rows(device), table.scalars),

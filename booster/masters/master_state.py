@@ -315,8 +315,8 @@ class MasterState(OptimizerState):
 
     def read_masters(self, masters: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[torch.Tensor, torch.Tensor]]:
         params, weights = self._named(), masters["weights"]
-        here = {name for name, param in params.items() if self.has_master(param)}
-        lost = sorted((here & set(masters.get(IN_MODEL, ()))) - weights.keys() - self._loaded.given)
+        with_master = {name for name, param in params.items() if self.has_master(param)}
+        lost = sorted((with_master & set(masters.get(IN_MODEL, ()))) - weights.keys() - self._loaded.given)
         if lost:
             raise ValueError(
                 "the optimizer state was written where float32 weights are those of the model, as under TorchFSDPPlugin, and "

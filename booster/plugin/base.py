@@ -139,7 +139,7 @@ class Plugin(ABC):
         """Return what this rank holds and steps of the parameters of `optimizer`, which are those of a placed module."""
         return Shards(optimizer)
 
-    def carried(self, module: nn.Module) -> dict[torch.Tensor, torch.Tensor] | None:
+    def error_feedback(self, module: nn.Module) -> dict[torch.Tensor, torch.Tensor] | None:
         """Return what this rank alone keeps from step to step for the placed `module`, by parameter; None if never anything."""
         # The plugin's own tensors: checkpoints hold them, and loading one writes to them.
         return None

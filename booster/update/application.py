@@ -262,7 +262,7 @@ class PlainGradualStep(GradualStep):
     def _step(self, params: Sequence[torch.Tensor], grad_scale: float) -> None:
         scalars = NO_SCALARS if grad_scale == 1.0 else StepScalars(grad_scale)
         if not scalars.grad_scale_is_one and not (self._divides and grad_scale <= _FLOAT32_MAX):
-            scale, factor, _ = self._gradients.carried
+            scale, factor, _ = self._gradients.factors
             own_memory(params)
             scale_values(gradient_values(params), factor / scale)
             scalars = NO_SCALARS

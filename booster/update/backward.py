@@ -31,7 +31,7 @@ class JointDecision:
 
     def __init__(self, members: list[Gradients]) -> None:
         self.members: list[Any] = members if len(members) > 1 else [weakref.proxy(member) for member in members]
-        self.found: Any = None
+        self.found_inf: Any = None
         self.nonfinite_loss: bool | None = None  # of any rank; None: not asked
         self._losses: list[torch.Tensor] = []
         self._blame: list[NonFiniteParams] = []
@@ -49,11 +49,11 @@ class JointDecision:
         """Return whether a loss on this rank is inf or NaN; waits for the device."""
         return any(not bool(loss.isfinite().all()) for member in self.members for loss in member.losses)
 
-    def decide(self, found: Any) -> None:
-        """Take the decision for all: `found` is a bool, or a 0-dim tensor."""
-        self.found = found
+    def decide(self, found_inf: Any) -> None:
+        """Take the decision for all: `found_inf` is a bool, or a 0-dim tensor."""
+        self.found_inf = found_inf
         # Losses and culprits are kept where there may be a skip to report: on a device that is not known yet.
-        if found is not False:
+        if found_inf is not False:
             self._losses = [loss for member in self.members for loss in member.losses]
             self._blame = [member.norms.nonfinite_params(member) for member in self.members]
 
@@ -90,7 +90,7 @@ class BackwardPass:
         checked: whether an overflow in it counts.
         create_graph: whether gradients are part of a graph, as a penalty on them needs.
         loss: where this rank has it.
-        found: what was found in those of each optimizer, for a decision that all of them share.
+        found_inf: what was found in those of each optimizer, for a decision that all of them share.
     """
 
     members: Sequence[Gradients]
@@ -99,7 +99,7 @@ class BackwardPass:
     checked: bool = True
     create_graph: bool = False
     loss: torch.Tensor | None = None
-    found: list[Any] = field(default_factory=list)
+    found_inf: list[Any] = field(default_factory=list)
 
 
 def run_backward(

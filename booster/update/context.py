@@ -80,7 +80,7 @@ class StepListener:
         """A pass is complete. loss: detached, of one element, not scaled; None where another pipeline stage has it."""
 
     def before_step(self, update: Any, number: int) -> None:
-        """Gradients are there, as `Gradients.carried` says, and nothing is decided yet. Not before a step with a closure."""
+        """Gradients are there, as `Gradients.factors` says, and nothing is decided yet. Not before a step with a closure."""
 
     def after_step(self, update: Any, number: int, result: Any) -> None:
         """The step is made or skipped. number: of the step, from 1; a checkpoint keeps count. result: a `StepResult`."""

@@ -1,11 +1,11 @@
 """The rule by which a step is made or skipped, and what a host, a device and kernels do of it in their own way;
 
-With `norm`, the norm of the gradients as they are, multiplied by `carried`, and `pending`, the factor of clips that wait::
+With `norm`, the norm of the gradients as they are, multiplied by `current_scale`, and `pending`, the factor of pending clips::
 
-    true norm    = norm / carried * pending
+    true norm    = norm / current_scale * pending
     found_inf    = norm is inf or NaN, on any rank, of any optimizer that shares the backward pass
     clip factor  = min(1, max_norm / (true norm + 1e-6)), 1 where the norm is not finite
-    grad_scale   = carried / (pending * clip factor)        what the optimizer divides by
+    grad_scale   = current_scale / (pending * clip factor)  what the optimizer divides by
     next scale   = that of `DynamicScale.update(found_inf)`
     found_inf: weights, states and step counts stay as they are, and so do the gradients; else the optimizer steps
 
@@ -367,7 +367,7 @@ class Norms(ABC):
 
     on_device = False
     """Whether scale, norms and clip factors are 0-dim tensors, not waited for, and not Python numbers."""
-    waits = False
+    defers_clips = False
     """Whether a clip that no call of the user's asked for can wait, unread, for the decision."""
 
     def __init__(self, context: UpdateContext) -> None:
@@ -382,7 +382,7 @@ class Norms(ABC):
         would be unscaled, clips applied. Inside `local()`."""
 
     @abstractmethod
-    def found(self, read: Sequence[Any]) -> Any:
+    def found_inf(self, read: Sequence[Any]) -> Any:
         """Return whether one of `read` had an inf or NaN: a bool, or a 0-dim tensor."""
 
     @abstractmethod
@@ -400,8 +400,8 @@ class Norms(ABC):
         """Clamp `gradients`, as they would be unscaled, to [-clip_value, clip_value]. Inside `local()`."""
 
     @property
-    def found_is_shared(self) -> bool:
-        """Whether what `found` tells speaks for all ranks already."""
+    def found_inf_is_global(self) -> bool:
+        """Whether what `found_inf` tells speaks for all ranks already."""
         return False
 
     def all_finite(self, read: Sequence[Any]) -> bool:

@@ -91,8 +91,8 @@ class Clip:
         norm = self._norm.nan_to_num(nan=0.0, posinf=0.0).add_(1e-6)
         return norm.reciprocal_().mul_(self._max_norm).clamp_(max=1.0)
 
-    def grad_scale(self, carried: Any, bounds: dict[float, torch.Tensor]) -> torch.Tensor:
-        """What gradients that are multiplied by `carried` are divided by, float32; not finite where the norm is not.
+    def grad_scale(self, scale: Any, bounds: dict[float, torch.Tensor]) -> torch.Tensor:
+        """What gradients that are multiplied by `scale` are divided by, float32; not finite where the norm is not.
 
         bounds: what this adds to, by what is clipped to; kept from step to step."""
         # max(1, (norm + 1e-6) / max_norm) times the scale, in two launches: torch's clip factor, turned into a divisor.
@@ -100,9 +100,9 @@ class Clip:
         if start is None:
             start = bounds[self._max_norm] = torch.full_like(self._norm, 1e-6 / self._max_norm)
         out, share = torch.empty_like(self._norm, dtype=torch.float32), 1.0 / self._max_norm
-        if is_one(carried):
+        if is_one(scale):
             return torch.add(start, self._norm, alpha=share, out=out).clamp_(min=1.0)
-        return torch.mul(torch.add(start, self._norm, alpha=share).clamp_(min=1.0), carried, out=out)
+        return torch.mul(torch.add(start, self._norm, alpha=share).clamp_(min=1.0), scale, out=out)
 
 
 class DeviceNorms(Norms):
@@ -116,7 +116,7 @@ class DeviceNorms(Norms):
         return device_of(self.optimizer, self.group)
 
     @property
-    def found_is_shared(self) -> bool:
+    def found_inf_is_global(self) -> bool:
         return self.shards.sharded
 
     def read(self, gradients: Gradients, norm_type: float) -> tuple[Any, Any]:
@@ -136,7 +136,7 @@ class DeviceNorms(Norms):
         narrow = norm_type <= 2.0 and all(value.dtype == torch.float16 for value in values)
         return tensor_norms(values, norm_type, None if narrow or math.isinf(norm_type) else torch.float64)
 
-    def found(self, read: Sequence[Any]) -> torch.Tensor:
+    def found_inf(self, read: Sequence[Any]) -> torch.Tensor:
         found = [nonfinite(norm.total) for norm in read]
         return found[0] if len(found) == 1 else torch.stack(found).amax()
 
@@ -177,35 +177,38 @@ class DeviceDecision(Decision):
 
     def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
         gradients, loss_scale = self.gradients, self.gradients.loss_scale
-        carried, clip = 1.0 if gradients.scale is None else gradients.scale, gradients.clip
+        scale, clip = 1.0 if gradients.scale is None else gradients.scale, gradients.clip
         zeros = self.zeros_in(params)
-        left: Any = partial(_carried_with, carried, clip)
+        left: Any = partial(_scale_of, scale, clip)
         if not gradients.checks:
             divided = self._apply(params, NO_SCALARS)
             fields = StepFields(loss_scale=1.0) if zeros is None else LazyStepFields(1.0, num_zeros=zeros)
             return StepResult(True, fields), 1.0 if divided else left
-        found = self.agreed()
+        found_inf = self.agreed()
         norm, report = gradients.norm, gradients.joint.report()
-        if self._apply_divided(params, found, carried, clip):
+        if self._apply_divided(params, found_inf, scale, clip):
             # A skip leaves the gradients as they were, and the clips that wait with them.
-            left = 1.0 if is_one(carried) and (clip is None or is_one(clip)) else partial(_left, found, carried, clip)
+            left = 1.0
+            if not is_one(scale) or not (clip is None or is_one(clip)):
+                left = partial(_scale_after, found_inf, scale, clip)
         if gradients.scaler.enabled:
-            gradients.scaler.update(found)
+            gradients.scaler.update(found_inf)
         fields = LazyStepFields(loss_scale, norm, report, zeros)
-        return StepResult(_Applied(found), fields, pending=fields.pending), left
+        return StepResult(_Applied(found_inf), fields, pending=fields.pending), left
 
     def zeros_in(self, params: list[torch.Tensor]) -> torch.Tensor | None:
         """Return how many elements of the gradients of `params` are zero, 0-dim; None where they are not counted."""
         return None
 
-    def _apply_divided(self, params: list[torch.Tensor], found: torch.Tensor, carried: Any, clip: Any) -> bool:
-        """Step on gradients that are multiplied by `carried` and that `clip` waits for, unless `found` is 1."""
+    def _apply_divided(self, params: list[torch.Tensor], found_inf: torch.Tensor, scale: Any, clip: Any) -> bool:
+        """Step on gradients that are multiplied by `scale` and that `clip` waits for, unless `found_inf` is 1."""
         if isinstance(clip, Clip):
-            grad_scale: Any = clip.grad_scale(carried, self._bounds)
+            grad_scale: Any = clip.grad_scale(scale, self._bounds)
         else:
-            grad_scale = carried if clip is None else carried / clip
+            grad_scale = scale if clip is None else scale / clip
         return self._apply(
-            params, StepScalars(grad_scale if is_one(grad_scale) else _on(found.device, grad_scale, None), found)
+            params,
+            StepScalars(grad_scale if is_one(grad_scale) else _on(found_inf.device, grad_scale, None), found_inf),
         )
 
     def _apply(self, params: list[torch.Tensor], scalars: StepScalars) -> bool:
@@ -214,13 +217,13 @@ class DeviceDecision(Decision):
     def agreed(self) -> torch.Tensor:
         """Return 1 where all who decide together skip this step, else 0: 0-dim float32, on the device of the parameters."""
         joint, device = self.gradients.joint, self.gradients.norms.device  # type: ignore[attr-defined]
-        if joint.found is None:
-            each = [_on(device, member.found()) for member in joint.members]
-            found = each[0] if len(each) == 1 else torch.stack(each).amax()
-            if not all(member.norms.found_is_shared for member in joint.members):
-                found = agree_on(found, self.gradients.group)
-            joint.decide(found)
-        return _on(device, joint.found)
+        if joint.found_inf is None:
+            each = [_on(device, member.found_inf()) for member in joint.members]
+            found_inf = each[0] if len(each) == 1 else torch.stack(each).amax()
+            if not all(member.norms.found_inf_is_global for member in joint.members):
+                found_inf = agree_on(found_inf, self.gradients.group)
+            joint.decide(found_inf)
+        return _on(device, joint.found_inf)
 
 
 class _NonfiniteParams(NamedTuple):
@@ -276,11 +279,11 @@ def nonfinite(norm: torch.Tensor) -> torch.Tensor:
     return torch.mul(norm, 0.0, out=torch.empty_like(norm, dtype=torch.float32)).nan_to_num_(nan=1.0)
 
 
-def _carried_with(scale: Any, clip: Any) -> Any:
+def _scale_of(scale: Any, clip: Any) -> Any:
     """Return what gradients are multiplied by that a clip, a factor or None, was to reach."""
     return scale if clip is None else scale / (clip.factor() if isinstance(clip, Clip) else clip)
 
 
-def _left(found: torch.Tensor, scale: Any, clip: Any) -> torch.Tensor:
+def _scale_after(found_inf: torch.Tensor, scale: Any, clip: Any) -> torch.Tensor:
     """Return what gradients carry after a step, which left them as they were where it was skipped."""
-    return torch.where(found > 0, _carried_with(scale, clip), 1.0)
+    return torch.where(found_inf > 0, _scale_of(scale, clip), 1.0)

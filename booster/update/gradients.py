@@ -107,7 +107,7 @@ class Gradients:
         if len(self.joint.members) > 1:
             self.joint.remove_member(self)
             self.joint = JointDecision([self])
-        self.joint.found = None
+        self.joint.found_inf = None
 
     def for_replay(self, scale: float) -> Gradients:
         """Return gradients of the same optimizer as before any pass, of losses that are multiplied by `scale`; no listener
@@ -130,7 +130,7 @@ class Gradients:
         for name, value in kept.items():
             setattr(self, name, list(value) if type(value) is list else value)
         self.read, self.mutation_check = [], None
-        self.joint.found = None
+        self.joint.found_inf = None
 
     # ------------------------------------------------------------------ backward passes
 
@@ -169,7 +169,7 @@ class Gradients:
         self.factor = None
         self.read = []
         self.norm = None
-        self.joint.found = None
+        self.joint.found_inf = None
 
     def after_backward(self, loss: torch.Tensor | None) -> None:
         """loss: None where another pipeline stage computes it."""
@@ -207,7 +207,7 @@ class Gradients:
     # ------------------------------------------------------------------ what they are
 
     @property
-    def carried(self) -> tuple[Any, Any, Any]:
+    def factors(self) -> tuple[Any, Any, Any]:
         """Before a step: what gradients are multiplied by, the clip factor that waits, and the scale of the last backward
         pass. Floats, or 0-dim tensors where they live on a device."""
         return 1.0 if self.scale is None else self.scale, 1.0 if self.factor is None else self.factor, self.loss_scale
@@ -254,8 +254,8 @@ class Gradients:
         """Return whether no rank has a gradient; a collective where ranks hold shards and there was no backward."""
         if self.shards.sharded and self.num_backwards:
             return False  # a rank without any joins the collectives of the others
-        here = float(bool(self.params()))
-        return not (agreement.largest(here, self.group) if self.shards.sharded else here)
+        has_params = float(bool(self.params()))
+        return not (agreement.largest(has_params, self.group) if self.shards.sharded else has_params)
 
     # ------------------------------------------------------------------ reading
 
@@ -274,20 +274,20 @@ class Gradients:
         self.read = [read]
         self.norm = read.total if self.scale is None else read.total / self.scale
 
-    def found(self) -> Any:
+    def found_inf(self) -> Any:
         """Return whether this rank's gradients hold an inf or NaN: a bool, or a 0-dim tensor. Reads them unless a norm was
         taken since the last backward pass."""
         if not self.read:
             # Another optimizer's step may ask, outside of this one's `local()`.
             with self.shards.local() if self.shards.sharded else WHOLE:
                 self.true_norm(2.0)
-        return self.norms.found(self.read)
+        return self.norms.found_inf(self.read)
 
     @property
     def checks(self) -> bool:
         """Return whether this step looks at its gradients, or is bound by another optimizer that does."""
         joint = self.joint
-        return self.check or joint.found is not None or any(member.check for member in joint.members)
+        return self.check or joint.found_inf is not None or any(member.check for member in joint.members)
 
     # ------------------------------------------------------------------ clips and unscaling
 
@@ -310,7 +310,7 @@ class Gradients:
 
     def apply_scale(self) -> None:
         """Apply scale and clips that wait to `.grad`."""
-        scale, factor, _ = self.carried
+        scale, factor, _ = self.factors
         # One pass over the gradients for both, and none where there is nothing to apply.
         if self.factor is not None or not _same(scale, 1.0):
             self.multiply(factor / scale)
@@ -325,7 +325,7 @@ class Gradients:
         asked: by a call of the user's, which is refused where no backward pass came before it.
         """
         # The norm would be waited for: on a device the decision reads it later.
-        if self.norms.waits and not (asked or self.listeners):
+        if self.norms.defers_clips and not (asked or self.listeners):
             self.check, self.bound = True, max_norm
             return _NOT_READ
         with self.shards.local() if self.shards.sharded else WHOLE:

@@ -86,11 +86,11 @@ class HostNorms(Norms):
         """Return what a reading would that found this norm, and these parameters not finite."""
         return HostNorm(total, nonfinite)
 
-    def found_anywhere(self, found: bool) -> bool:
-        """Return whether any rank has found what this one says; a small collective where ranks hold shards, else `found`."""
-        return agreement.largest(float(found), self.group) > 0 if self.shards.sharded else found
+    def any_found_inf(self, found_inf: bool) -> bool:
+        """Return whether any rank found an inf or NaN; a small collective where ranks hold shards, else `found_inf`."""
+        return agreement.largest(float(found_inf), self.group) > 0 if self.shards.sharded else found_inf
 
-    def found(self, read: Sequence[HostNorm]) -> bool:
+    def found_inf(self, read: Sequence[HostNorm]) -> bool:
         return any(map(_NONFINITE, read))
 
     def all_finite(self, read: Sequence[HostNorm]) -> bool:
@@ -107,8 +107,8 @@ class HostNorms(Norms):
         return factor
 
     def clamp(self, gradients: Gradients, clip_value: float) -> None:
-        scale, factor, _ = gradients.carried
-        if gradients.found() or factor == 0.0:
+        scale, factor, _ = gradients.factors
+        if gradients.found_inf() or factor == 0.0:
             return
         clamp_values(gradients.values(written=True), clip_value * scale / factor)
 
@@ -122,7 +122,7 @@ class HostDecision(Decision):
     def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
         gradients, scaler = self.gradients, self.gradients.scaler
         joint, group, factor = gradients.joint, gradients.group, gradients.factor
-        alone = joint.found is None and len(joint.members) == 1
+        alone = joint.found_inf is None and len(joint.members) == 1
         if alone and group is None and gradients.read and not any(map(_NONFINITE, gradients.read)):
             skip = False  # no other rank takes part
         else:
@@ -162,16 +162,16 @@ class HostDecision(Decision):
 
     def _agreed(self) -> bool:
         joint, group = self.gradients.joint, self.gradients.group
-        if joint.found is None:
-            found = False
+        if joint.found_inf is None:
+            found_inf = False
             for member in joint.members:  # all are asked: reading shards is a collective
-                found = bool(member.found()) or found
+                found_inf = bool(member.found_inf()) or found_inf
             if group is not None and not all(member.norms.all_finite(member.read) for member in joint.members):
-                finite = not (found and joint.has_nonfinite_loss())
-                found, finite = agreement.agree_on_found_inf(found, finite, group)
+                finite = not (found_inf and joint.has_nonfinite_loss())
+                found_inf, finite = agreement.agree_on_found_inf(found_inf, finite, group)
                 joint.nonfinite_loss = not finite
-            if found:
-                joint.decide(found)
+            if found_inf:
+                joint.decide(found_inf)
             else:  # without a call, as in nearly every step
-                joint.found = False
-        return bool(joint.found)
+                joint.found_inf = False
+        return bool(joint.found_inf)

@@ -364,7 +364,7 @@ class InBackwardPass:
             return
         self._num_undecided = 0
         # Where ranks hold shards, one small collective, before which all of them have met the same parameters.
-        self._stopped = self._stopped or self.gradients.norms.found_anywhere(self._find_nonfinite(params))
+        self._stopped = self._stopped or self.gradients.norms.any_found_inf(self._find_nonfinite(params))
         for param in params:
             if self._stopped:
                 self._drop(param)

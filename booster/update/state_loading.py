@@ -66,7 +66,7 @@ def read_state(update: Update, history: StepHistory, state_dict: Any, fill: Fill
         values: dict[torch.Tensor, torch.Tensor] = {}
         if "masters" in rest:
             rest["masters"], values = update.optimizer_state.read_masters(
-                _here(update.shards.selection, rest["masters"])
+                _local_masters(update.shards.selection, rest["masters"])
             )
         # Weights of the model may be written between reading and taking over.
         moved = _moved(update, state, rest)
@@ -273,7 +273,7 @@ def _moved(update: Update, state_dict: Mapping[str, Any], own: Mapping[str, Any]
     ]
 
 
-def _here(selection: Selection | None, masters: Mapping[str, Any]) -> Mapping[str, Any]:
+def _local_masters(selection: Selection | None, masters: Mapping[str, Any]) -> Mapping[str, Any]:
     """Of masters of a whole model, those that are not of other ranks' layers."""
     if selection is None:
         return masters

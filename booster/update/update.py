@@ -148,7 +148,7 @@ class Update:
             result, changed = application.call(gradients if pending else None, method, keep=culprits is None)
             if pending:
                 # The method may have written gradients too, so that their norm is no longer known.
-                gradients.read, gradients.joint.found = [], None
+                gradients.read, gradients.joint.found_inf = [], None
         # Where a step would be skipped, and it changes weights, they are put back, and RuntimeError is raised.
         if culprits is not None and changed:
             raise RuntimeError(
@@ -171,10 +171,10 @@ class Update:
         gradients = self.gradients
         if not gradients.check:
             return None
-        found = bool(gradients.found())
+        found_inf = bool(gradients.found_inf())
         if self.shards.sharded:
-            found = agreement.largest(float(found), gradients.group) > 0
-        return gradients.norms.nonfinite_params(gradients)() if found else None
+            found_inf = agreement.largest(float(found_inf), gradients.group) > 0
+        return gradients.norms.nonfinite_params(gradients)() if found_inf else None
 
     def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
         """Step an optimizer that evaluates the loss itself, without a loss scaler; clips inside the closure take effect."""

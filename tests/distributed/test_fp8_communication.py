@@ -380,7 +380,7 @@ def resumed(rank, world_size, kind, precision, options, more, folder):
         return boost(kind, precision, lr=0.01, optimizer=torch.optim.AdamW, fp8_communication=options)
 
     def carried(b, model):
-        kept = b.plugin.carried(model.module) or {}
+        kept = b.plugin.error_feedback(model.module) or {}
         return [kept[param].clone() for param in model.parameters() if param in kept]
 
     b, model, optimizer = make()
@@ -427,14 +427,14 @@ def loaded_elsewhere(rank, world_size, folder):
     x, y = mine(rank, world_size)
     b.backward(F.cross_entropy(model(x), y), optimizer)
     optimizer.zero_grad()
-    assert b.plugin.carried(model.module)
+    assert b.plugin.error_feedback(model.module)
     with pytest.MonkeyPatch.context() as patch:
         said = []
         patch.setattr(
             logging.getLogger("booster.checkpoint.loading"), "warning", lambda text, *a: said.append(text % a)
         )
         b.load(folder, model, optimizer)
-    assert b.plugin.carried(model.module) == {}
+    assert b.plugin.error_feedback(model.module) == {}
     return said
 
 

@@ -63,7 +63,7 @@ read = {"table": "*i64", "tiles": "*i32", "partials": "*fp64"}
 compiled("measure", launches.measure, read, {**sizes, "zeros": None})
 compiled("measure zeros", launches.measure, {**read, "zeros": "*i32"}, sizes)
 compiled("add_up", launches.add_up, {"partials": "*fp64", "count": "i32", "total": "*fp64"}, {})
-factors = {"carried": "*fp64", "pending": "*fp64"}
+factors = {"current_scale": "*fp64", "pending": "*fp64"}
 norm = {"sums": "*fp64", "count": "i32", **factors, "norm": "*fp64"}
 compiled("norm_of", launches.norm_of, norm, {"previous": None})
 compiled("norm_of previous", launches.norm_of, {**norm, "previous": "*fp64"}, {})
@@ -72,7 +72,7 @@ names = "partials count zeros num_zeros found_in carried pending options scale g
 names += " numbers out words step_counts num_step_counts rows scalars"
 types = "*fp64 i32 *i32 i32 *fp32 *fp32 *fp64 *fp64 *fp32 *i64 *i64 *fp32 *fp64 *fp32 *i64 *i64 i32 *fp64 *fp32"
 whole = dict(zip(names.split(), types.split(), strict=True))
-maybe = {"partials", "zeros", "found_in", "carried", "pending", "scale", "growth", "hysteresis", "seed"}
+maybe = {"partials", "zeros", "found_in", "current_scale", "pending", "scale", "growth", "hysteresis", "seed"}
 for rule in rules:
     constants = {"PREPARE": rule.prepare, "NUMBERS": MOST_NUMBERS, "SCALARS": launches.SCALARS, "BLOCK": launches.BLOCK}
     compiled(f"decide {rule.body.__name__}", launches.decide, whole, {**constants, "CLIP": True})

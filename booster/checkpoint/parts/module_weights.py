@@ -212,18 +212,20 @@ class _ModelState(Part):
         """Return why a saved state is none, in words; empty where it is one."""
         raise NotImplementedError
 
-    def _here(self) -> list[tuple[str, Any]]:
+    def _entries(self) -> list[tuple[str, Any]]:
         found = [(name, self.of(model)) for name, model in self.objects.models.items()]
         return [(name, each) for name, each in found if each is not None]
 
     def collect(self, into: SaveContext) -> dict[str, Any]:
         if into.rank:  # all ranks have the same
             return {}
-        return {self.key: {name: into.per_rank(each.state_dict(), f"{self.key}/{name}") for name, each in self._here()}}
+        return {
+            self.key: {name: into.per_rank(each.state_dict(), f"{self.key}/{name}") for name, each in self._entries()}
+        }
 
     def compare(self, found: LoadContext) -> Iterator[str]:
         said = found.saved.tree.get(self.key, {})
-        for name, _ in self._here():
+        for name, _ in self._entries():
             if name not in said:
                 found.saved.notes.append(f"models {name!r}: {self.absent}")
             elif fault := self.fault(said[name], found):
@@ -233,7 +235,7 @@ class _ModelState(Part):
 
     def prepare(self, found: LoadContext) -> None:
         said = found.saved.tree.get(self.key, {})
-        self._states = [(name, each, found.saved.value(said.get(name, {}))) for name, each in self._here()]
+        self._states = [(name, each, found.saved.value(said.get(name, {}))) for name, each in self._entries()]
 
     def steps(self) -> Iterator[Step]:
         yield self.what, self._hand_over
@@ -256,7 +258,9 @@ class PinnedModules(_ModelState):
     of = staticmethod(lambda model: extras_of(model).pins)
 
     def collect(self, into: SaveContext) -> dict[str, Any]:
-        return {"pins": {name: pins.state_dict() for name, pins in self._here()}}  # ranks of a pipeline pin their own
+        return {
+            "pins": {name: pins.state_dict() for name, pins in self._entries()}
+        }  # ranks of a pipeline pin their own
 
     def compare(self, found: LoadContext) -> Iterator[str]:
         for name, model in self.objects.models.items():

@@ -182,7 +182,7 @@ def _takers(extra: Any, state: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class ErrorFeedback(Part):
-    """What each rank alone carries from step to step, see `Plugin.carried`."""
+    """What each rank alone carries from step to step, see `Plugin.error_feedback`."""
 
     of_ranks = ("carried",)
 
@@ -190,15 +190,15 @@ class ErrorFeedback(Part):
         return {
             "carried": {
                 name: into.per_rank(
-                    {key: carried[p] for key, p in self.objects.models[name].named_parameters() if p in carried},
+                    {key: errors[p] for key, p in self.objects.models[name].named_parameters() if p in errors},
                     f"carried/{name}/{into.rank}",
                 )
-                for name, carried in self.objects.carried.items()
+                for name, errors in self.objects.error_feedback.items()
             }
         }
 
     def compare(self, found: LoadContext) -> Iterator[str]:
-        for name in self.objects.carried:
+        for name in self.objects.error_feedback:
             yield from self._compare(name, found)
 
     def _compare(self, name: str, found: LoadContext) -> Iterator[str]:
@@ -224,16 +224,16 @@ class ErrorFeedback(Part):
         ranks = found.saved.tree.get("carried", [])
         own = ranks[found.rank] if len(ranks) == found.world_size else {}
         self._values: dict[str, dict[torch.Tensor, torch.Tensor]] = {}
-        for name in self.objects.carried:
+        for name in self.objects.error_feedback:
             params = dict(self.objects.models[name].named_parameters())
             values = found.saved.value(own.get(name, {}))
             self._values[name] = {params[key]: value.to(params[key].device) for key, value in values.items()}
 
     def finish(self) -> None:
-        for name, carried in self.objects.carried.items():
+        for name, errors in self.objects.error_feedback.items():
             # In place: the plugin's hooks hold this very dict.
-            carried.clear()
-            carried.update(self._values[name])
+            errors.clear()
+            errors.update(self._values[name])
 
 
 class Random(Part):

@@ -92,7 +92,7 @@ class ApexGradients(Gradients):
         self.loss_scale = float(scale)
         self.read = []
         self.norm = None
-        self.joint.found = None
+        self.joint.found_inf = None
         # Of a pass that adds to scaled gradients nothing is set aside: its sum is checked when the last one comes.
         if self._delayed is None and not self._nothing_to_do(this):
             self._stash_grads()
@@ -116,7 +116,7 @@ class ApexGradients(Gradients):
         # Unscale what a pass brought and add what was set aside; returns whether it held an inf or NaN
         check = self.scaler[this.loss_id].dynamic
         fresh = self._new_grads()
-        found = self._unscale_new(fresh, gradient_values(fresh), check)
+        found_inf = self._unscale_new(fresh, gradient_values(fresh), check)
         for param, before in self._stash.items():
             if param.grad is None:
                 param.grad = before
@@ -125,12 +125,12 @@ class ApexGradients(Gradients):
             else:
                 param.grad.add_(before)
         self._stash = {}
-        this.found.append(found)
+        this.found_inf.append(found_inf)
         looking = [
             member for member in this.members if isinstance(member, ApexGradients) and not member._nothing_to_do(this)
         ]
         # The last optimizer of the pass decides for all of them.
-        if this.checked and len(this.found) == len(looking):
+        if this.checked and len(this.found_inf) == len(looking):
             self._update_scales(looking, this, loss)
 
     def abandon_backward(self) -> None:
@@ -164,22 +164,22 @@ class ApexGradients(Gradients):
     def _unscale_new(self, params: list[torch.Tensor], values: list[torch.Tensor], check: bool) -> bool:
         # A bare backward inside `scale_loss` does not say whether it made a graph.
         self._differentiable = self._differentiable or any(value.requires_grad for value in values)
-        found = unscale_values(values, 1.0 / self.loss_scale, check=check)
-        if found:
+        found_inf = unscale_values(values, 1.0 / self.loss_scale, check=check)
+        if found_inf:
             bad = [index for index, value in enumerate(values) if not value.isfinite().all()]
             self.culprit = self.parameters.names_of(bad, params)
-        return found
+        return found_inf
 
     def _update_scales(self, members: list[ApexGradients], this: BackwardPass, loss: torch.Tensor | None) -> None:
         if self._prescribed is not None:
             return  # all optimizers share the scales, and a trial pass must not move them
-        found = any(this.found)
-        finite = not found or loss is None or bool(loss.isfinite().all())
+        found_inf = any(this.found_inf)
+        finite = not found_inf or loss is None or bool(loss.isfinite().all())
         scales = {id(member.scaler): member.scaler[this.loss_id] for member in members}.values()
         # A static scale asks no rank: inf is let into the weights, as apex does.
         if any(scale.dynamic for scale in scales):
-            found, finite = agreement.agree_on_found_inf(found, finite, self.group)
-        skips = [scale.update(found) for scale in scales]
+            found_inf, finite = agreement.agree_on_found_inf(found_inf, finite, self.group)
+        skips = [scale.update(found_inf) for scale in scales]
         if any(skips):
             overflow = Overflow(this.loss_id, finite)
             for member in members:
@@ -334,7 +334,7 @@ class ApexMasterGradients(ApexGradients):
             local_shard(p.grad).to_dense().to(torch.float32, copy=True) if self._has_master(p) else value  # type: ignore[arg-type]
             for p, value in zip(params, values, strict=True)
         ]
-        found = super()._unscale_new(params, wide, check)
+        found_inf = super()._unscale_new(params, wide, check)
         self._has_older = set(self._sums)
         for param, value in zip(params, wide, strict=True):
             if not self._has_master(param):
@@ -348,7 +348,7 @@ class ApexMasterGradients(ApexGradients):
         self._in_grad = self._compares = False
         self._pass_scale = self.loss_scale
         self._snapshot_grads()
-        return found
+        return found_inf
 
     def abandon_backward(self) -> None:
         super().abandon_backward()

@@ -16,7 +16,7 @@ INIT_SCALE = 2.0**16
 
 
 class ApexScale:
-    """One loss scale. `found` overflows halve it, and skip the step; `window` clean passes in a row double it.
+    """One loss scale. `found_inf` overflows halve it, and skip the step; `window` clean passes in a row double it.
 
     A static one is a number: nothing is checked, nothing skipped. minimum: None or 0 is no floor, so it may fall below 1.
     It stops at 2**-126: the inverse of that is the last that float32 holds.
@@ -45,9 +45,9 @@ class ApexScale:
         )
         return mine == others
 
-    def update(self, found: bool) -> bool:
+    def update(self, found_inf: bool) -> bool:
         """Take note of one backward pass; returns whether the step is to be skipped."""
-        skip = found and self.dynamic
+        skip = found_inf and self.dynamic
         if skip:
             self.scale = max(self.scale / 2.0, self._minimum or SMALLEST_SCALE)
             self.unskipped = 0

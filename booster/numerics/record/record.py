@@ -304,11 +304,11 @@ class _RecordListener(StepListener):
 
     def before_step(self, update: Update, number: int) -> None:
         # The step resets what gradients carry, so it is read before.
-        self._clip = update.gradients.carried[1]
+        self._clip = update.gradients.factors[1]
         record = self._record
         if record.is_sampled(update, number, self._first):
             sample = Sample(update, lambda param: record.format_of(update, param))
-            self._sample = _Sampled(sample, record.collect(update.gradients.carried[2]))
+            self._sample = _Sampled(sample, record.collect(update.gradients.factors[2]))
         self._first = False
 
     def after_step(self, update: Update, number: int, result: StepResult) -> None:

@@ -140,7 +140,7 @@ class Sample:
         self._lines: list[Line] = []
         self._params: list[torch.Tensor] = []
         self._nonzero: dict[torch.Tensor, torch.Tensor] = {}
-        carried, _, loss_scale = update.gradients.carried
+        current_scale, _, loss_scale = update.gradients.factors
         rows = []
         with update.shards.local():
             params, values = update.gradients.params(), update.gradients.values()
@@ -166,7 +166,7 @@ class Sample:
                 norm = torch.linalg.vector_norm(finite, dtype=torch.float32 if finite.dtype != torch.float64 else None)
                 largest = torch.linalg.vector_norm(finite, math.inf)
                 scale = torch.as_tensor(loss_scale, dtype=torch.float64, device=device)
-                shift = scale / torch.as_tensor(carried, dtype=torch.float64, device=device)
+                shift = scale / torch.as_tensor(current_scale, dtype=torch.float64, device=device)
                 numbers = torch.stack([norm.double(), largest.double(), scale, shift])
                 rows.append(torch.cat([count_exponents(value).double(), numbers]))
                 if value.shape == param.shape and is_dense(param):

@@ -120,9 +120,9 @@ class AverageReducer(GradientReducer):
         return wait
 
     def store_reduced(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
-        for param, here in zip(self._params[index], reached, strict=True):
+        for param, has_grad in zip(self._params[index], reached, strict=True):
             place = self._places.pop(param)
-            if here:
+            if has_grad:
                 param.grad = place
 
     def _place(self, index: int, param: torch.Tensor) -> torch.Tensor:
@@ -311,12 +311,12 @@ class FP8Average:
     each, which ranks call in one order: that of the buckets.
 
     Attributes:
-        carried: under error feedback what rounding took from the gradient of each parameter: float32, 1-dim.
+        errors: under error feedback what rounding took from the gradient of each parameter: float32, 1-dim.
         feeds_back: whether there is error feedback.
     """
 
     def __init__(self, options: FP8Communication, group: dist.ProcessGroup) -> None:
-        self.carried: dict[torch.Tensor, torch.Tensor] = {}
+        self.errors: dict[torch.Tensor, torch.Tensor] = {}
         self.feeds_back = options.error_feedback
         self._group = group
         self._summing: deque[_BucketSum] = deque()
@@ -329,7 +329,7 @@ class FP8Average:
             self._summing.clear()
             self._gathering.clear()
             self._finite = []
-        begun = _BucketSum(bucket, self._group, self.carried if self.feeds_back else None)
+        begun = _BucketSum(bucket, self._group, self.errors if self.feeds_back else None)
         self._summing.append(begun)
         last = bucket.is_last()
         while len(self._summing) > (not last):
@@ -343,16 +343,16 @@ class FP8Average:
         if last and self.feeds_back:
             # A pass with an average that is not finite carries nothing over; decided on the device, without a sync.
             finite = torch.stack([each.to(self._finite[0].device) for each in self._finite]).all()
-            for carried in self.carried.values():
-                carried.copy_(torch.where(finite.to(carried.device), carried, 0.0))
+            for errors in self.errors.values():
+                errors.copy_(torch.where(finite.to(errors.device), errors, 0.0))
         return begun.future
 
 
 class _BucketSum:
-    """One bucket in flight: summed, rounded again, gathered. carried: see `FP8Average`; None: nothing is carried."""
+    """One bucket in flight: summed, rounded again, gathered. errors: see `FP8Average`; None: none are kept."""
 
     def __init__(
-        self, bucket: dist.GradBucket, group: dist.ProcessGroup, carried: dict[torch.Tensor, torch.Tensor] | None
+        self, bucket: dist.GradBucket, group: dist.ProcessGroup, errors: dict[torch.Tensor, torch.Tensor] | None
     ) -> None:
         self.buffer = bucket.buffer()
         if self.buffer.is_sparse:
@@ -369,15 +369,15 @@ class _BucketSum:
         places = dict(_places(self._params, values))
         torch._foreach_copy_(list(places.values()), list(self._parts()))
         values /= ranks
-        if carried is not None:
+        if errors is not None:
             for param, place in places.items():
-                if param in carried:
-                    place += carried[param]
+                if param in errors:
+                    place += errors[param]
         self._sum = FP8Sum(values, [self._share] * ranks, group)
         self._lost = None
-        if carried is not None:
+        if errors is not None:
             self._lost = values.sub_(decode_blocks(self._sum.sent))
-            carried.update(places)
+            errors.update(places)
         devices: list[int | str | torch.device] | None = [self.buffer.device] if self.buffer.is_cuda else None
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
 

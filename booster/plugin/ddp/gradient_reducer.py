@@ -27,13 +27,13 @@ ALONE = (
 )
 
 
-def reached_anywhere(here: bytearray, device: torch.device, group: dist.ProcessGroup) -> Callable[[], list[bool]]:
+def reached_anywhere(local: bytearray, device: torch.device, group: dist.ProcessGroup) -> Callable[[], list[bool]]:
     """Start to exchange which parameters got a gradient; returns a function that waits: has any rank one, for each?
 
-    here: a byte for each parameter; overwritten.
+    local: a byte for each parameter; overwritten.
     """
-    has_all = all(here)
-    anywhere = torch.frombuffer(here, dtype=torch.uint8).to(device)
+    has_all = all(local)
+    anywhere = torch.frombuffer(local, dtype=torch.uint8).to(device)
     # A small all-reduce, which only a rank that lacks one reads on the host.
     work: Any = dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
@@ -240,8 +240,8 @@ class GradientReducer(ABC):
                     self._use_gradient(index, place, param)
         wait, reached = self.send(index, params), None
         if self.agrees_at_once or self.subscriptions:
-            here = bytearray(self._reached[place] for place in members)
-            reached = reached_anywhere(here, params[0].device, self._group)
+            local = bytearray(self._reached[place] for place in members)
+            reached = reached_anywhere(local, params[0].device, self._group)
         self._sent.append(_Sent(index, wait, reached))
 
     def _wait(self, number: int) -> None:
@@ -262,7 +262,7 @@ class GradientReducer(ABC):
             self.store_reduced(index, reduced, reached)
             return
         again = any(subscription.again for subscription in self.subscriptions)
-        found = [param for param, here in zip(self._params[index], reached, strict=True) if here]
+        found = [param for param, local in zip(self._params[index], reached, strict=True) if local]
         # In a second pass through the graph a gradient that stays would be added to itself.
         if again and (self.left or not self.keeps_apart):
             for param in set(found).difference(*(subscription.params for subscription in self.subscriptions)):

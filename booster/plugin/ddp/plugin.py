@@ -176,7 +176,7 @@ class TorchDDPPlugin(Plugin):
     def place_again(
         self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy, device: torch.device
     ) -> nn.Module:
-        carried = self.carried(placed)  # error feedback survives a change of precision
+        error_feedback = self.error_feedback(placed)  # error feedback survives a change of precision
         reducer = self._reducers.pop(placed, None)
         if reducer is not None:
             reducer.remove_hooks()
@@ -185,8 +185,8 @@ class TorchDDPPlugin(Plugin):
         for known in (self._sync_trackers, self._averages):
             known.pop(placed, None)
         again = self.place(unwrap_placed(placed), after, device)
-        if carried:
-            self.carried(again).update(carried)  # type: ignore[union-attr]
+        if error_feedback:
+            self.error_feedback(again).update(error_feedback)  # type: ignore[union-attr]
         return again
 
     def _place_released(self, module: nn.Module) -> nn.Module:
@@ -227,9 +227,9 @@ class TorchDDPPlugin(Plugin):
             average = self._averages[placed] = FP8Average(self._fp8, self.group)
             placed.register_comm_hook(None, lambda _, bucket: average.average(bucket))
 
-    def carried(self, module: nn.Module) -> dict[torch.Tensor, torch.Tensor] | None:
+    def error_feedback(self, module: nn.Module) -> dict[torch.Tensor, torch.Tensor] | None:
         average = self._averages.get(module)
-        return average.carried if average is not None and average.feeds_back else None
+        return average.errors if average is not None and average.feeds_back else None
 
     def _prepare(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         """Return `module` on `device` in the dtypes of `policy`, not yet synchronised."""

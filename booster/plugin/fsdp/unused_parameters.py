@@ -215,16 +215,16 @@ class UnusedParameters:
     def compare_gathers(self, group: _Group | None) -> None:
         """Compare among ranks which group is gathered next; None: the forward pass ends."""
         count = len(self._groups)
-        here = bytearray(count) + bytearray([255]) * count
+        local = bytearray(count) + bytearray([255]) * count
         if group is not None:
-            here[group.index], here[count + group.index] = 1, 0
+            local[group.index], local[count + group.index] = 1, 0
         with torch.no_grad(), without_function_modes():
-            flags = torch.frombuffer(here, dtype=torch.uint8).to(self._device)
+            flags = torch.frombuffer(local, dtype=torch.uint8).to(self._device)
             for ranks in self._ranks:
                 dist.all_reduce(flags, dist.ReduceOp.MAX, group=ranks)
             self._check(flags.tolist())
 
-    def _collect(self, groups: Sequence[_Group], here: bytearray, last: bool) -> Iterator[tuple[int, Any, bool]]:
+    def _collect(self, groups: Sequence[_Group], local: bytearray, last: bool) -> Iterator[tuple[int, Any, bool]]:
         """Note what is about to be reduced; yield each parameter that may have to bring zeros: its place, record, `apart`."""
         for group in groups:
             found, apart = unreduced(group.own)
@@ -237,8 +237,8 @@ class UnusedParameters:
                 group.place = self._num_reduced % 254 + 1
                 self._num_reduced += 1
             # Neither, of a group that only joins others: of its call a pass that raised may be all that is left.
-            # Of each group `here` has two numbers, of which ranks agree on the maxima: a, and 255 - a for another a is refused.
-            here[group.index], here[len(self._groups) + group.index] = (not last or HAS in found), 0
+            # Of each group `local` has two numbers, of which ranks agree on the maxima: a, and 255 - a for another a raises.
+            local[group.index], local[len(self._groups) + group.index] = (not last or HAS in found), 0
             self._hooked = self._hooked or has_hooks(group.own)
             for place, state in enumerate(found, group.first):
                 self._found[place] = max(self._found[place], state)
@@ -252,9 +252,9 @@ class UnusedParameters:
         """Agree on gradients of `groups`, which are about to be reduced; zeros where only other ranks have one."""
         count = len(self._groups)
         with torch.no_grad(), without_function_modes():
-            here = bytearray(count) + bytearray([255]) * count
-            lacking = list(self._collect(groups, here, last))
-            anywhere = self._exchange(here, wait=bool(lacking), last=last)
+            local = bytearray(count) + bytearray([255]) * count
+            lacking = list(self._collect(groups, local, last))
+            anywhere = self._exchange(local, wait=bool(lacking), last=last)
             for place, param, apart in lacking:
                 if anywhere[place] == HAS:
                     zero_unreduced(param, apart)
@@ -269,16 +269,16 @@ class UnusedParameters:
 
     def _after_end(self) -> None:
         """All is reduced: compare in which order, and drop gradients that are zeros of all ranks."""
-        here = bytearray(map(_PLACE, self._alive()))
+        local = bytearray(map(_PLACE, self._alive()))
         zeros, left_out = self._zeros, self._left_out
         with torch.no_grad(), without_function_modes():
-            anywhere = self._exchange(here + here.translate(_FROM_255), left_out, wait=bool(zeros), last=True)
+            anywhere = self._exchange(local + local.translate(_FROM_255), left_out, wait=bool(zeros), last=True)
             for place, param, is_new in zeros:
                 self._trained[place] = anywhere[place] > FROZEN  # if all have frozen it, all come here
                 if is_new and anywhere[place] < HAS:
                     param.sharded_param.grad = None
 
-    def _exchange(self, here: Sequence[int], left_out: Sequence[int] = (), *, wait: bool, last: bool) -> Sequence[int]:
+    def _exchange(self, local: Sequence[int], left_out: Sequence[int] = (), *, wait: bool, last: bool) -> Sequence[int]:
         """Return of each parameter the most that any rank has found; what this rank has found, where not `wait`.
 
         RuntimeError where ranks reduce different groups.
@@ -292,7 +292,7 @@ class UnusedParameters:
             self._forget()
         if not self._ranks:
             return found
-        message = bytearray([self._wary > 0, *here, *found, *left_out])
+        message = bytearray([self._wary > 0, *local, *found, *left_out])
         flags = torch.frombuffer(message, dtype=torch.uint8).to(self._device)
         for ranks in self._ranks:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=ranks)

@@ -265,20 +265,20 @@ class StagePipeline(PlacedModule):
         """Return the parameters that this rank has, by their first names in the whole model."""
         own: dict[str, torch.Tensor] = {}
         for first, held in self._plan.holders.items():
-            here = {
+            distinct = {
                 id(param): param
                 for name, stage in held
                 if stage in self._mine
                 for param in [self._mine[stage].module.get_parameter(name)]
             }
-            if len(here) > 1:
+            if len(distinct) > 1:
                 raise ValueError(
                     f"the weight {first} is tied across stages of one rank, {[name for name, _ in held]}, and sharding made "
                     "different tensors of it; untie it, or use a schedule with one stage on each rank"
                 )
             # A tied weight is listed by its first name also if that is on another stage, where `named_parameters` has another
             # name.
-            own.update((first, param) for param in here.values())
+            own.update((first, param) for param in distinct.values())
         return own
 
     def num_copies(self, param: torch.Tensor) -> int:

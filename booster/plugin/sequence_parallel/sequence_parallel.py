@@ -191,20 +191,20 @@ class _Region:
 
     def __init__(self, owner: SequenceParallel, models: Sequence[nn.Module]) -> None:
         self._owner, self._models = owner, {id(model) for model in models}
-        self._here = threading.local()
+        self._local = threading.local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Region:
         return self
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        entered: list[tuple[int, SequenceMode | None]] = self._here.__dict__.setdefault("entered", [])
+        entered: list[tuple[int, SequenceMode | None]] = self._local.__dict__.setdefault("entered", [])
         mode = None if entered else SequenceMode(self._owner, self._owner.cut_of_pass(id(module) in self._models))
         if mode is not None:
             mode.__enter__()
         entered.append((id(module), mode))
 
     def exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        entered = self._here.__dict__.get("entered", [])
+        entered = self._local.__dict__.get("entered", [])
         # Not where a hook before ours raised. The end of a stage is no Exception, and leaves modules without their hooks.
         while any(key == id(module) for key, _ in entered):
             key, mode = entered.pop()
