@@ -275,12 +275,6 @@ class CapturedStep:
             self._scalars.release_buffers()
             self._forget_weights()  # what was rounded is in the memory of the graph
         _check_returned(graph.returned, self._train_step)
-        self._check_steps(counts)
-        graph.draws = [draws.count > count for draws, count in zip(self._draws, drawn, strict=True)]
-        graph.passes = self._passes.num_backwards(self._optimizers) - passes
-        return graph
-
-    def _check_steps(self, counts: Sequence[int]) -> None:
         for optimizer, count in zip(self._optimizers, counts, strict=True):
             if optimizer._history.num_steps - count > 1:
                 raise RuntimeError(
@@ -288,6 +282,9 @@ class CapturedStep:
                     "the second needs to know on the host what became of the first; capture a function that steps it once, and "
                     "call it as often"
                 )
+        graph.draws = [draws.count > count for draws, count in zip(self._draws, drawn, strict=True)]
+        graph.passes = self._passes.num_backwards(self._optimizers) - passes
+        return graph
 
     def _forget_weights(self) -> None:
         for optimizer in self._optimizers:

@@ -164,7 +164,7 @@ class StepGraph:
 
         results = [made.result for made in self.steps if made is not None]
         for result in (result for result in (*results, *leaves(self.returned)) if isinstance(result, StepResult)):
-            result.copied(note)
+            result.map_tensors(note)
         if bytes_:
             self.packed = torch.cat(bytes_)
 
@@ -184,7 +184,7 @@ class StepGraph:
                 return value.detach().clone()
             if isinstance(value, StepResult):
                 if id(value) not in made:
-                    made[id(value)] = value.copied(number)
+                    made[id(value)] = value.map_tensors(number)
                 return made[id(value)]
             return value
 

@@ -344,7 +344,7 @@ class LRLookahead:
             isinstance(one, PendingSchedulerStep)
             and not other.has_arguments
             and one.scheduler is other.scheduler
-            and one.follows(history.progress)
+            and one.has_seen(history.progress)
             for one, other in zip(before[1:], deferred, strict=True)
         )
         if not alike or not self._may_look_ahead or None in self._numbers():

@@ -70,7 +70,7 @@ _SAID = {
 
 
 class Reads:
-    """Notes in `found`, inside `watched`, what waits for a device, or would if the tensors here lay on one.
+    """Notes in `found`, inside `recording`, what waits for a device, or would if the tensors here lay on one.
 
     Where `device` is a CPU, tensors are taken for ones of a GPU; but for those that are made from numbers without a device
     being named, which are on the host on every machine, and `on_host`. snapshot: keeps what is written, and generators.
@@ -93,7 +93,7 @@ class Reads:
         self._host = {storage_key(tensor): tensor.untyped_storage() for tensor in on_host}
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         with _Calls(self) as calls, _Operations(self, self._snapshot, calls):
             yield
 
@@ -333,7 +333,12 @@ def _refusal(optimizer: OptimizerWrapper) -> str | None:
     if isinstance(gradients.scaler, HostRule):
         return f"the rule of its loss scale, {type(gradients.scaler.host).__name__}, runs on the host; use DynamicScale"
     if not isinstance(update.decision, DeviceDecision):
-        return _of_the_host(update)
+        if decides_on_device(update.optimizer):
+            return "the host decides on its steps, as under fused_optimizer='compile', apex's levels, and what reports on them"
+        return (
+            "it has no fused kernel, so the host decides on its steps and counts them; build it with capturable=True where its "
+            "class takes that, or use Adam, AdamW, SGD or Adagrad, and leave fused_optimizer True"
+        )
     if len({param.device for group in update.optimizer.param_groups for param in group["params"]}) > 1:
         return "its parameters lie on several devices, and a graph is of one"
     if isinstance(application, MasterApplication) and (
@@ -341,15 +346,6 @@ def _refusal(optimizer: OptimizerWrapper) -> str | None:
     ):
         return "its states lie in the host's memory; leave offload_states False"
     return None
-
-
-def _of_the_host(update: Update) -> str:
-    if not decides_on_device(update.optimizer):
-        return (
-            "it has no fused kernel, so the host decides on its steps and counts them; build it with capturable=True where its "
-            "class takes that, or use Adam, AdamW, SGD or Adagrad, and leave fused_optimizer True"
-        )
-    return "the host decides on its steps, as under fused_optimizer='compile', apex's levels, and what reports on them"
 
 
 # ---------------------------------------------------------------------- by trial
@@ -375,7 +371,7 @@ def reads_of(
     try:
         for optimizer in optimizers:
             _prepare(optimizer)
-        with uncompiled(), reads.watched(), _numbers_watched(optimizers, reads):
+        with uncompiled(), reads.recording(), _numbers_watched(optimizers, reads):
             train_step(*batch)
             for optimizer in optimizers:
                 optimizer.sync()

@@ -73,7 +73,7 @@ class CollectedState:
     tensors: dict[str, HeldTensor]
     tree: dict[str, Any]
 
-    def copied(self) -> CollectedState:
+    def to_host_memory(self) -> CollectedState:
         """Return it with copies of the tensors in host memory, pinned where they come from a device; waits for them."""
         copies = {name: _host_copy(tensor) for name, tensor in self.tensors.items()}
         for device in {getattr(tensor, "device", None) for tensor in self.tensors.values()}:

@@ -248,7 +248,7 @@ class RankProcesses:
             self._deadline = time.monotonic() + self._grace_seconds
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def reaping(self) -> Iterator[None]:
         """Look after the ranks in a thread, as long as the context is entered."""
         done = threading.Event()
         self._pids.mkdir()
@@ -358,7 +358,7 @@ def run_attempt(attempt: Attempt) -> int:
         config = _config(attempt, scratch, before_start=pass_signals_on)
         status = 0
         try:
-            with ranks.watched():
+            with ranks.reaping():
                 elastic_launch(config, sys.executable)("-u", *attempt.command)
         except ChildFailedError as error:
             kill_groups([failure.pid for failure in error.failures.values()])

@@ -91,7 +91,7 @@ class BoosterState:
 
     def _remember_measurement(self, model: int, found: Measurement) -> None:
         if self._records is not None:
-            self._records.add_look(model, found)
+            self._records.add_measurement(model, found)
 
     def _remember_precision(self, phase: Phase, why: str) -> None:
         self._checkpoints.set_facts(precision=repr(phase.precision))

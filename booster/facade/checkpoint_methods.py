@@ -80,7 +80,7 @@ def save(
     if not async_save:
         return write(final, taken, step=step, keep_last=keep_last, group=group, objects=found)
     # Copies, because training goes on; another group, because collectives of two threads would meet.
-    taken, writers = taken.copied(), None if group is None else shared.background.group()
+    taken, writers = taken.to_host_memory(), None if group is None else shared.background.group()
     shared.background.start(lambda: write(final, taken, step=step, keep_last=keep_last, group=writers))
     return final
 

@@ -97,7 +97,7 @@ class PendingSchedulerStep:
         """Whether it was given an epoch or a metric: step(None) is torch's default."""
         return any(value is not None for value in (*self._args, *self._kwargs.values()))
 
-    def follows(self, progress: int) -> bool:
+    def has_seen(self, progress: int) -> bool:
         """Return whether the scheduler has seen all of `progress` steps, so that it goes on with the next that is applied."""
         return self._seen.progress == progress
 

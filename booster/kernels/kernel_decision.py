@@ -48,8 +48,8 @@ class KernelGradualStep(GradualStep):
     def units(self) -> list[list[torch.Tensor]]:
         return self._gradual.units()
 
-    def begin(self) -> None:
-        self._gradual.begin()
+    def prepare(self) -> None:
+        self._gradual.prepare()
 
     def rest(self, params: Sequence[torch.Tensor]) -> None:
         self._gradual.rest(params)
@@ -112,12 +112,12 @@ class KernelPass(InBackwardPass):
         gradients.read = [PassReadings(self._readings, total, found_inf)]
         gradients.norm, self._next = norms.unbind()
 
-    def begin(self) -> None:
+    def prepare(self) -> None:
         previous: Any = self.in_backward.previous
         if self.measures_along and not isinstance(previous, torch.Tensor):  # of a checkpoint
             device = self.gradients.norms.device
             self.in_backward.previous = torch.full((), previous, dtype=torch.float64, device=device)
-        super().begin()
+        super().prepare()
 
     def _make_gradual(self) -> GradualStep:
         return KernelGradualStep(super()._make_gradual(), self.decision)
@@ -357,7 +357,7 @@ class _Decided(HostCopy):
         """Whether the step was made, 0-dim on the device."""
         return self._out.view(torch.float32)[_SKIPPED] == 0
 
-    def copied(self, copy: Copy) -> _Decided:
+    def map_tensors(self, copy: Copy) -> _Decided:
         return _Decided(copy(self._out))
 
     def __call__(self) -> bool:
@@ -383,8 +383,8 @@ class _Fields(LazyStepFields):
         norm = there.view(torch.float64)[_NORM] if self.is_first else self.grad_norm
         return LazyStepFields(scale, norm, self.report, there[_ZEROS] if self.counted else None)(applied)
 
-    def copied(self, copy: Copy) -> _Fields:
+    def map_tensors(self, copy: Copy) -> _Fields:
         assert self.decided is not None
-        plain, decided = super().copied(copy), self.decided.copied(copy)
+        plain, decided = super().map_tensors(copy), self.decided.map_tensors(copy)
         fields = plain.loss_scale, plain.grad_norm, plain.report, plain.num_zeros
         return _Fields(*fields, decided, self.is_first, self.counted)

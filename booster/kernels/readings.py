@@ -128,7 +128,7 @@ class TorchReading:
     ) -> None:
         self.params, self._norms, self.sums, self.zeros = params, norms, sums, zeros
 
-    def copied(self, copy: Copy) -> TorchReading:
+    def map_tensors(self, copy: Copy) -> TorchReading:
         """The same, of copies of the norms by parameter."""
         return TorchReading(self.params, copy(self._norms), self.sums, self.zeros)
 
@@ -145,9 +145,9 @@ class PassReadings:
     def __init__(self, looks: Sequence[Any], sums: torch.Tensor, found_inf: torch.Tensor | None) -> None:
         self._readings, self.sums, self.found_inf = looks, sums, found_inf
 
-    def copied(self, copy: Copy) -> PassReadings:
+    def map_tensors(self, copy: Copy) -> PassReadings:
         """The same, of copies of the norms by parameter."""
-        return PassReadings([look.copied(copy) for look in self._readings], self.sums, self.found_inf)
+        return PassReadings([look.map_tensors(copy) for look in self._readings], self.sums, self.found_inf)
 
     @property
     def params(self) -> list[torch.Tensor]:
@@ -185,7 +185,7 @@ class KernelReading:
         self._tables, self._partials, self.sums, self.current_scale = tables, partials, sums, current_scale
         self.zeros, self.versions = zeros, versions
 
-    def copied(self, copy: Copy) -> KernelReading:
+    def map_tensors(self, copy: Copy) -> KernelReading:
         """The same, of copies of the norms by parameter."""
         return KernelReading(self._tables, list(map(copy, self._partials)), self.sums, self.current_scale)
 

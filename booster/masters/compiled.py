@@ -30,7 +30,7 @@ from booster.masters.step import MasterStep, inverse
 from booster.model.optimizers import granularity_of, not_elementwise, restored_afterwards
 from booster.shards.base import State
 from booster.update.application import StepScalars
-from booster.update.choice import COMPILER_OPTIONS, compile_alone
+from booster.update.choice import COMPILER_OPTIONS, compile_alone, is_compilable
 
 Entries = dict[str, Any]
 # Of a group: what no `step` reads, but differs from group to group. Each value seen is a graph.
@@ -337,10 +337,4 @@ def can_compile_masters(optimizer: Optimizer, options: MasterOptions) -> bool:
         )
     elif options.rounding == "stochastic":
         reason = 'rounding="stochastic" draws random numbers, which are not compiled'
-    if reason is not None:
-        _logger.warning(
-            'fused_optimizer="compile" does not apply to this %s: %s; it is stepped as with fused_optimizer=True',
-            type(optimizer).__name__,
-            reason,
-        )
-    return reason is None
+    return is_compilable(optimizer, reason)

@@ -49,8 +49,8 @@ class MasterGradualStep(GradualStep):
         lists = {tuple(bucket.params): None for bucket in masters.buckets}
         return [list(params) for params in lists]
 
-    def begin(self) -> None:
-        super().begin()
+    def prepare(self) -> None:
+        super().prepare()
         # Once for all parts of a step, so that rounding draws what a step at once would.
         self._whole.masters.rng.next()
 

@@ -31,7 +31,7 @@ An example: a weight of 6 elements, 2 ranks, Adam; what each rank has (slices ar
       shard.grad          .grad             view of .grad                 view of the slice       local tensor of .grad
     after the step
       parameter, rank 0   new 0..5          new 0..2, old 3..5            as ZeRO-1               new 0..2, which is all it has
-      all_gather_params   nothing           slices to all ranks           as ZeRO-1               frees what was gathered before
+      sync_params         nothing           slices to all ranks           as ZeRO-1               frees what was gathered before
 
 Files, in reading order:
 

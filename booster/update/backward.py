@@ -73,9 +73,10 @@ class _Report(NamedTuple):
         culprit = tuple(name for names in self.nonfinite_params for name in names())
         return "nonfinite_grad" if finite_loss else "nonfinite_loss", culprit
 
-    def copied(self, copy: Copy) -> _Report:
+    def map_tensors(self, copy: Copy) -> _Report:
         return self._replace(
-            losses=list(map(copy, self.losses)), nonfinite_params=[each.copied(copy) for each in self.nonfinite_params]
+            losses=list(map(copy, self.losses)),
+            nonfinite_params=[each.map_tensors(copy) for each in self.nonfinite_params],
         )
 
 

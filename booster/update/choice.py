@@ -161,6 +161,11 @@ def can_compile(optimizer: Optimizer) -> bool:
             torch.compile(lambda x: x + 1)(torch.zeros(1, dtype=torch.float32, device=device))
         except Exception as error:
             reason = f"torch.compile finds no working compiler: {str(error).strip().splitlines()[0]}"
+    return is_compilable(optimizer, reason)
+
+
+def is_compilable(optimizer: Optimizer, reason: str | None) -> bool:
+    """Return whether there is no `reason` against a compiled step; one WARNING with it."""
     if reason is not None:
         _logger.warning(
             'fused_optimizer="compile" does not apply to this %s: %s; it is stepped as with fused_optimizer=True',

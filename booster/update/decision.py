@@ -56,10 +56,10 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Lazy(Protocol[T_co]):
-    """A result that is made when it is called for, which waits for the device. copied: the same, of copies of its tensors."""
+    """A result that is made when it is called for, which waits for the device. map_tensors: the same of copies of tensors."""
 
     def __call__(self) -> T_co: ...
-    def copied(self, copy: Copy) -> Lazy[T_co]: ...
+    def map_tensors(self, copy: Copy) -> Lazy[T_co]: ...
 
 
 class Applied(Lazy[bool], Protocol):
@@ -67,7 +67,7 @@ class Applied(Lazy[bool], Protocol):
 
     def ready(self) -> bool: ...
     def on_device(self) -> torch.Tensor: ...
-    def copied(self, copy: Copy) -> Applied: ...
+    def map_tensors(self, copy: Copy) -> Applied: ...
 
 
 NonFiniteParams = Lazy[tuple[str, ...]]
@@ -106,14 +106,14 @@ class LazyStepFields:
         numbers = {"loss_scale": self.loss_scale, "grad_norm": self.grad_norm}
         return {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
 
-    def copied(self, copy: Copy) -> LazyStepFields:
+    def map_tensors(self, copy: Copy) -> LazyStepFields:
         """The same, of `copy` of each tensor."""
         loss_scale, grad_norm, num_zeros = (
             copy(value) if isinstance(value, torch.Tensor) else value
             for value in (self.loss_scale, self.grad_norm, self.num_zeros)
         )
         return LazyStepFields(
-            loss_scale, grad_norm, None if self.report is None else self.report.copied(copy), num_zeros
+            loss_scale, grad_norm, None if self.report is None else self.report.map_tensors(copy), num_zeros
         )
 
 
@@ -208,18 +208,18 @@ class StepResult:
         """This result of a step that was applied, with `number` of zeros."""
         return StepResult(True, self._read()._replace(num_zeros_in_grad=number))
 
-    def copied(self, copy: Copy) -> StepResult:
+    def map_tensors(self, copy: Copy) -> StepResult:
         """Return the same result, of `copy` of each tensor that is not read yet, for who is about to overwrite them.
 
         Raises TypeError for a result that is read by another way.
         """
-        applied = self._applied if isinstance(self._applied, bool) else self._applied.copied(copy)
+        applied = self._applied if isinstance(self._applied, bool) else self._applied.map_tensors(copy)
         if isinstance(self._fields, StepFields):
             return StepResult(applied, self._fields, loss=self.loss)
         if not isinstance(self._fields, LazyStepFields):
             raise TypeError(f"a step result that is read by {type(self._fields).__name__} cannot be copied")
         # Waits for nothing.
-        fields = self._fields.copied(copy)
+        fields = self._fields.map_tensors(copy)
         return StepResult(applied, fields, loss=self.loss, pending=fields.pending if self.pending else None)
 
     def _read(self) -> StepFields:

@@ -42,7 +42,7 @@ class DeviceNorm(NamedTuple):
     each: torch.Tensor
     params: list[torch.Tensor]  # of these gradients; some may have none when the step comes
 
-    def copied(self, copy: Copy) -> DeviceNorm:
+    def map_tensors(self, copy: Copy) -> DeviceNorm:
         """The same, of copies of the norms by parameter."""
         return self._replace(each=copy(self.each))
 
@@ -236,8 +236,8 @@ class _NonfiniteParams(NamedTuple):
         each = (zip(norm.params, norm.each.isfinite().tolist(), strict=True) for norm in self.read)
         return tuple(dict.fromkeys(self.name_of(param) for norms in each for param, finite in norms if not finite))
 
-    def copied(self, copy: Copy) -> _NonfiniteParams:
-        return _NonfiniteParams([norm.copied(copy) for norm in self.read], self.name_of)
+    def map_tensors(self, copy: Copy) -> _NonfiniteParams:
+        return _NonfiniteParams([norm.map_tensors(copy) for norm in self.read], self.name_of)
 
 
 class _Applied(HostCopy):
@@ -251,7 +251,7 @@ class _Applied(HostCopy):
         """The same, 0-dim on the device."""
         return self._found_inf == 0
 
-    def copied(self, copy: Copy) -> _Applied:
+    def map_tensors(self, copy: Copy) -> _Applied:
         return _Applied(copy(self._found_inf))
 
     def __call__(self) -> bool:

@@ -37,7 +37,7 @@ class _Known(NamedTuple):
     def __call__(self) -> tuple[str, ...]:
         return self.names
 
-    def copied(self, copy: Copy) -> _Known:
+    def map_tensors(self, copy: Copy) -> _Known:
         return self
 
 

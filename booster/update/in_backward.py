@@ -191,7 +191,7 @@ def run_in_backward(
                 each.gradients.shards.clear_gradients(set_to_none=True)  # of earlier micro-batches, which were spared
             return
     for each in passes:
-        each.begin()
+        each.prepare()
     try:
         with _with_hooks(passes, InBackwardPass.step_on, loss, again=False):
             engine(retain_graph)

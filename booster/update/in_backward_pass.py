@@ -111,7 +111,7 @@ def most_at_once(num_elements: int) -> int:
 
 
 class GradualStep(ABC):
-    """One step of `optimizer`: `units`, `begin`, `step` for some parameters at a time, `rest` before the last ones, `end`.
+    """One step of `optimizer`: `units`, `prepare`, `step` for some parameters at a time, `rest` before the last ones, `end`.
 
     Step hooks are called once, before the first part and after the last one. Parameters are this rank's parts of them; `units`
     and `rest` are called inside `shards.local()`, the others outside of it.
@@ -125,7 +125,7 @@ class GradualStep(ABC):
         """Return parameters that are stepped together, each in one list; those in none can be stepped with any others."""
         return []
 
-    def begin(self) -> None:
+    def prepare(self) -> None:
         """The first part follows."""
         fire_pre_hooks(self.optimizer)
         groups = self.optimizer.param_groups
@@ -295,7 +295,7 @@ class InBackwardPass:
 
     # ------------------------------------------------------------------ the pass that steps
 
-    def begin(self) -> None:
+    def prepare(self) -> None:
         if self.measures_along and self.in_backward.previous is not None:
             self.gradients.clip_by(self.in_backward.max_norm, self.in_backward.previous)
         self._divisor: Any = self._divide_by()
@@ -395,7 +395,7 @@ class InBackwardPass:
     def _step(self, params: Sequence[torch.Tensor]) -> None:
         if not self._began:
             self._began = True
-            self._gradual.begin()
+            self._gradual.prepare()
         with self._local_shards(params) as local:
             local_shards = [shard for shard in local if shard.grad is not None]
             if local_shards:

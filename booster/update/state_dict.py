@@ -78,7 +78,12 @@ def numbered(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any])
                 "parameters; where states of several pipeline ranks are put together, put these lists together too, in the "
                 "order of the groups"
             )
-        state_dict = _renamed(state_dict, dict(zip(keys, names, strict=True)))
+        name_of = dict(zip(keys, names, strict=True))
+        groups = [
+            {**group, "params": [name_of[key] for key in group["params"]]} for group in state_dict["param_groups"]
+        ]
+        state = {name_of.get(key, key): value for key, value in state_dict["state"].items()}
+        state_dict = {**state_dict, "state": state, "param_groups": groups}
         keys = list(names)
     here = _names(update)
     mine = {name for group in here for name in group}
@@ -106,12 +111,6 @@ def _names(update: Update) -> list[list[str]]:
     """The names of the parameters of each group, in order; one that is not of the model has none that a state could have."""
     groups = update.optimizer.param_groups
     return [[update.names.get(param, f"parameter {id(param)}") for param in group["params"]] for group in groups]
-
-
-def _renamed(state_dict: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
-    groups = [{**group, "params": [names[key] for key in group["params"]]} for group in state_dict["param_groups"]]
-    state = {names.get(key, key): value for key, value in state_dict["state"].items()}
-    return {**state_dict, "state": state, "param_groups": groups}
 
 
 def _by_name(state_dict: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:

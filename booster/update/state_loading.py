@@ -40,7 +40,7 @@ class _Own(NamedTuple):
 class Reading(NamedTuple):
     """A state that is read and fits, of which containers of the optimizer and the loss scale are changed, and no tensor.
 
-    One of the two is called next. take_over: do the rest; it does not fail. undo: have everything as it was before.
+    One of the two is called next. adopt: do the rest; it does not fail. undo: have everything as it was before.
     """
 
     adopt: Callable[[], None]

@@ -314,7 +314,11 @@ def _replace(holder: Any, name: str, key: Name) -> None:
 
 
 def _call(function: Any, kind: CastKind | None, args: Any, kwargs: Any) -> Any:
-    dtype = None if kind is None else _target(kind, args, kwargs)
+    dtype = None
+    if kind == "half":
+        dtype = torch.float16
+    elif kind == "float" or (kind and any(tensor.dtype == torch.float32 for tensor in tensors((args, kwargs)))):
+        dtype = torch.float32
     return function(*cast_floats(args, dtype), **cast_floats(kwargs, dtype))
 
 
@@ -324,14 +328,6 @@ def _instead_of_autocast(rule: Rule) -> Rule:
             return rule(mode, function, args, kwargs)
 
     return alone
-
-
-def _target(kind: CastKind, args: Any, kwargs: Any) -> torch.dtype | None:
-    if kind == "half":
-        return torch.float16
-    if kind == "float" or any(tensor.dtype == torch.float32 for tensor in tensors((args, kwargs))):
-        return torch.float32
-    return None
 
 
 def _path(module: Any) -> str:

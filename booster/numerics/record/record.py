@@ -396,7 +396,7 @@ class Records:
         self._precision, self._plugin, self._device = precision, plugin, device
         self._open: list[Record] = []
 
-    def add_look(self, model: int, look: Any) -> None:
+    def add_measurement(self, model: int, look: Any) -> None:
         """Write into every open record what an autopilot measured in the `model`-th boosted model, and changed."""
         own, measured = {"time": time.time(), "model": model}, look._asdict()
         changes = measured.pop("changes")

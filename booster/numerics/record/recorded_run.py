@@ -186,7 +186,7 @@ class _Span:
         self.about, self.is_process = about, is_process
         self.begins: dict[str, int] = {}
 
-    def leaves(self, step: int) -> bool:
+    def keeps(self, step: int) -> bool:
         """Return whether what an earlier span says of `step` still holds."""
         begin = max(self.begins.values(), default=math.inf)
         # A process that goes back may write of its first step before the line of that step.
@@ -266,7 +266,7 @@ class _RankFile:
     def still_valid(self, kind: str) -> list[Any]:
         """Return the events of `kind` that no later span went back behind, by step."""
         own = [found for key, found in self._events.items() if key[0] == kind]
-        valid = [event for place, event in own if all(later.leaves(event.step) for later in self.spans[place + 1 :])]
+        valid = [event for place, event in own if all(later.keeps(event.step) for later in self.spans[place + 1 :])]
         return sorted(valid, key=lambda event: event.step)
 
     def notes(self) -> list[str]:

@@ -339,20 +339,15 @@ def check_model(model: nn.Module, *, by_heads: bool, size: int, tp_size: int) ->
                 _check_heads(name, module.num_heads, size, tp_size)
             if module.bias_k is not None or module.add_zero_attn:
                 _refuse(name, kind, "has add_bias_kv or add_zero_attn, keys that belong to no token", "leave them out")
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
-            _check_config(name, kind, config, by_heads=by_heads, size=size, tp_size=tp_size)
-
-
-def _check_config(name: str, kind: str, config: Any, *, by_heads: bool, size: int, tp_size: int) -> None:
-    used = config._attn_implementation
-    # None: the model is no transformers model, or one without attention.
-    if used not in ("sdpa", "booster_sequence", None):
-        _refuse(
-            name, kind, f"computes attention by {used!r}, which is not seen", "load it with attn_implementation='sdpa'"
-        )
-    if used == "sdpa" and by_heads and isinstance(getattr(config, "num_attention_heads", None), int):
-        _check_heads(name, config.num_attention_heads, size, tp_size)
+            used = config._attn_implementation
+            # None: the model is no transformers model, or one without attention.
+            if used not in ("sdpa", "booster_sequence", None):
+                cannot = f"computes attention by {used!r}, which is not seen"
+                _refuse(name, kind, cannot, "load it with attn_implementation='sdpa'")
+            if used == "sdpa" and by_heads and isinstance(getattr(config, "num_attention_heads", None), int):
+                _check_heads(name, config.num_attention_heads, size, tp_size)
 
 
 def _check_heads(name: str, heads: int, size: int, tp_size: int) -> None:
