@@ -68,9 +68,9 @@ def estimate(argv: Sequence[str]) -> int:
     parser.add_argument(
         "job",
         metavar="JOB",
-        help="timm:NAME, transformers:NAME, or what `booster advise` takes: FILE.py that defines model_fn, batch, criterion "
-        "and optimizer_fn, or FILE.py:FUNCTION or MODULE:FUNCTION that returns them as a dict, or (model, optimizer, batch, "
-        "criterion)",
+        help="timm:NAME, transformers:NAME, or what `booster advise` takes: FILE.py that defines model_fn(), batch, "
+        "criterion and optimizer_fn(model), or FILE.py:FUNCTION or MODULE:FUNCTION that returns them as a dict, or (model, "
+        "optimizer, batch, criterion)",
     )
     options = parser.parse_args(list(argv))
     if set(options.plugin) != {"single"} and options.world_size == [1]:
@@ -230,9 +230,9 @@ def advise(argv: Sequence[str]) -> int:
     parser = values.command_parser(
         "advise",
         "Train a few steps in every precision, and say which to take: by time, memory and errors.",
-        epilog="A file defines model_fn, batch, criterion and optimizer_fn, the arguments of booster.numerics.advise; a "
-        "function returns them as a dict, or (model, optimizer, batch, criterion). `booster estimate` takes the same. status: "
-        "0 there is an answer, 1 nothing is within the bounds, 2 trouble",
+        epilog="A file defines model_fn(), batch, criterion and optimizer_fn(model), the arguments of booster.numerics.advise; "
+        "a function returns them as a dict, or (model, optimizer, batch, criterion). `booster estimate` takes the same. "
+        "status: 0 there is an answer, 1 nothing is within the bounds, 2 trouble",
     )
     parser.add_argument("--precisions", type=values.precisions, metavar="A,B", help="names, by commas; all by default")
     parser.add_argument("--steps", type=values.whole(3), metavar="N", help="timed steps of each precision (20)")

@@ -57,7 +57,7 @@ class StackedExperts(nn.Module):
         counts.index_add_(0, numbers, torch.ones_like(numbers, dtype=torch.int64))
         # Each row once, so that gradients of a token are summed in one operation, and not rounded after each.
         rows = tokens.repeat_interleave(top_k, 0).index_select(0, order).split(counts.tolist())
-        single = zip(*(self.get_parameter(own).unbind(0) for own in self._names), strict=True)
+        single = zip(*(getattr(self, own).unbind(0) for own in self._names), strict=True)
         outputs = [
             functional_call(template, dict(zip(self._names.values(), params, strict=True)), (part,))
             for params, part in zip(single, rows, strict=True)

@@ -53,7 +53,7 @@ def batches(booster=None):
 
 
 def loss_of(models, inputs, targets):
-    first, second = (nn.functional.mse_loss(model(inputs), targets) for model in models)
+    first, second = (nn.functional.mse_loss(model(inputs).float(), targets) for model in models)
     return first + 2 * second
 
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 import torch
 
+from booster.common.torch_internals.tensor_internals import gather_full
+
 
 def difference(one, other, where=""):
     """The place of the first difference of two nested containers of tensors and plain values; None if there is none.
@@ -43,7 +45,7 @@ def assert_same(one, other, where=""):
 def whole(tensor):
     """A copy of all of `tensor`; a collective for a DTensor."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+    return (gather_full(tensor) if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
 def weights(model):

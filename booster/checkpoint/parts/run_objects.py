@@ -255,7 +255,7 @@ class Random(Part):
             found.saved.request_all(ranks[found.rank])
         else:
             found.saved.notes.append(
-                f"random states are those of {len(ranks)} ranks and are left out; this job has another number"
+                f"random states are of a job with world_size {len(ranks)} and are left out; this one has {found.world_size}"
             )
         return iter(())
 
