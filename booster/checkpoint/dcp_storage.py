@@ -50,10 +50,7 @@ class ManifestWriter(StorageWriter):
     """
 
     def __init__(
-        self,
-        staging: Path,
-        *,
-        make_manifest: Callable[[dict[str, File], dict[str, Tensor]], Manifest],
+        self, staging: Path, *, make_manifest: Callable[[dict[str, File], dict[str, Tensor]], Manifest]
     ) -> None:
         self.staging = staging
         self.manifest: Manifest | None = None

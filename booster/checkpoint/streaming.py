@@ -74,12 +74,7 @@ class _Step:
 
 
 def stream(
-    model: nn.Module,
-    path: Path,
-    storage: Storage,
-    *,
-    keep: tuple[KeepFP32, ...],
-    device: torch.device,
+    model: nn.Module, path: Path, storage: Storage, *, keep: tuple[KeepFP32, ...], device: torch.device
 ) -> nn.Module:
     """Load the weights in `path` into `model`, in place, and return it, which is another object where it is one layer itself.
 

@@ -223,9 +223,7 @@ def read_verified(path: Path, expected: File, targets: Mapping[str, torch.Tensor
 
 
 def write_tensors(
-    path: Path,
-    entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    tensor_of: Callable[[str], torch.Tensor],
+    path: Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensor_of: Callable[[str], torch.Tensor]
 ) -> File:
     """Write a new safetensors file, wait until the disk has it, and return its size and hash. tensor_of: called in order of
     `entries`."""

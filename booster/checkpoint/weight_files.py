@@ -307,11 +307,7 @@ class CheckpointTensors:
 
 
 def export(
-    folder: Path,
-    manifest: Manifest,
-    entries: Mapping[str, ExportedTensor],
-    target: Path,
-    files: FileOptions,
+    folder: Path, manifest: Manifest, entries: Mapping[str, ExportedTensor], target: Path, files: FileOptions
 ) -> None:
     """Write tensors of the checkpoint in `folder` as plain files, one tensor at a time (all of a file for `torch.save`).
 

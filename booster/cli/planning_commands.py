@@ -26,8 +26,7 @@ _PATIENCE = 15.0  # seconds until it is said what takes so long, and between tha
 def estimate(argv: Sequence[str]) -> int:
     """Run `booster estimate` with the options `argv`; returns 0, or 1 where nothing could be estimated."""
     parser = values.command_parser(
-        "estimate",
-        "Estimate the memory of a training step on one rank. Nothing is allocated, and no ranks are needed.",
+        "estimate", "Estimate the memory of a training step on one rank. Nothing is allocated, and no ranks are needed."
     )
 
     def add(name: str, **settings: Any) -> None:

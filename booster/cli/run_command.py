@@ -123,13 +123,7 @@ _OPTIONS: tuple[tuple[str, Callable[[str], Any] | None, str, Any, str], ...] = (
         None,
         "seconds that a collective waits for other ranks before it fails, where the script names none (default: torch's)",
     ),
-    (
-        "log_dir",
-        _directory,
-        "DIR",
-        None,
-        "keep each rank's stdout and stderr under DIR, and show them on the console",
-    ),
+    ("log_dir", _directory, "DIR", None, "keep each rank's stdout and stderr under DIR, and show them on the console"),
     (
         "tee",
         _streams,

@@ -127,10 +127,7 @@ class NoSync:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[OptimizerWrapper] | None,
-        context: AbstractContextManager[Any],
+        self, model: nn.Module, optimizers: Sequence[OptimizerWrapper] | None, context: AbstractContextManager[Any]
     ) -> None:
         self.context = context
         self._model = model

@@ -149,12 +149,7 @@ class AMP_TYPE(str, Enum):
 
 # The documented fields of each mode, with their documented defaults.
 _FIELDS: dict[AMP_TYPE, dict[str, Any]] = {
-    AMP_TYPE.TORCH: {
-        "init_scale": 2.0**16,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 2000,
-    },
+    AMP_TYPE.TORCH: {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000},
     AMP_TYPE.APEX: {
         "opt_level": "O1",
         "cast_model_type": None,

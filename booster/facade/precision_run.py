@@ -189,10 +189,7 @@ class PrecisionScheduler:
                 self._last_progress[each] = count, there
         before, now = (
             f"after the steps {starts}, of total_steps={total}"
-            for starts, total in (
-                (state["starts"], state["total_steps"]),
-                (list(self.phases), self._total_steps),
-            )
+            for starts, total in ((state["starts"], state["total_steps"]), (list(self.phases), self._total_steps))
         )
         if state["starts"] != list(self.phases):
             _logger.warning(

@@ -68,13 +68,7 @@ class Switch:
     """From the precision `old` to `new`, of models that `plugin` placed. `check` all of them first, then `make` each."""
 
     def __init__(
-        self,
-        old: MixedPrecision,
-        new: MixedPrecision,
-        *,
-        plugin: Plugin,
-        device: torch.device,
-        options: UpdateOptions,
+        self, old: MixedPrecision, new: MixedPrecision, *, plugin: Plugin, device: torch.device, options: UpdateOptions
     ) -> None:
         self._old, self._new, self._plugin, self._device = old, new, plugin, device
         self._options = options

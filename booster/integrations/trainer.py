@@ -203,11 +203,7 @@ def _boosted_class(trainer: Any) -> Any:
         accelerator: Any
 
         def __init__(
-            self,
-            *args: Any,
-            mixed_precision: Given | None = None,
-            plugin: Plugin | None = None,
-            **kwargs: Any,
+            self, *args: Any, mixed_precision: Given | None = None, plugin: Plugin | None = None, **kwargs: Any
         ) -> None:
             self._asked = (mixed_precision, plugin)
             self._has_reference = any(isinstance(each, nn.Module) for each in (*args[1:], kwargs.get("ref_model")))

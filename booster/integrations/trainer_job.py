@@ -25,7 +25,8 @@ from booster.interface.model import ModelWrapper, extras_of, precision_of, remov
 from booster.interface.optimizer import OptimizerWrapper
 from booster.model.modules import bare
 from booster.model.params import is_dtensor, is_part
-from booster.tensors.cast_regions import region
+from booster.tensors.cast_regions import cast_noting_writes, region
+from booster.tensors.trees import Writes
 
 _logger = logging.getLogger(__name__)
 OPTIMIZER = "booster_optimizer"
@@ -203,7 +204,7 @@ class RegionHooks:
 
     def __init__(self, model: nn.Module, boosted: ModelWrapper) -> None:
         self._boosted = boosted
-        self._open: list[AbstractContextManager[Any]] = []
+        self._open: list[tuple[AbstractContextManager[Any], Writes | None]] = []
         model.register_forward_pre_hook(self._enter, with_kwargs=True)
         model.register_forward_hook(self._exit, always_call=True)
 
@@ -212,13 +213,17 @@ class RegionHooks:
             return None
         context = region(precision_of(self._boosted).forward_context)
         context.__enter__()
-        self._open.append(context)
-        return self._boosted.cast_inputs(args), self._boosted.cast_inputs(kwargs)
+        args, kwargs, writes = cast_noting_writes(self._boosted.cast_inputs, args, kwargs)
+        self._open.append((context, writes))
+        return args, kwargs
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling() or not self._open:
             return None
-        self._open.pop().__exit__(None, None, None)
+        context, writes = self._open.pop()
+        context.__exit__(None, None, None)
+        if writes is not None:
+            writes.bring_back(self._boosted.cast_outputs)
         return self._boosted.cast_outputs(output)
 
 

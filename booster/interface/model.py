@@ -22,7 +22,7 @@ from booster.interface.error_hints import hint
 from booster.interface.transparent import TransparentModule
 from booster.model.modules import bare, fast_path_off, is_fully_sharded, is_placed, wait_for_weights
 from booster.model.params import is_part
-from booster.tensors.cast_regions import both, cast_floats, cast_inputs, region
+from booster.tensors.cast_regions import both, cast_floats, cast_inputs, cast_noting_writes, region
 from booster.tensors.trees import HALF_DTYPES, tensors
 from booster.tensors.weak import reading_weakly, strip_weak
 
@@ -97,16 +97,25 @@ class PrecisionModule(TransparentModule):
                 "precision, or trace the user's model in the dtype of its weights: "
                 "torch.jit.trace(b.unwrap(model).eval(), inputs)"
             )
-        wanted = self._input_dtype
+        wanted, writes = self._input_dtype, None
+        first: Any = args[0] if len(args) == 1 and not kwargs else None
+        given = first
         if wanted is not None:  # outside of the region: its function modes would see the cast
-            # To half, finite numbers that are too large stay finite, as a mask of the smallest number must.
-            cast = self._cast if wanted is torch.float32 else self._cast_in
-            args, kwargs = cast(args, wanted), (cast(kwargs, wanted) if kwargs else kwargs)
+            if type(given) is torch.Tensor and not torch.is_inference_mode_enabled():  # nearly always, in no more calls
+                # To half, finite numbers that are too large stay finite, as a mask of the smallest number must.
+                args = (self._cast if wanted is torch.float32 else self._cast_in)(args, wanted)
+                first, version = args[0], args[0]._version
+            else:
+                args, kwargs, writes = cast_noting_writes(self.cast_inputs, args, kwargs)
         try:
             passed = self._passed_over
             own = self._precision.forward_context if not passed else self._off_path
             with region(self._beside_forward() if passed == "hooks" else own):
                 output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
+            if writes is not None:
+                writes.bring_back(self.cast_outputs)
+            elif first is not given and not torch.compiler.is_compiling() and first._version != version:
+                given.copy_(first)
         except Exception as error:
             abandon_pass(error)
             advice = self._hint(error, "forward") if isinstance(error, RuntimeError) else None
@@ -166,8 +175,11 @@ class PrecisionModule(TransparentModule):
         @functools.wraps(method)
         def run_method(*args: Any, **kwargs: Any) -> Any:
             try:
+                args, kwargs, writes = cast_noting_writes(self.cast_inputs, args, kwargs)
                 with region(self._beside_forward()):
-                    output = method(*self.cast_inputs(args), **self.cast_inputs(kwargs))
+                    output = method(*args, **kwargs)
+                if writes is not None:
+                    writes.bring_back(self.cast_outputs)
             except RuntimeError as error:
                 advice = self._hint(error, name)
                 if advice is None:

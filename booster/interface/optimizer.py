@@ -92,12 +92,7 @@ class OptimizerWrapper(Optimizer):
 
     @leaving_pass()
     def backward(
-        self,
-        loss: torch.Tensor,
-        *,
-        inputs: Any = None,
-        retain_graph: bool = False,
-        create_graph: bool = False,
+        self, loss: torch.Tensor, *, inputs: Any = None, retain_graph: bool = False, create_graph: bool = False
     ) -> None:
         """Scale `loss` (one element) and accumulate its gradients; as `Booster.backward`, which `accumulate` needs.
 

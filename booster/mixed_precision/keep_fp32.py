@@ -18,7 +18,7 @@ from booster.common import arguments
 from booster.common.arguments import as_fraction, listed
 from booster.common.torch_internals.tensor_internals import BatchNorm
 from booster.model.modules import matcher, parents, repeated_blocks, tensor_places
-from booster.tensors.cast_regions import NewTensors, cast_floats, disabled
+from booster.tensors.cast_regions import NewTensors, cast_floats, cast_noting_writes, disabled
 from booster.tensors.trees import HALF_DTYPES
 from booster.tensors.weak import ForwardDepth, ForwardProxy, as_weak, remove_forward, strip_weak
 
@@ -182,11 +182,17 @@ class Float32Forward(ForwardProxy):
         with autocast_off, disabled(NewTensors):
             if self.depth is not None:
                 args, kwargs = strip_weak(args), strip_weak(kwargs)
-            args, kwargs = cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32)
+            args, kwargs, writes = cast_noting_writes(_widened, args, kwargs)
             output = self._function(*args, **kwargs) if module is None else self._function(module, *args, **kwargs)
+        if writes is not None:
+            writes.bring_back(lambda new: cast_floats(new, self._output_dtype))
         if self.depth is not None and self._output_dtype is not None:
             return as_weak(output, self._output_dtype) if self.depth.runs() else output
         return cast_floats(output, self._output_dtype)
+
+
+def _widened(tree: Any) -> Any:
+    return cast_floats(tree, torch.float32)
 
 
 def _normalises_halves(forward: Callable[..., Any]) -> bool:

@@ -279,9 +279,7 @@ class HybridParallelPlugin(ShardingPlugin):
             # Modules of other stages are fakes without parameters here.
             kept = policy.keep_fp32 if plan is None else _with_parameters(root, policy.keep_fp32)
             own = dataclasses.replace(
-                policy,
-                keep_fp32=frozenset(kept),
-                fp8_weights=frozenset(_with_parameters(root, policy.fp8_weights)),
+                policy, keep_fp32=frozenset(kept), fp8_weights=frozenset(_with_parameters(root, policy.fp8_weights))
             )
             if not shards:
                 keep_whole(root, own)  # a group of one rank has nothing to gather or to reduce

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from booster.common.torch_internals.autograd_internals import engine_backward, function_modes, num_function_modes
-from booster.tensors.trees import HALF_DTYPES, map_tensors
+from booster.tensors.trees import HALF_DTYPES, Writes, map_tensors
 
 Function = Callable[..., Any]
 Rule = Callable[["CastFunctions", Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -322,6 +322,16 @@ def cast_inputs(tree: Any, dtype: torch.dtype | None) -> Any:
         return to_half(tensor, dtype) if tensor.dtype in _CASTABLE and tensor.dtype != dtype else tensor
 
     return map_tensors(cast, tree)
+
+
+def cast_noting_writes(cast: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any, Writes | None]:
+    """Return arguments of a function as `cast` makes them, and what brings its writes to them back; None: nothing to bring."""
+    if torch.compiler.is_compiling():  # which traces no count of writes
+        return cast(args), cast(kwargs), None
+    # Inference tensors count no writes.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        new = cast(args), cast(kwargs)
+    return *new, None if new[0] is args and new[1] is kwargs else Writes((args, kwargs), new)
 
 
 def cast_floats(

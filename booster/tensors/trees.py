@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections import UserList, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -187,6 +188,55 @@ def _set_fields(tree: Any) -> list[str]:
 
 
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
+
+
+class Writes:
+    """What a function writes into `casts` of its arguments `given`, in place or into containers, brought back to those.
+
+    Made before the call. Nothing is of inference tensors, which count no writes.
+    """
+
+    def __init__(self, given: Any, casts: Any) -> None:
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._containers: list[tuple[Any, Any, list[Any]]] = []
+        self._note(given, casts)
+
+    def _note(self, given: Any, cast: Any) -> None:
+        if given is cast:
+            return
+        if isinstance(cast, torch.Tensor):
+            if not cast.is_inference():
+                self._tensors.append((given, cast, cast._version))
+            return
+        items = _items(cast) or []
+        self._containers.append((given, cast, items))
+        for pair in zip(_items(given) or (), items, strict=True):
+            self._note(*pair)
+
+    def bring_back(self, finish: Callable[[Any], Any]) -> None:
+        """Do to what was given what was done to the casts since; `finish` casts what is new in a container, as an output."""
+        for given, cast, version in self._tensors:
+            if cast._version != version:
+                given.copy_(cast)
+        own = {id(cast): given for given, cast, *_ in (*self._tensors, *self._containers)}
+        for given, cast, items in self._containers:
+            now = _items(cast) or []
+            if len(now) == len(items) and all(map(operator.is_, now, items)):
+                continue
+            known = {id(item) for item in items}
+            new = [own[id(item)] if id(item) in own else item if id(item) in known else finish(item) for item in now]
+            if isinstance(cast, MutableMapping):
+                for key in [key for key in given if key not in cast]:
+                    del given[key]
+                given.update(zip(cast, new, strict=True))
+            elif isinstance(cast, (list, deque, UserList)):
+                given[:] = new
+            elif isinstance(cast, set):
+                given.clear()
+                given.update(new)
+            else:
+                for name, item in zip(_set_fields(cast), new, strict=True):
+                    setattr(given, name, item)
 
 
 @dataclass(frozen=True)

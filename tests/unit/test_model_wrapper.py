@@ -17,7 +17,12 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from booster import Booster
-from booster.mixed_precision import BF16MixedPrecision
+from booster.mixed_precision import (
+    BF16MixedPrecision,
+    BF16NaiveMixedPrecision,
+    FP16ApexMixedPrecision,
+    FP16NaiveMixedPrecision,
+)
 
 PRECISIONS = ["fp32", "fp16", "bf16"]
 HALF = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -588,6 +593,90 @@ def test_inputs_reach_the_model_as_they_are(batch):
     net = Taking()
     boosted(net)(batch, mask=torch.ones(1))
     assert net.seen == [(type(batch), [leaf.dtype for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)])]
+
+
+@dataclasses.dataclass
+class Kept:
+    x: torch.Tensor
+
+
+class Writing(nn.Module):
+    """Writes into all that it is given: into tensors in place, and into containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, state):
+        x.sub_(1.0)
+        out = self.linear(x)
+        state["h"], state["new"] = out, [out]
+        del state["old"]
+        state["count"] += 1
+        state["rows"].append(out)
+        state["rows"][0].add_(1.0)
+        state["batch"].x = out
+        return out
+
+
+class Holding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner = nn.Linear(4, 4), Writing()
+
+    def forward(self, x, state):
+        h = self.first(x)
+        return h + self.inner(h, state)
+
+    def alone(self, x):
+        x.mul_(2.0)
+        return self.first(x)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: "fp32",
+        lambda: BF16NaiveMixedPrecision(),
+        lambda: FP16NaiveMixedPrecision(),
+        lambda: FP16ApexMixedPrecision(opt_level="O2"),
+        lambda: BF16MixedPrecision(keep_fp32="inner"),
+        lambda: BF16NaiveMixedPrecision(keep_fp32="inner"),
+    ],
+    ids=["fp32", "bf16_naive", "fp16_naive", "O2", "bf16, kept", "bf16_naive, kept"],
+)
+def test_what_a_model_writes_into_its_inputs_reaches_them(make, mode):
+    torch.manual_seed(0)
+    found = []
+    net = Holding()
+    plain, model = copy.deepcopy(net), boosted(net, make())
+    x, old = torch.randn(2, 4), torch.ones(1)
+    with mode():
+        for called in (plain, model):
+            state = {"h": x.clone(), "old": old, "count": 0, "rows": [x.clone()], "batch": Kept(x.clone())}
+            rows, batch, given, single = state["rows"], state["batch"], x.clone(), x.clone()
+            out = called(given, state)
+            assert state["rows"] is rows
+            assert state["batch"] is batch
+            assert (len(rows), state["count"], "old" in state) == (2, 1, False)
+            read = called.alone(single)
+            torch.testing.assert_close(single, 2 * x, rtol=1e-2, atol=1e-2)
+            found.append((given, single, out, read, state["h"], *state["new"], *rows, batch.x))
+            assert {each.dtype for each in (rows[0], single, given)} == {torch.float32}
+    torch.testing.assert_close(*found, rtol=2e-2, atol=3e-2, check_dtype=False)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive", "fp16_naive"])
+def test_what_a_model_writes_into_its_only_input_reaches_it(precision):
+    class Normalising(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.sub_(1.0))
+
+    net = Normalising(4, 4)
+    x = torch.randn(2, 4)
+    boosted(net, precision)(given := x.clone())
+    torch.testing.assert_close(given, x - 1, rtol=2e-2, atol=2e-2)
 
 
 # ---- torch.compile ----

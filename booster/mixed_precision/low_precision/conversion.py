@@ -99,10 +99,7 @@ def _differs(layer: LowPrecisionLinear, low: Mapping[str, Any], wide: Mapping[st
 
 
 def _results(
-    forward: Forward,
-    x: torch.Tensor,
-    g: torch.Tensor,
-    params: Mapping[str, nn.Parameter | None],
+    forward: Forward, x: torch.Tensor, g: torch.Tensor, params: Mapping[str, nn.Parameter | None]
 ) -> dict[str, Any]:
     for param in params.values():
         if param is not None:
@@ -233,11 +230,7 @@ class LinearConversion:
         # By shape and sorted, so that every rank times the same layers in the same order.
         for shape in sorted(shapes - self._times.keys()):
             wide, low = timed(
-                (self.tokens or 1, *shape),
-                {recipe.name: recipe},
-                device,
-                dtype=self.dtype,
-                timer=self.timer,
+                (self.tokens or 1, *shape), {recipe.name: recipe}, device, dtype=self.dtype, timer=self.timer
             )
             own[shape] = wide, low[recipe.name]
         for times_of_rank in gather([[*shape, *times] for shape, times in own.items()], group):

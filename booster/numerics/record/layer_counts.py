@@ -36,11 +36,7 @@ from booster.tensors.trees import tensors
 Line = dict[str, Any]
 Key = tuple[str, ...]
 _GRADIENT = "activation gradient"
-_OPERANDS = {
-    "forward": ("input", "weight"),
-    "input_grad": ("gradient", "weight"),
-    "weight_grad": ("gradient", "input"),
-}
+_OPERANDS = {"forward": ("input", "weight"), "input_grad": ("gradient", "weight"), "weight_grad": ("gradient", "input")}
 _COUNTS = ("total", "underflow", "saturated", "top")
 _ABOVE = 1 + 2.0**-20  # the largest number of a block divided by its scale may be off by a rounding
 

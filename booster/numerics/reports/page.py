@@ -42,10 +42,7 @@ def page(run: Run) -> str:
     summary = summarise(run)
     began = datetime.fromtimestamp(run.about.get("time", 0), timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     name = run.folder.resolve().name
-    body = [
-        f"<h1>{escape(name)}</h1>",
-        f"<p>{escape(summary.heading)}; began {began}</p>",
-    ]
+    body = [f"<h1>{escape(name)}</h1>", f"<p>{escape(summary.heading)}; began {began}</p>"]
     body += [f'<p class="note">{escape(note)}</p>' for note in summary.notes]
     body += [
         f"<p>After step {switch['step']}: {escape(switch['precision'])}, by {escape(switch['why'])}</p>"

@@ -55,12 +55,7 @@ class AverageReducer(GradientReducer):
     keeps_apart = True
 
     def __init__(
-        self,
-        named: Mapping[str, torch.Tensor],
-        *,
-        group: dist.ProcessGroup,
-        bucket_bytes: int,
-        finds_unused: bool,
+        self, named: Mapping[str, torch.Tensor], *, group: dist.ProcessGroup, bucket_bytes: int, finds_unused: bool
     ) -> None:
         super().__init__(named.values(), group)
         self._names = {param: name for name, param in named.items()}

@@ -310,13 +310,7 @@ _RULES = _rules()
 _OVER_TOKENS: dict[str, tuple[type[nn.Module], ...]] = {
     "normalises over the tokens": (RunningNorm, nn.GroupNorm),
     "reads one token after the other": (nn.RNNBase, nn.RNNCellBase),
-    "pools neighbouring tokens": (
-        nn.AvgPool1d,
-        nn.MaxPool1d,
-        nn.LPPool1d,
-        nn.AdaptiveAvgPool1d,
-        nn.AdaptiveMaxPool1d,
-    ),
+    "pools neighbouring tokens": (nn.AvgPool1d, nn.MaxPool1d, nn.LPPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
 }
 
 

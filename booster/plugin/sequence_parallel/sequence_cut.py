@@ -96,13 +96,7 @@ class SequenceCut:
 
 
 def make_cut(
-    batch: Any,
-    *,
-    size: int,
-    rank: int,
-    zigzag: bool,
-    documents: torch.Tensor | None,
-    whole: Collection[str | int],
+    batch: Any, *, size: int, rank: int, zigzag: bool, documents: torch.Tensor | None, whole: Collection[str | int]
 ) -> SequenceCut:
     """Return how `batch` is to be cut; see `Booster.shard_sequence`. Reads `documents` on the host."""
     named = [(name, value) for name, value in entries(batch) if name not in whole]
