@@ -15,7 +15,7 @@ from ports import free_port
 from programs import Program
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 240  # seconds; ranks that wait to be stopped sleep 300
+TIMEOUT = 600  # seconds; ranks that wait to be stopped sleep 3000
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -56,7 +56,7 @@ def running(pid):
         return False
 
 
-def wait_for(condition, seconds=240.0):
+def wait_for(condition, seconds=TIMEOUT):
     until = time.monotonic() + seconds
     while not condition() and time.monotonic() < until:
         time.sleep(0.05)
@@ -85,16 +85,16 @@ if dist.get_rank() == 0:
 # Both ranks write their process ids, and so does what they have started themselves.
 SLEEP = """
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(300)"])
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(3000)"])
 with open(f"pids_{os.environ['RANK']}.part", "w") as file:
     file.write(f"{os.getpid()} {child.pid}")
 os.rename(f"pids_{os.environ['RANK']}.part", f"pids_{os.environ['RANK']}")
-time.sleep(300)
+time.sleep(3000)
 """
 
 # Rank 1 fails once rank 0 sleeps.
 CRASH = (
-    SLEEP.removesuffix("time.sleep(300)\n")
+    SLEEP.removesuffix("time.sleep(3000)\n")
     + """
 def step():
     raise ValueError("the reason")
@@ -102,7 +102,7 @@ if os.environ["RANK"] == "1":
     while not os.path.exists("pids_0"):
         time.sleep(0.01)
     step()
-time.sleep(300)
+time.sleep(3000)
 """
 )
 
@@ -208,7 +208,7 @@ def test_a_crashing_rank_ends_the_others_and_its_traceback_comes_last(tmp_path):
     ],
 )
 def test_the_status_is_that_of_the_first_failing_rank(tmp_path, end, expected, reported):
-    write(tmp_path, "train.py", f"import os, signal, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep(300)")
+    write(tmp_path, "train.py", f"import os, signal, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep(3000)")
     status, _, err = launch(tmp_path, "--nproc_per_node", "2", "train.py")
     assert status == expected
     assert reported in err[err.rindex("booster run: rank 1") :]
@@ -299,7 +299,7 @@ tries = tries_of(rank)
 pathlib.Path(f"tries_{rank}").write_text("x" * (tries + 1))
 while tries_of(0) <= tries: time.sleep(0.01)  # a slow rank 0 would be stopped before it has counted
 if rank == "1" and tries < 2: os._exit(7)
-if tries < 2: time.sleep(300)
+if tries < 2: time.sleep(3000)
 print("done")
 """
     write(tmp_path, "train.py", text)
@@ -373,12 +373,11 @@ def test_a_failing_node_ends_the_others_and_is_named_with_its_traceback_last(tmp
 def test_ctrl_c_reaches_every_node(tmp_path, cluster):
     options, variables = cluster
     write(tmp_path, "train.py", SLEEP)
-    job = start(tmp_path, *options, "train.py", **variables)
+    # The nodes end by themselves: cutting the connections comes later than `finish` waits.
+    job = start(tmp_path, *options, "--grace_seconds", "3000", "train.py", **variables)
     pids = sleeping_pids(tmp_path)
     job.send_signal(signal.SIGINT)
-    began = time.monotonic()
     status, _, err = finish(job)
-    assert time.monotonic() - began < 20  # the nodes end by themselves; cutting the connections comes after 20 s
     assert status == 130, err
     assert wait_for(lambda: not any(running(pid) for pid in pids))
 

@@ -17,6 +17,7 @@ from booster.common import hang_watchdog
 from booster.facade.accumulation import Accumulations
 
 PLUGINS = plugins("ddp", "zero1", "zero2", "fsdp")
+TIMEOUT = 800.0  # seconds, of the process group: half of it is no time that a loaded machine takes
 REASONS = {
     "constant": "the loss does not require gradients: .* loss = 0.0 \\* output.sum\\(\\)",
     "forward": "mat1 and mat2 shapes cannot be multiplied",
@@ -47,7 +48,7 @@ def rank_of(rank, folder, name, how):
     """Train, leave a later step on rank 1, and write down what was raised, and whether it took long."""
     hang_watchdog._PROMPT, hang_watchdog._INTERVAL = 0.4, 0.1
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=60), rank=rank, world_size=2)
+    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=TIMEOUT), rank=rank, world_size=2)
     b = Booster("cpu", "bf16", PLUGINS[name]())
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     model, optimizer, *_ = b.boost(model, torch.optim.AdamW(model.parameters()))
@@ -62,7 +63,7 @@ def rank_of(rank, folder, name, how):
         for _ in range(2):  # who is in a step that needs no other rank comes to one that does
             train(b, model, optimizer, how, rank == 1)
     except (RuntimeError, ValueError, OSError) as error:
-        (folder / f"new_{rank}").write_text(f"{time.monotonic() - began < 50} {type(error).__name__} {error}")
+        (folder / f"new_{rank}").write_text(f"{time.monotonic() - began < TIMEOUT / 2} {type(error).__name__} {error}")
         (folder / f"new_{rank}").rename(folder / f"{rank}")
     while not all((folder / f"{each}").exists() for each in range(2)):  # lives on
         time.sleep(0.05)

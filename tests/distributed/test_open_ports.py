@@ -41,7 +41,7 @@ class Evil:
 reached = 0
 for port in map(int, sys.argv[1:]):
     try:
-        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=2), wait_for_workers=False)
+        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
     except Exception:  # no store listens there
         continue
     reached += 1

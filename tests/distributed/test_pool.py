@@ -35,7 +35,7 @@ def alive(pid):
     return state(pid) not in ("Z", None)
 
 
-def wait_until(condition, seconds=240.0):
+def wait_until(condition, seconds=600.0):
     until = time.monotonic() + seconds
     while time.monotonic() < until and not condition():
         time.sleep(0.05)
@@ -99,7 +99,7 @@ def fail_on_one_while_the_other_waits(rank, world_size):
 def test_a_rank_left_waiting_is_shown_where_it_waits_and_the_next_case_works(pool):
     pool.run(pid)
     old = pool.pids
-    pool.grace = 2.0
+    pool.grace = 4.0
     with pytest.raises(RanksFailed) as info:
         pool.run(fail_on_one_while_the_other_waits)
     assert "ValueError: only rank 1" in info.value.tracebacks[1]
@@ -111,13 +111,13 @@ def test_a_rank_left_waiting_is_shown_where_it_waits_and_the_next_case_works(poo
 
 
 def hang(rank, world_size):
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_a_case_that_takes_too_long_is_ended(pool):
     pool.run(pid)
-    pool.case_timeout = 1.5
-    with pytest.raises(RanksFailed, match=r"no answer within 1.5 s(.|\n)*in hang"):
+    pool.case_timeout = 5.0
+    with pytest.raises(RanksFailed, match=r"no answer within 5 s(.|\n)*in hang"):
         pool.run(hang)
     assert pool.pids == []
 
@@ -193,7 +193,7 @@ def test_ranks_use_one_thread(ranks4):
 
 
 def start_a_child(rank, world_size):
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3000)"]).pid
 
 
 def test_closing_leaves_no_process_and_no_folder(pool):
@@ -206,7 +206,7 @@ def test_closing_leaves_no_process_and_no_folder(pool):
 
 def announce_and_hang(rank, world_size, folder):
     announce(rank, world_size, folder)
-    time.sleep(300)
+    time.sleep(3000)
 
 
 def announce(rank, world_size, folder):

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 CLEAR = (ValueError, TypeError, RuntimeError)
-_SECONDS = 20  # after which an attempt counts as hanging
+_SECONDS = 300  # after which an attempt counts as hanging
 
 
 def pool() -> dict[str, Any]:

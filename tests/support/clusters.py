@@ -25,7 +25,7 @@ def find(program: str, fix: str) -> str:
     return path
 
 
-def wait_until(condition, what: str, seconds: float = 240.0) -> None:
+def wait_until(condition, what: str, seconds: float = 600.0) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if condition():

@@ -213,18 +213,20 @@ def test_a_job_that_stopped_on_request_is_not_relaunched(script, monkeypatch):
 @pytest.mark.parametrize(("number", "status", "expected"), [(signal.SIGTERM, None, 143), (signal.SIGUSR1, 0, 0)])
 def test_nor_is_one_that_the_launcher_was_told_to_stop(script, monkeypatch, capsys, number, status, expected):
     def stop(attempt):
+        assert attempt.grace_seconds == 7
         raise Stopped(number, status)
 
     monkeypatch.setattr(run, "run_attempt", stop)
-    assert main(["run", "--nproc_per_node", "1", "--max_restarts", "1", script]) == expected
+    options = ["--nproc_per_node", "1", "--max_restarts", "1", "--grace_seconds", "7"]
+    assert main(["run", *options, script]) == expected
     assert f"stopped by {number.name}; all processes of the job have ended" in capsys.readouterr().err
 
 
 def test_a_hostfile_of_many_hosts_is_read_in_time_that_goes_with_its_length(tmp_path):
-    (tmp_path / "hosts").write_text("\n".join(f"node{number}" for number in range(30_000)))
+    (tmp_path / "hosts").write_text("\n".join(f"node{number}" for number in range(300_000)))
     began = time.process_time()
-    assert len(read_hostfile(str(tmp_path / "hosts"))) == 30_000
-    assert time.process_time() - began < 5
+    assert len(read_hostfile(str(tmp_path / "hosts"))) == 300_000
+    assert time.process_time() - began < 60  # to compare each with each takes a quarter of an hour
 
 
 def test_the_hostfile_has_a_host_a_line_with_optional_slots_and_comments(hostfile):

@@ -32,7 +32,7 @@ def planted(monkeypatch, tmp_path):
     """(a file of rows, a job of the planted ones)."""
     monkeypatch.setitem(PARTS, PLANTED, ("planted_rows", "planted"))
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(planted_rows.__file__))
-    return RowFile(tmp_path), Job((PLANTED,), 60.0, rehearse=True, worker="planted_rows")
+    return RowFile(tmp_path), Job((PLANTED,), 600.0, rehearse=True, worker="planted_rows")
 
 
 def found_in(file):
@@ -82,10 +82,10 @@ def test_a_part_that_is_killed_keeps_its_rows_and_goes_on(planted, tmp_path):
     program = (
         "import planted_rows; from benchmarks.gpu.supervisor import *; from benchmarks.gpu.row import RowFile\n"
         "planted_rows.title()\n"
-        f"supervise(Job((10,), 60.0, rehearse=True, worker='planted_rows'), RowFile(Path({str(tmp_path)!r})))"
+        f"supervise(Job((10,), 600.0, rehearse=True, worker='planted_rows'), RowFile(Path({str(tmp_path)!r})))"
     )
     started = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
-    until = time.monotonic() + 240
+    until = time.monotonic() + 600
     while "right" not in found_in(file) and time.monotonic() < until:
         time.sleep(0.05)
     started.send_signal(signal.SIGKILL)

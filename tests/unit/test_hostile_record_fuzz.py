@@ -145,5 +145,5 @@ def test_a_changed_record_is_refused_by_file_and_line_or_read_by_every_reader(tm
             assert "\x1b" not in heard.out + heard.err, f"seed {seed}"
         grew = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
         assert grew < 64 * 2**20, f"seed {seed}: {grew} bytes"
-        assert time.process_time() - began < 5, f"seed {seed}"
+        assert time.process_time() - began < 60, f"seed {seed}"
     assert min(outcomes.values()) > number // 10, outcomes

@@ -350,7 +350,7 @@ def test_the_peak_of_memory_is_a_tenth_above_what_is_stored(tmp_path, form):
     save_file(small, tmp_path / "small")
     arguments = [str(tmp_path / "large"), str(layers), form, str(tmp_path / "small")]
     done = subprocess.run(
-        [sys.executable, "-c", PEAK, *arguments], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-c", PEAK, *arguments], capture_output=True, text=True, check=True, timeout=600
     )
     stored, peak = map(int, done.stdout.split())
     print(f"{form}: stored {stored / 2**20:.1f} MiB, peak {peak / 2**20:.1f} MiB, ratio {peak / stored:.4f}")
@@ -418,7 +418,7 @@ def test_a_load_into_a_model_that_is_there_takes_no_memory_beside_it(tmp_path):
         [sys.executable, "-c", ABOVE, str(tmp_path / "small"), str(tmp_path / "large")],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert max(map(int, done.stdout.split())) < 24, done.stdout  # MiB, of 96
