@@ -85,6 +85,7 @@ def _nbytes(tensors: Any) -> int:
 _READERS: dict[str, tuple[str, Callable[[Any], int]]] = {
     "allreduce_": ("all_reduce", lambda args: _nbytes(args[0])),
     "_allgather_base_": ("all_gather", lambda args: _nbytes(args[0])),
+    "allgather_": ("all_gather", lambda args: _nbytes(args[0])),  # of pieces that differ in size
     "alltoall_base_": ("reduce_scatter", lambda args: _nbytes(args[1])),  # on CPU, by which ZeRO sums slices
     "_reduce_scatter_base_": ("reduce_scatter", lambda args: _nbytes(args[1])),
     "send": ("send", lambda args: _nbytes(args[0])),
@@ -92,6 +93,10 @@ _READERS: dict[str, tuple[str, Callable[[Any], int]]] = {
     "all_gather_into_tensor": ("all_gather", lambda args: _nbytes(args[0]) * args[1]),
     "reduce_scatter_tensor": ("reduce_scatter", lambda args: _nbytes(args[0])),
     "broadcast_": ("broadcast", lambda args: _nbytes(args[0])),
+    "reduce_": (
+        "reduce_scatter",
+        lambda args: _nbytes(args[0]),
+    ),  # to each rank its own slice, where these differ in size
 }
 _SILENT = {"recv_", "wait_tensor", "_wrap_tensor_autograd", "barrier"}
 

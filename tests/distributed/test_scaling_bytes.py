@@ -70,6 +70,37 @@ def test_a_plan_that_is_not_what_the_plugin_does_is_noticed(ranks2):
     ranks2(check_disagreement)
 
 
+def count_each(rank, world_size):
+    """What is counted of each collective that the library sends, on 1,000 float32 numbers a rank."""
+    own, all_ranks = torch.zeros(1000), torch.zeros(2000)
+    found = {}
+    for name, send in {
+        "all_reduce": lambda: dist.all_reduce(own),
+        "all_gather": lambda: dist.all_gather(list(all_ranks.chunk(2)), own),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.empty_like(own), own),
+        "reduce": lambda: dist.reduce(own, 1),
+        "broadcast": lambda: dist.broadcast(own, 1),
+        "barrier": dist.barrier,
+    }.items():
+        with scaling_bytes.Counting() as counting:
+            send()
+        found[name] = {kind: size for (kind, _), size in counting.bytes.items()}
+    return found
+
+
+def test_each_collective_is_counted_by_its_bytes(ranks2):
+    one, other = ranks2(count_each)
+    assert one == other
+    assert one == {
+        "all_reduce": {"all_reduce": 4000},
+        "all_gather": {"all_gather": 8000},
+        "all_to_all_single": {"reduce_scatter": 4000},
+        "reduce": {"reduce_scatter": 4000},
+        "broadcast": {"broadcast": 4000},
+        "barrier": {},
+    }
+
+
 # ---- gradients that wait
 
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "low_precision": "--device cpu --sizes 32 --rounds 1 --only fp8",
     "masters": "--rounds 1 --precisions bf16",
     "memory": "--only 'booster bf16' --skip-activations --cpu",
+    "memory --ranks 2": "--only 'ZeRO-2 bf16_naive, split24, 8bit,'",
     "numerics": "--models tiny --rounds 2",
     "opt_levels": "--rounds 2 --vit-rounds 1 --batch 1",
     "overhead": "--rounds 2 --precisions bf16",
@@ -35,7 +36,7 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_benchmark_runs(name):
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", *shlex.split(COMMANDS[name])],
+        [sys.executable, "-m", *shlex.split(f"benchmarks.{name} {COMMANDS[name]}")],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
