@@ -314,6 +314,28 @@ def test_a_small_gradient_that_waits_keeps_no_large_ones_in_memory(ranks2, plugi
         assert found < WIDTH * WIDTH  # a byte an element of one layer, and three layers were stepped between
 
 
+def after_one_that_raised(rank, world_size, plugin):
+    """A pass over a graph that was there before another one raised, beside a run without that one."""
+    runs = [Run(rank, "exact", plugin).train(1) for _ in range(2)]
+    ids = torch.arange(8).roll(rank)
+    for run, raises in zip(runs, (True, False), strict=True):
+        losses = [run.criterion(run.model(ids), (ids * 3 + 1) % 30) for _ in range(2)]
+        if raises:
+            handle = run.net.embed.weight.register_hook(lambda grad: (_ for _ in ()).throw(KeyError("user's hook")))
+            with pytest.raises(KeyError):
+                run.booster.backward(losses[0], run.optimizer)
+            handle.remove()
+            run.optimizer.zero_grad()
+        run.booster.backward(losses[1], run.optimizer)
+        run.results.append(repr(run.optimizer.step()))
+    return runs[0].left() == runs[1].left()
+
+
+@pytest.mark.parametrize("plugin", ["DDP", "ZeRO-2"])
+def test_a_pass_follows_one_that_raised_without_a_forward_between(ranks2, plugin):
+    assert ranks2(after_one_that_raised, plugin) == [True, True]
+
+
 def refusals(rank, world_size):
     plugins = (
         TorchDDPPlugin(gradient_as_bucket_view=True),

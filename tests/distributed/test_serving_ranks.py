@@ -31,6 +31,7 @@ def llama(tied=False):
         # Between two numbers of bfloat16 masters behind half weights round away from zero, float32 shards to even.
         bits = param.data.view(torch.int32)
         bits[bits & 0xFFFF == 0x8000] += 1
+    model.register_buffer("seen", torch.zeros(2))
     return model
 
 
@@ -51,6 +52,7 @@ def files_in(folder):
 
 def written(rank, world_size, folder, name, precision):
     booster, model = boosted(PLUGINS[name](), precision, steps=0)
+    dict(booster.unwrap(model).named_buffers())["seen"].fill_(rank)  # of which the first rank's is written
     for weights in SERVING_FORMATS:
         booster.save_model(model, f"{folder}/{weights}", shard=True, weights=weights)
 

@@ -1,14 +1,17 @@
 """`Booster.switch` on several ranks: as saving, building anew and loading, to the bit."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
 from choices import plugins
 from switching import Job, compared
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster import Booster
-from booster.mixed_precision import PrecisionSchedule
+from booster.mixed_precision import BF16MixedPrecision, PrecisionSchedule
 from booster.plugin import TorchDDPPlugin
 
 PRECISIONS = ["fp32", "bf16", "fp16", "fp8", "bf16_naive", "fp16_naive"]
@@ -47,6 +50,37 @@ QUICK = [(list(PLUGINS)[i % len(PLUGINS)], old, PRECISIONS[i % 3 :: 3]) for i, o
 )
 def test_a_switch_is_a_load_into_the_other_precision(run_on_ranks, name, old, news, tmp_path):
     assert run_on_ranks(moved, 2, name, old, news, str(tmp_path)) == [{}, {}]
+
+
+class AllReduces(TorchDispatchMode):
+    """Counts the all-reduces of what runs inside."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func.overloadpacket.__name__ == "allreduce_"
+        return func(*args, **(kwargs or {}))
+
+
+def averaged_once(rank, world_size):
+    """All-reduces of a step after a switch, with the old placement still there, and of a first step in that precision."""
+    switched, fresh = Job("fp32", TorchDDPPlugin()), Job("bf16", TorchDDPPlugin())
+    old = [each for each in gc.get_objects() if type(each) is nn.parallel.DistributedDataParallel]
+    switched.steps(0, 2, rank)
+    switched.model(torch.ones(16, 32))  # whose gradients the old one goes on to wait for
+    switched.booster.switch(BF16MixedPrecision())
+    found = []
+    for job in (switched, fresh):
+        with AllReduces() as counting:
+            job.steps(2, 3, rank)
+        found.append(counting.number)
+    return len(old), found
+
+
+def test_what_was_placed_before_a_switch_averages_no_more(ranks2):
+    for old, (switched, fresh) in ranks2(averaged_once):
+        assert old >= 2
+        assert switched == fresh > 0
 
 
 def evaluated_alone(rank, world_size):
