@@ -24,9 +24,9 @@ from booster.mixed_precision.half_products.product_choice import HalfProducts
 COUNTS = (4_096, 65_536)
 # A bfloat16 has 8 bits: what is rounded a few times, or subtracted from its like, is off by some 2**-5.
 WRONG = 2.0**-4
-# Autograd itself adds up the gradients of what is used many times; a maximum is spread over more elements than it was taken of;
-# a gradient of cosines of 65,536 numbers is below what float16 holds.
-LEFT = {"cat same", "adaptive_max up", "cosine_similarity"}
+# Autograd itself adds up the gradients of what is used many times; a sparse tensor that holds elements several times is
+# added to a dense one as it is; a gradient of cosines of 65,536 numbers is below what float16 holds.
+LEFT = {"cat same", "stack same", "dense + sparse", "cosine_similarity"}
 
 Case = Callable[[int], tuple[Any, ...]]
 LAST = torch.channels_last
@@ -268,6 +268,33 @@ CASES: dict[str, Case] = {
         lambda x: F.max_pool2d(x, (1, 255), stride=(1, 1)),
         torch.cat([torch.ones(1, 1, 1, 1) * 9, positive(1, 1, 1, 255)], -1),
     ),
+    **{
+        f"max_pool{dim}d 1025": lambda n, dim=dim: (
+            lambda x: getattr(F, f"max_pool{dim}d")(x, (*[1] * (dim - 1), 1025), 1),
+            torch.cat(
+                [positive(*[1] * (dim + 1), 1024), torch.ones([1] * (dim + 2)) * 9, positive(*[1] * (dim + 1), 1024)],
+                -1,
+            ),
+        )
+        for dim in (1, 2, 3)
+    },
+    "adaptive_max1d up": lambda n: (lambda x: F.adaptive_max_pool1d(x, n), positive(1, 2, 1)),
+    "adaptive_max3d up": lambda n: (lambda x: F.adaptive_max_pool3d(x, (n // 64, 8, 8)), positive(1, 2, 1, 1, 1)),
+    "fractional_max_pool2d": lambda n: (
+        lambda x: F.fractional_max_pool2d(x, (1, 512), (1, 512), _random_samples=x.new_full((1, 1, 2), 0.5)),
+        torch.cat([positive(1, 1, 1, 511), torch.ones(1, 1, 1, 1) * 9, positive(1, 1, 1, 511)], -1),
+    ),
+    "fractional_max_pool3d": lambda n: (
+        lambda x: F.fractional_max_pool3d(x, (1, 1, 512), (1, 1, 512), _random_samples=x.new_full((1, 1, 3), 0.5)),
+        torch.cat([positive(1, 1, 2, 2, 511), torch.ones(1, 1, 2, 2, 1) * 9, positive(1, 1, 2, 2, 512)], -1),
+    ),
+    "avg_pool1d overlapping": lambda n: (lambda x: F.avg_pool1d(x, 512, 1), positive(1, 1, 1100)),
+    "avg_pool2d overlapping": lambda n: (lambda x: F.avg_pool2d(x, (16, 32), 1), positive(1, 1, 64, 64)),
+    "lp_pool1d overlapping": lambda n: (lambda x: F.lp_pool1d(x, 2, 512, 1), positive(1, 1, 1100)),
+    "fold 512": lambda n: (lambda x: F.fold(x, (1, 1024), (1, 512)), positive(1, 512, 513)),
+    "unfold 512": lambda n: (lambda x: F.unfold(x, (1, 512)), positive(1, 1, 1, 1024)),
+    "as_strided 512": lambda n: (lambda x: x.as_strided((2048, 512), (1, 1)) * 1, positive(2559)),
+    "repeat_interleave by a tensor": lambda n: (lambda x: x.repeat_interleave(torch.full((4,), n // 4)), positive(4)),
     "adaptive_max up": lambda n: (lambda x: F.adaptive_max_pool2d(x, (n // 32, 32)), positive(1, 2, 1, 1)),
     "max_unpool": lambda n: (
         lambda x: F.max_unpool1d(x, torch.arange(x.shape[-1])[None, None] * 2, 2),
@@ -308,6 +335,104 @@ CASES: dict[str, Case] = {
     "as_strided overlapping": lambda n: (lambda x: x.as_strided((n, 8), (0, 1)) * 1, positive(8)),
     "broadcast_to": lambda n: (lambda x: x.broadcast_to(n, 8).clone(), positive(8)),
     "cat same": lambda n: (lambda x: torch.cat([x] * 256), positive(8)),
+    "stack same": lambda n: (lambda x: torch.stack([x] * 512), positive(8)),
+    "dense + sparse": lambda n: (
+        lambda x: x.new_zeros(4) + torch.sparse_coo_tensor(zeros(n)[None], x, (4,)),
+        positive(n),
+    ),
+    "sparse.sum along": lambda n: (
+        lambda x: torch.sparse.sum(
+            torch.sparse_coo_tensor(torch.stack([torch.arange(n), zeros(n)]), x, (n, 2)), 0
+        ).to_dense(),
+        positive(n),
+    ),
+    "sparse mul": lambda n: (lambda x: (torch.sparse_coo_tensor(zeros(n)[None], x, (4,)) * 2).to_dense(), positive(n)),
+    "sparse mv": lambda n: (lambda x: torch.mv(torch.ones(1, n, dtype=x.dtype).to_sparse(), x), positive(n)),
+    "csr mm": lambda n: (lambda x: torch.ones(1, n, dtype=x.dtype).to_sparse_csr() @ x, positive(n, 4)),
+    "histc": lambda n: (lambda x: torch.histc(x.detach(), 4, 0, 1) + 0 * x[:4], positive(n // 2)),
+    "histogram": lambda n: (
+        lambda x: torch.histogram(x.new_zeros(n // 2), 4, range=(0.0, 1.0), weight=x.detach())[0] + 0 * x[:4],
+        positive(n // 2),
+    ),
+    "torch.embedding": lambda n: (lambda x: torch.embedding(x, zeros(n)), positive(4, 8)),
+    "torch.embedding_bag": lambda n: (lambda x: torch.embedding_bag(x, zeros(n), torch.arange(n))[0], positive(4, 8)),
+    "torch.grid_sampler": lambda n: (
+        lambda x: torch.grid_sampler(x, x.new_full((1, n // 32, 32, 2), -0.45), 0, 0, False),
+        positive(1, 2, 2, 2),
+    ),
+    **{
+        f"torch.{name} mean": lambda n, name=name, rest=rest: (
+            lambda x, w, b: getattr(torch, name)(x, *([4, w, b] if name == "group_norm" else [w, b]), *rest),
+            normal(16, 8, n // 16) + 4,
+            positive(8),
+            positive(8),
+        )
+        for name, rest in {
+            "batch_norm": (None, None, True, 0.1, 1e-5, False),
+            "instance_norm": (None, None, True, 0.1, 1e-5, False),
+            "group_norm": (),
+        }.items()
+    },
+    "cov of a mean": lambda n: (torch.cov, normal(3, n) + 4),
+    "corrcoef of a mean": lambda n: (torch.corrcoef, normal(3, n) + 4),
+    "var of a mean": lambda n: (lambda x: x.var(1), normal(4, n) + 4),
+    "std of a mean": lambda n: (lambda x: x.std(0), normal(n, 4) + 4),
+    "normalize": lambda n: (F.normalize, positive(4, n)),
+    "normalize 1": lambda n: (lambda x: F.normalize(x, p=1), positive(4, n)),
+    "renorm": lambda n: (lambda x: torch.renorm(x, 2, 0, 1.0), positive(4, n)),
+    "weight_norm columns": lambda n: (lambda x, g: torch._weight_norm(x, g, 1), normal(n, 4), positive(1, 4)),
+    "cummax": lambda n: (lambda x: x.cummax(0)[0], torch.cat([torch.ones(1), positive(n - 1) * 0.5])),
+    "logcumsumexp of columns": lambda n: (lambda x: x.logcumsumexp(0), normal(n, 4)),
+    "trapezoid over": lambda n: (torch.trapezoid, positive(n), positive(n)),
+    "diff": lambda n: (torch.diff, positive(n)),
+    "ctc_loss": lambda n: (
+        lambda x: F.ctc_loss(
+            x.log_softmax(-1), torch.ones(1, 20, dtype=torch.long), torch.tensor([256]), torch.tensor([20])
+        ),
+        normal(256, 1, 5),
+    ),
+    **{
+        f"{name} cell": lambda n, name=name, gates=gates: (
+            lambda x, w, u, b, c: getattr(torch, f"{name}_cell")(x, x.new_ones(n, 4), w, u, b, c),
+            normal(n, 4),
+            normal(gates, 4),
+            normal(gates, 4),
+            normal(gates),
+            normal(gates),
+        )
+        for name, gates in {"rnn_tanh": 4, "gru": 12}.items()
+    },
+    **{
+        f"pad {mode}": lambda n, mode=mode: (lambda x: F.pad(x, (3, 3, 3, 3), mode=mode), positive(1, 1, 4, 4))
+        for mode in ("circular", "reflect")
+    },
+    "conv_transpose1d wide": lambda n: (F.conv_transpose1d, positive(1, 2, 600), positive(2, 3, 512), positive(3)),
+    "conv1d wide": lambda n: (F.conv1d, positive(1, 1, n), positive(2, 1, n // 2), positive(2)),
+    "conv_tbc": lambda n: (torch.conv_tbc, normal(n, 1, 4), normal(3, 4, 4), normal(4)),
+    "sdpa of keys": lambda n: (
+        F.scaled_dot_product_attention,
+        normal(1, 1, 4, 8),
+        normal(1, 1, n, 8),
+        positive(1, 1, n, 8),
+        normal(4, n),
+    ),
+    "sdpa of queries": lambda n: (
+        F.scaled_dot_product_attention,
+        normal(1, 1, n, 8),
+        normal(1, 1, 4, 8),
+        positive(1, 1, 4, 8),
+    ),
+    "sdpa of one bias": lambda n: (
+        F.scaled_dot_product_attention,
+        normal(8, 8, n // 64, 8),
+        normal(8, 8, 16, 8),
+        positive(8, 8, 16, 8),
+        normal(1, 16),
+    ),
+    "masked_scatter": lambda n: (lambda x: x.new_zeros(n).masked_scatter(mask(n), x), positive(n)),
+    "masked_select": lambda n: (lambda x: x.expand(n, 8).masked_select(mask(n, 8)), positive(8)),
+    "combinations": lambda n: (torch.combinations, positive(600)),
+    "sum_to_size": lambda n: (lambda x: x.sum_to_size(1, 8), positive(n, 8)),
     "linear": lambda n: (F.linear, normal(n, 8), normal(4, 8), normal(4)),
     "linear deep": lambda n: (F.linear, positive(4, n), positive(4, n)),
     "bmm": lambda n: (torch.bmm, positive(2, 4, n), positive(2, n, 4)),

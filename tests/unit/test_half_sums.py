@@ -27,6 +27,9 @@ TAKEN = {
     "embedding": lambda x, n: F.embedding(zeros(n), x),
     "embedding of a padding": lambda x, n: F.embedding(zeros(n), x, padding_idx=1),
     "embedding_bag": lambda x, n: F.embedding_bag(zeros(n)[:, None], x, mode="sum"),
+    "embedding of a largest norm": lambda x, n: F.embedding(zeros(n), x, max_norm=2**0.5),
+    "embedding of torch": lambda x, n: torch.embedding(x, zeros(n)),
+    "embedding_bag of torch": lambda x, n: torch.embedding_bag(x, zeros(n), torch.arange(n))[0],
     "x[i]": lambda x, n: x[zeros(n)],
     "x[list]": lambda x, n: x[[0] * n],
     "x[i, j]": lambda x, n: x[zeros(n), zeros(n)],
@@ -40,7 +43,25 @@ TAKEN = {
     "padding by the edge": lambda x, n: F.pad(x[None], (n, 0), mode="replicate"),
     "adaptive average": lambda x, n: F.adaptive_avg_pool1d(x[:1, :1], n),
     "interpolated by areas": lambda x, n: F.interpolate(x[None, :1, :1], size=n, mode="area"),
+    "repeated by a tensor": lambda x, n: x.flatten().repeat_interleave(torch.tensor([n] + [1] * 31)),
+    "repeated by names": lambda x, n: torch.repeat_interleave(x, dim=1, repeats=torch.tensor([n] + [1] * 7)),
     "sliding windows": lambda x, n: x.repeat(8, 1).flatten().unfold(0, 128, 1),
+    "sliding views": lambda x, n: x.repeat(8, 1).flatten()[1:].as_strided((128, 128), (1, 1), 1),
+    "sliding patches": lambda x, n: F.unfold(x.repeat(8, 1).view(1, 1, 2, 128), (1, 64)),
+    "sliding averages": lambda x, n: F.avg_pool1d(x.repeat(8, 1).view(1, 1, 256), 128, 1),
+    "sliding averages of planes": lambda x, n: nn.AvgPool2d((1, 64), stride=1)(x.repeat(8, 1).view(1, 1, 2, 128)),
+    "adaptive maximum": lambda x, n: F.adaptive_max_pool1d(x[:1, :1], n),
+    "adaptive maximum of planes": lambda x, n: nn.AdaptiveMaxPool2d((n // 8, 8))(x[None, :1, :1]),
+    "adaptive maximum of volumes": lambda x, n: F.adaptive_max_pool3d(x[None, None, :1, :1], (1, n // 8, 8), True)[0],
+    # Of zeros around a single one.
+    "sliding maximum": lambda x, n: F.max_pool1d(F.pad(x[:1, :1], (1024, 1024)), 1025, 1),
+    "sliding maximum of planes": lambda x, n: nn.MaxPool2d((1, 1025), 1)(F.pad(x[None, :1, :1], (1024, 1024))),
+    "sliding maximum of volumes": lambda x, n: F.max_pool3d(
+        F.pad(x[None, None, :1, :1], (1024, 1024)), kernel_size=(1, 1, 1025), stride=1, return_indices=True
+    )[0],
+    "fractional maximum": lambda x, n: F.fractional_max_pool2d(
+        F.pad(x[None, :1, :1], (511, 511)), (1, 512), (1, 512), _random_samples=x.new_full((1, 1, 2), 0.5)
+    ),
     "index_put": lambda x, n: torch.zeros(n, 8, dtype=x.dtype).index_put((torch.arange(n),), x[0]),
 }
 # Of n numbers, functions that add them up.
@@ -59,6 +80,12 @@ ADDED = {
     "sparse product": lambda x, n: (torch.ones(1, n, dtype=x.dtype).to_sparse() @ x[:, None])[0, 0],
     "sparse.mm": lambda x, n: torch.sparse.mm(torch.ones(1, n, dtype=x.dtype).to_sparse(), x[:, None])[0, 0],
     "adaptive_avg_pool3d": lambda x, n: F.adaptive_avg_pool3d(x.view(1, 1, n // 64, 8, 8), 1),
+    "fold": lambda x, n: F.fold(x.view(1, int(n**0.5), -1), (1, 2 * int(n**0.5) - 1), (1, int(n**0.5))).max(),
+    "histc": lambda x, n: torch.histc(x.detach(), 2, 0, 1)[0] + 0 * x[0],
+    "histogram": lambda x, n: torch.histogram(x.new_zeros(n), 1, range=(-1, 1), weight=x.detach())[0][0] + 0 * x[0],
+    "sparse.sum": lambda x, n: torch.sparse.sum(
+        torch.sparse_coo_tensor(torch.stack([torch.arange(n), zeros(n)]), x, (n, 2)), dim=0
+    ).to_dense()[0],
     "avg_pool2d": lambda x, n: F.avg_pool2d(x.view(1, 1, n // 64, 64), (n // 64, 64)),
     "lp_pool1d": lambda x, n: F.lp_pool1d(x.view(1, 1, n), 2, n),
     "nanmean": lambda x, n: x.nanmean(),
@@ -127,6 +154,22 @@ def test_no_function_of_the_list_sums_in_half_but_those_that_it_leaves(dtype):
     assert wrong(dtype, widened=True).keys() <= LEFT
     some = ["embedding", "index_put_", "replicate padding, 2d", "coalesce", "adaptive_avg_pool3d", "layer_norm rows"]
     assert list(wrong(dtype, widened=False, names=some)) == some  # it finds them
+
+
+def test_tables_of_sparse_gradients_and_of_a_largest_norm_are_as_torch_has_them():
+    found = []
+    for mode in (contextlib.nullcontext(), context(torch.bfloat16)):
+        table = nn.Parameter(torch.ones(4, 8, dtype=torch.bfloat16))
+        with mode:
+            F.embedding(zeros(2), table, max_norm=1.0)
+            F.embedding_bag(zeros(2)[None] + 1, table, max_norm=2.0)
+            out = F.embedding_bag(zeros(3)[:, None], table, mode="sum", sparse=True)
+        out.sum().backward()
+        assert table.grad.is_sparse
+        found.append((table.detach(), table.grad.to_dense()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert found[0][0][:2, 0].tolist() != [1.0, 1.0]  # their rows were rescaled
 
 
 @pytest.mark.parametrize("dtype", EPS)
@@ -212,6 +255,9 @@ NORMS = {
     "group": lambda x, w, b: F.group_norm(x, 4, w, bias=b),
     "instance": lambda x, w, b: F.instance_norm(x, weight=w, bias=b),
     "batch": lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+    "group of torch": lambda x, w, b: torch.group_norm(x, 4, w, b),
+    "instance of torch": lambda x, w, b: torch.instance_norm(x, w, b, None, None, True, 0.1, 1e-5, False),
+    "batch of torch": lambda x, w, b: torch.batch_norm(x, w, b, None, None, True, 0.1, 1e-5, False),
     "batch with statistics": lambda x, w, b: F.batch_norm(x, *x.new_zeros(2, 8, dtype=torch.float32), w, b, True),
 }
 

@@ -435,8 +435,8 @@ def _products() -> Mapping[Any, _Product]:
     for name in ("addmm", "addbmm", "baddbmm", "addmv"):
         found[getattr(torch.Tensor, f"{name}_")] = "matrix product", "never", getattr(torch, name)
     for names in (
-        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc",
-        "convolution _convolution",
+        "conv1d conv2d conv3d conv_tbc convolution",
+        "conv_transpose1d conv_transpose2d conv_transpose3d _convolution",
     ):
         found |= _named("convolution", "autocast", names)
     for names in ("lstm gru rnn_tanh rnn_relu", "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"):

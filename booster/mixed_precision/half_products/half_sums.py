@@ -14,6 +14,7 @@ they need without Python calls, and cast few numbers. `CONDITIONS` says of some 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from booster.tensors.trees import HALF_DTYPES
 SMALL = 2**12
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _How = Callable[..., Any]
+_When = Callable[[Any, Mapping[str, Any]], bool]
 
 
 class _Backward32(torch.autograd.Function):
@@ -134,13 +136,16 @@ def _whole(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def rounded(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """All of `func` in float32, and the result rounded to the half dtype of its arguments; in the `dtype` that is asked for."""
+    """All of `func` in float32, and results rounded to the half dtype of its arguments; in the `dtype` that is asked for."""
     for each in (*args, *kwargs.values()):
         if isinstance(each, torch.Tensor) and is_half(each) and kwargs.get("dtype") is None:
             if (into := kwargs.pop("out", None)) is not None:
                 wide = _whole(func, *args, **kwargs)
                 return (into if into.shape == wide.shape else into.resize_(wide.shape)).copy_(wide)
-            return _whole(func, *args, **kwargs).to(each.dtype)
+            wide, half = _whole(func, *args, **kwargs), each.dtype
+            if isinstance(wide, tuple):  # with indices, or the edges of bins
+                return type(wide)([out.to(half) if out.is_floating_point() else out for out in wide])
+            return wide.to(half)
     return func(*args, **kwargs)
 
 
@@ -158,32 +163,34 @@ def _in_place(instead: Any) -> _How:
     return how
 
 
-def _given(place: int, name: str, value: Any = True) -> Callable[[Any, Mapping[str, Any]], bool]:
+def _argument(args: Any, kwargs: Mapping[str, Any], place: int, name: str) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name)
+
+
+def _given(place: int, name: str, value: Any = True) -> _When:
     """Whether the argument at `place`, or of that `name`, is `value`."""
-    return lambda args, kwargs: bool((args[place] if len(args) > place else kwargs.get(name)) == value)
+    return lambda args, kwargs: bool(_argument(args, kwargs, place, name) == value)
 
 
-def _is_float16(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """float16, in which a count of terms from 2**16 on is infinite."""
-    return _first(args, kwargs).dtype is torch.float16
+def _overlap(place: int) -> _When:
+    """Whether windows, their size at `place`, take an element more than twice along a dimension, or average 2**16 elements of
+    float16, whose gradient is zero in float16."""
 
+    def condition(args: Any, kwargs: Mapping[str, Any]) -> bool:
+        source, size = _first(args, kwargs), _argument(args, kwargs, place, "kernel_size")
+        pair = size, _argument(args, kwargs, place + 1, "stride") or size
+        sizes = zip(*(each if isinstance(each, (tuple, list)) else (each,) * 3 for each in pair), strict=False)
+        mean_is_zero = source.dtype is torch.float16 and source.numel() >= 2**16
+        return mean_is_zero or any(one > 2 * stride for one, stride in sizes)
 
-def _is_large_float16(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """2**16 elements of float16 or more: the gradient of their average is zero in float16."""
-    source = _first(args, kwargs)
-    return source.dtype is torch.float16 and source.numel() >= 2**16
+    return condition
 
 
 def _enlarges(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the output of an adaptive average is larger than its input, and takes its elements many times."""
-    source, size = _first(args, kwargs), args[1] if len(args) > 1 else kwargs["output_size"]
+    """Whether the output of adaptive pooling is larger than its input, and takes its elements many times."""
+    source, size = _first(args, kwargs), _argument(args, kwargs, 1, "output_size")
     largest = max(each or 0 for each in size) if isinstance(size, (tuple, list)) else size
-    return largest > min(source.shape[-2:])
-
-
-def _is_sparse(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Sparse tensors hold an element several times until they are summed."""
-    return _first(args, kwargs).layout is not torch.strided
+    return largest > min(source.shape[-3:])
 
 
 def _log_softmax(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -256,7 +263,7 @@ def _norm(place: int) -> _How:
             return func(*args, **kwargs)
         given = [*args[place : place + 2], None, None][:2]
         given = [rest.pop(name, each) for name, each in zip(("weight", "bias"), given, strict=True)]
-        running = [*args[1:place], *rest.values()]
+        running = [*args[1:place], *args[place + 2 :], *rest.values()]
         if not is_half(source) or not _is_recorded(source, *given) or any(map(is_half, running)):
             return func(*args, **kwargs)
         weight, bias = _wide_affine(source, source.shape[1:2], *given)
@@ -284,12 +291,22 @@ def _taken(func: Any, *args: Any, **kwargs: Any) -> Any:
     return _Backward32.apply(source, lambda each: func(each, *rest, **kwargs))
 
 
+def _windows(func: Any, source: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    """Views that hold elements several times; those of memory around `source` are left to torch."""
+    start = 0 if storage_offset is None else storage_offset - source.storage_offset()
+    reach = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    if not source.is_contiguous() or math.prod(size) <= reach or not 0 <= start <= source.numel() - reach:
+        return func(source, size, stride, storage_offset)
+
+    return _taken(lambda each: func(dense := each.contiguous(), size, stride, dense.storage_offset() + start), source)
+
+
 def _repeats(args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether an index may take an element twice: not by masks, slices and numbers."""
-    for each in args[1] if isinstance(args[1], tuple) else (args[1],):
-        if isinstance(each, list) or (isinstance(each, torch.Tensor) and each.dtype != torch.bool):
-            return True
-    return False
+    places = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(
+        isinstance(each, list) or (isinstance(each, torch.Tensor) and each.dtype != torch.bool) for each in places
+    )
 
 
 def _embedding(
@@ -302,9 +319,11 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    torchs = sparse or max_norm is not None or not weight.requires_grad or not torch.is_grad_enabled()
+    torchs = sparse or not weight.requires_grad or not torch.is_grad_enabled()
     if torchs or weight.dtype not in HALF_DTYPES or not weight.is_cpu:
         return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if max_norm is not None:
+        torch.embedding_renorm_(weight.detach(), input.contiguous(), max_norm, norm_type)
     cast = torch.compiler.is_compiling() or interpreters_around() is not None or dual_level() >= 0
     few = not cast and weight.numel() <= SMALL and input.numel() * weight.shape[1] <= SMALL
     if cast or few or is_dtensor(weight):
@@ -322,47 +341,57 @@ _LOSSES = (
     "huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss poisson_nll_loss "
     "multilabel_soft_margin_loss smooth_l1_loss soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss"
 )
+_IN_PLACE = ("index_add", "index_put", "index_reduce", "put", "scatter_reduce")
+# Maxima of overlapping windows: an element may be that of many.
+_SLIDING = " ".join(f"max_pool{n}d max_pool{n}d_with_indices" for n in (1, 2, 3))
+_ADAPTIVE = " ".join(f"adaptive_max_pool{n}d adaptive_max_pool{n}d_with_indices" for n in (1, 2, 3))
+_FRACTIONAL = " ".join(f"fractional_max_pool{n}d fractional_max_pool{n}d_with_indices" for n in (2, 3))
 FLOAT32_SUMS: Mapping[Any, _How] = {
     **_named(_layer_norm, "layer_norm", F, torch),
     **_named(_norm(3), "batch_norm instance_norm", F),
-    **_named(_norm(2), "group_norm", F),
+    **_named(_norm(2), "group_norm", F, torch),
+    **_named(_norm(1), "batch_norm instance_norm", torch),
     **_named(_log_softmax, "log_softmax", F, torch, torch.Tensor),
     F.embedding: _embedding,
-    **_named(_taken, "take index_select unfold"),
-    **_named(_taken, "avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d pad", F),
-    torch.Tensor.__getitem__: _taken,
+    **_named(_windows, "as_strided"),
+    **_named(_taken, "take index_select repeat_interleave embedding"),
+    **_named(_taken, "avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d pad unfold", F),
+    **_named(_taken, "__getitem__ unfold", torch.Tensor),
+    **_named(rounded, f"{_SLIDING} {_ADAPTIVE} {_FRACTIONAL}", F, torch),
     **_named(rounded, "index_add index_put index_reduce segment_reduce put nanmean scatter_reduce"),
-    **_named(rounded, "embedding_bag grid_sample adaptive_avg_pool3d lp_pool1d lp_pool2d", F),
+    **_named(rounded, "embedding_bag grid_sampler grid_sampler_2d grid_sampler_3d", torch),
+    **_named(rounded, "embedding_bag grid_sample adaptive_avg_pool3d lp_pool1d lp_pool2d fold normalize", F),
     **_named(rounded, "coalesce to_dense", torch.Tensor),
-    torch.Tensor.index_add_: _in_place(torch.index_add),
-    torch.Tensor.index_reduce_: _in_place(torch.index_reduce),
-    **_named(_in_place(torch.index_put), "index_put_"),
-    torch.Tensor.put_: _in_place(torch.put),
-    torch.Tensor.scatter_reduce_: _in_place(torch.scatter_reduce),
-    **_named(rounded, "mm addmm sum", torch.sparse),
+    **{getattr(torch.Tensor, f"{name}_"): _in_place(getattr(torch, name)) for name in _IN_PLACE},
+    torch.index_put_: _in_place(torch.index_put),
+    **_named(rounded, "mm addmm", torch.sparse),
     **_named(_loss, _LOSSES, F, torch),
     # Of which torch has no half kernel on a CPU, or none of use.
     **_named(rounded, "matrix_exp", torch, torch.linalg, torch.Tensor),
-    **_named(rounded, "cdist prod logsumexp"),
+    **_named(rounded, "cdist prod logsumexp cov corrcoef histc histogram _sparse_sum"),
     **_named(rounded, "pdist avg_pool3d interpolate cosine_similarity", F, torch),
     **REFUSED,
 }
-
-
-def _sums_up(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Of `interpolate`: "area" is adaptive pooling, and antialiasing has weights that no half kernel of a CPU takes."""
-    return _given(6, "antialias")(args, kwargs) or _given(3, "mode", "area")(args, kwargs)
-
-
-CONDITIONS: Mapping[Any, Callable[[Any, Mapping[str, Any]], bool]] = {
+CONDITIONS: Mapping[Any, _When] = {
     torch.Tensor.__getitem__: _repeats,
-    **_named(
-        _given(3, "accumulate"), "put put_ index_put_"
-    ),  # else values take the place of what is there, and are no sum
-    **_named(_is_float16, "nanmean scatter_reduce scatter_reduce_"),
-    **_named(_is_large_float16, "avg_pool1d avg_pool2d lp_pool1d lp_pool2d", F),
-    **_named(_enlarges, "adaptive_avg_pool1d adaptive_avg_pool2d", F),
+    # Else values take the place of what is there, and are no sum.
+    **_named(_given(3, "accumulate"), "put put_ index_put_"),
+    # A count of terms from 2**16 on is infinite in float16.
+    **_named(lambda args, named: _first(args, named).dtype is torch.float16, "nanmean scatter_reduce scatter_reduce_"),
+    **_named(_overlap(1), f"avg_pool1d avg_pool2d {_SLIDING}", F, torch),
+    **_named(_overlap(2), "lp_pool1d lp_pool2d", F),
+    **_named(_enlarges, f"adaptive_avg_pool1d adaptive_avg_pool2d {_ADAPTIVE}", F, torch),
+    # By a tensor torch does it by index.
+    **_named(lambda args, kwargs: not isinstance(_argument(args, kwargs, 1, "repeats"), int), "repeat_interleave"),
+    # But where it writes to its table, or gradients are sparse, which are no sums.
+    F.embedding_bag: lambda args, of: not (_argument(args, of, 3, "max_norm") or _argument(args, of, 7, "sparse")),
+    torch.embedding_bag: lambda args, named: not _argument(args, named, 5, "sparse"),
     F.pad: _given(2, "mode", "replicate"),
-    F.interpolate: _sums_up,
-    **_named(_is_sparse, "coalesce to_dense", torch.Tensor),
+    # "area" is adaptive pooling, and antialiasing has weights that no half kernel of a CPU takes.
+    F.interpolate: lambda args, named: (
+        _argument(args, named, 3, "mode") == "area" or _argument(args, named, 6, "antialias")
+    ),
+    F.normalize: _given(1, "p", 1.0),  # of float16 its derivative is subnormal on the way
+    # Sparse tensors hold an element several times until they are summed.
+    **_named(lambda args, named: _first(args, named).layout is not torch.strided, "coalesce to_dense", torch.Tensor),
 }

@@ -163,20 +163,9 @@ class HalfProducts:
 _PRODUCTS: tuple[tuple[Any, frozenset[str]], ...] = (
     *(
         (kind, frozenset({"weight", "bias"}))
-        for kind in (
-            nn.Linear,
-            nn.Conv1d,
-            nn.Conv2d,
-            nn.Conv3d,
-            nn.ConvTranspose1d,
-            nn.ConvTranspose2d,
-            nn.ConvTranspose3d,
-        )
+        for kind in (nn.Linear, *_CONVOLUTIONS, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     ),
-    (
-        nn.MultiheadAttention,
-        frozenset({"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"}),
-    ),
+    (nn.MultiheadAttention, frozenset({f"{each}_proj_weight" for each in ("in", "q", "k", "v")} | {"in_proj_bias"})),
 )
 
 
