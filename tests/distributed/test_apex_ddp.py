@@ -3,6 +3,7 @@
 import pytest
 import torch
 from comparing import same
+from small_job import batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,11 +19,6 @@ STEPS = 12
 def net(seed):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4))
-
-
-def data(step):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, 8, generator=generator), torch.randint(0, 4, (8,), generator=generator)
 
 
 def strategy(level, **options):
@@ -52,7 +48,7 @@ def train(rank, world_size, level, accum, overflow):
         optimizer.zero_grad()
         with booster.accumulate(model, optimizer, accum):
             for a in range(accum):
-                x, y = (part.chunk(world_size)[rank] for part in data(step * accum + a))
+                x, y = (part.chunk(world_size)[rank] for part in batch(step * accum + a, rows=8))
                 loss = criterion(model(x), y)
                 losses.append(loss.item())
                 if step in overflow and rank == world_size - 1:
@@ -73,7 +69,7 @@ def split_batch(level, accum, ranks=2):
         with booster.accumulate(model, optimizer, accum * ranks):
             for rank in range(ranks):
                 for a in range(accum):
-                    x, y = (part.chunk(ranks)[rank] for part in data(step * accum + a))
+                    x, y = (part.chunk(ranks)[rank] for part in batch(step * accum + a, rows=8))
                     loss = criterion(model(x), y)
                     losses.append(loss.item())
                     booster.backward(loss, optimizer)
@@ -124,7 +120,7 @@ def overflow_after_reduction(rank, world_size, level):
     plain = model
     model, optimizer, *_ = booster.boost(model, adam(model.parameters()))
     update = optimizer._update.gradients
-    loss = model(data(0)[0]).float().sum()
+    loss = model(batch(0, rows=8)[0]).float().sum()
     scale = update.next_scale
     update.before_backward(scale)
     (loss * scale).backward()
@@ -145,7 +141,7 @@ def losses_add_up(rank, world_size, as_view):
     booster = Booster("cpu", strategy("O1", num_losses=2), TorchDDPPlugin(gradient_as_bucket_view=as_view))
     model = net(0)
     model, optimizer, *_ = booster.boost(model, adam(model.parameters()))
-    x = data(0)[0].chunk(world_size)[rank]
+    x = batch(0, rows=8)[0].chunk(world_size)[rank]
     for loss_id in range(2):
         booster.backward(model(x).float().sum() * (loss_id + 1), optimizer, loss_id=loss_id)
     return [param.grad.clone() for param in model.parameters()]
@@ -164,7 +160,7 @@ def ported_script(rank, world_size, level):
     )
     model = DistributedDataParallel(model)
     for step in range(3):
-        x, y = (part.chunk(world_size)[rank] for part in data(step))
+        x, y = (part.chunk(world_size)[rank] for part in batch(step, rows=8))
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         with amp.scale_loss(loss, optimizer) as scaled:

@@ -27,6 +27,13 @@ CASES = [
 ]
 
 
+def assert_close(found):
+    """Estimates of each rank are what its allocator recorded."""
+    for held, recorded_held, peak, recorded_peak in found:
+        assert held == pytest.approx(recorded_held, rel=0.01)
+        assert peak == pytest.approx(recorded_peak, rel=0.03)
+
+
 def found_on(rank, world_size, name, precision, plugin, **options):
     found = both(name, precision, plugin, world_size=world_size, **options)
     return found.estimate.held, found.held, found.estimate.peak, found.peak
@@ -35,9 +42,7 @@ def found_on(rank, world_size, name, precision, plugin, **options):
 @pytest.mark.slow  # the next two are quick: weights that arrive in fp8, and half ones with gradients released
 @pytest.mark.parametrize(("name", "precision", "plugin"), CASES)
 def test_an_estimate_is_what_the_allocator_of_each_rank_records(ranks2, name, precision, plugin):
-    for held, recorded_held, peak, recorded_peak in ranks2(found_on, name, precision, plugin):
-        assert held == pytest.approx(recorded_held, rel=0.01)
-        assert peak == pytest.approx(recorded_peak, rel=0.03)
+    assert_close(ranks2(found_on, name, precision, plugin))
 
 
 def wide():
@@ -53,9 +58,7 @@ def wide_on(rank, world_size):
 
 @pytest.mark.slow
 def test_weights_that_arrive_in_fp8_are_not_rounded_anew_by_the_estimate(ranks2):
-    for held, recorded_held, peak, recorded_peak in ranks2(wide_on):
-        assert held == pytest.approx(recorded_held, rel=0.01)
-        assert peak == pytest.approx(recorded_peak, rel=0.03)
+    assert_close(ranks2(wide_on))
 
 
 def released_on(rank, world_size, name, precision, plugin, clip):
@@ -78,9 +81,7 @@ RELEASED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "precision", "plugin", "clip"), RELEASED)
 def test_an_estimate_follows_released_gradients_on_ranks(ranks2, name, precision, plugin, clip):
-    for held, recorded_held, peak, recorded_peak in ranks2(released_on, name, precision, plugin, clip):
-        assert held == pytest.approx(recorded_held, rel=0.01)
-        assert peak == pytest.approx(recorded_peak, rel=0.03)
+    assert_close(ranks2(released_on, name, precision, plugin, clip))
 
 
 class Sharer(nn.Module):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from comparing import same
+from small_job import batch
 from torch import nn
 
 from booster import Booster
@@ -23,11 +24,6 @@ def net(seed):
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-def data(step):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, 8, generator=generator), torch.randint(0, 4, (8,), generator=generator)
-
-
 def adamw(params):
     return torch.optim.AdamW(params, lr=1e-2)
 
@@ -39,7 +35,7 @@ def train(rank, world_size, name, steps, overflow, options):
     start = optimizer.state_dict()["booster"]["masters"]["weights"] if options["master_weights"] != "none" else {}
     applied = []
     for step in range(steps):
-        x, y = (part.chunk(world_size)[rank] for part in data(step))
+        x, y = (part.chunk(world_size)[rank] for part in batch(step, rows=8))
         optimizer.zero_grad()
         loss = criterion(model(x), y)
         if step in overflow and rank == world_size - 1:

@@ -111,20 +111,19 @@ def test_one_of_several_tasks_does_not_silently_train_alone(monkeypatch, variabl
         launch_from_torch()
 
 
-@pytest.mark.parametrize("missing", ["SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID"])
-def test_slurm_without_its_variables_names_the_one_missing(monkeypatch, missing):
-    set_environment(monkeypatch, SLURM_PROCID=0, SLURM_NPROCS=1, SLURM_LOCALID=0)
-    monkeypatch.delenv(missing)
-    with pytest.raises(RuntimeError, match=f"{missing} is not set; srun"):
-        launch_from_slurm("127.0.0.1", 29500)
-
-
-@pytest.mark.parametrize("missing", ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"])
-def test_openmpi_without_its_variables_names_the_one_missing(monkeypatch, missing):
-    set_environment(monkeypatch, OMPI_COMM_WORLD_RANK=0, OMPI_COMM_WORLD_SIZE=1, OMPI_COMM_WORLD_LOCAL_RANK=0)
-    monkeypatch.delenv(missing)
-    with pytest.raises(RuntimeError, match=f"{missing} is not set; mpirun"):
-        launch_from_openmpi("127.0.0.1", 29500)
+@pytest.mark.parametrize("missing", range(3))
+@pytest.mark.parametrize(
+    ("launch_from", "command", "names"),
+    [
+        (launch_from_slurm, "srun", ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID")),
+        (launch_from_openmpi, "mpirun", [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK")]),
+    ],
+)
+def test_a_launcher_without_its_variables_names_the_one_missing(monkeypatch, launch_from, command, names, missing):
+    set_environment(monkeypatch, **dict(zip(names, (0, 1, 0), strict=True)))
+    monkeypatch.delenv(names[missing])
+    with pytest.raises(RuntimeError, match=f"{names[missing]} is not set; {command}"):
+        launch_from("127.0.0.1", 29500)
 
 
 def test_an_address_that_does_not_resolve_is_tried_with_a_word_and_then_refused(monkeypatch, caplog):

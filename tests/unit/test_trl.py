@@ -112,19 +112,17 @@ def test_adapters_of_peft_train_alone_and_are_all_that_is_saved(tmp_path, kind, 
         assert logged(ours) == pytest.approx(logged(theirs), rel=1e-5, abs=1e-6)
 
 
-def test_the_bfloat16_that_configurations_of_trl_have_by_default_is_named_where_it_contradicts(tmp_path):
-    with pytest.raises(ValueError, match="mixed_precision='fp16' and bf16=True of SFTConfig"):
-        trained("sft", tmp_path, precision="fp16", bf16=None)
-
-
-def test_a_head_cast_to_float32_is_refused_beside_half_weights(tmp_path):
-    with pytest.raises(ValueError, match="cast_lm_head_to_fp32"):
-        trained("grpo", tmp_path, precision="bf16_naive", cast_lm_head_to_fp32=True)
-
-
-def test_a_reference_of_weights_that_are_not_half_yet_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="precompute_ref_log_probs: .* BF16NaiveMixedPrecision has not converted yet"):
-        trained("dpo", tmp_path, precision="bf16_naive", precompute_ref_log_probs=True)
+@pytest.mark.parametrize(
+    ("kind", "precision", "options", "says"),
+    [
+        ("sft", "fp16", {"bf16": None}, "mixed_precision='fp16' and bf16=True of SFTConfig"),  # TRL's default
+        ("grpo", "bf16_naive", {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
+        ("dpo", "bf16_naive", {"precompute_ref_log_probs": True}, ": .* BF16NaiveMixedPrecision has not converted yet"),
+    ],
+)
+def test_an_option_of_trl_that_contradicts_the_precision_is_named(tmp_path, kind, precision, options, says):
+    with pytest.raises(ValueError, match=says):
+        trained(kind, tmp_path, precision=precision, **options)
 
 
 def test_a_reference_computed_before_training_is_that_of_the_model_as_it_begins(tmp_path):
