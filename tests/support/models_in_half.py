@@ -6,9 +6,29 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from booster.mixed_precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
+from booster.mixed_precision import (
+    FP8MixedPrecision,
+    FP16NaiveMixedPrecision,
+    FP16TorchMixedPrecision,
+    Int8MixedPrecision,
+    MXFP8MixedPrecision,
+    NVFP4MixedPrecision,
+)
 
 EPS = {"fp32": 2**-24, "bf16": 2**-9, "bf16_naive": 2**-9, "fp16": 2**-12, "fp16_naive": 2**-12}
+# What operands of products are rounded to, by at most eps of each: e4m3 has three bits behind the first, e5m2, which gradients
+# have, two, e2m1 one, and its gradients, which are rounded stochastically, go a whole step. int8 has 127 steps of the largest
+# of a row, 1 / 254 off, which is no more than 8 times the root of its mean square, rows of 32 and 64 numbers.
+LOW = {
+    "fp8": (lambda: FP8MixedPrecision(emulate=True), 2**-3),
+    "fp8 rowwise": (lambda: FP8MixedPrecision("rowwise", emulate=True), 2**-4),
+    "fp8 rowwise_with_gw_hp": (lambda: FP8MixedPrecision("rowwise_with_gw_hp", emulate=True), 2**-4),
+    "fp8 bf16 weights": (lambda: FP8MixedPrecision(emulate=True, weights="bf16"), 2**-3),
+    "mxfp8": (lambda: MXFP8MixedPrecision(emulate=True), 2**-4),
+    "int8": (Int8MixedPrecision, 2**-5),
+    "nvfp4": (lambda: NVFP4MixedPrecision(emulate=True), 2**-1),
+}
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 ROTARY = ["llama", "gemma", "mixtral"]
 MODELS = [*ROTARY, "gpt2", "t5", "convnext"]
 LAYERS, SCALE = 2, 2.0**12
@@ -20,7 +40,7 @@ def strategy(precision):
         return FP16TorchMixedPrecision(init_scale=SCALE)
     if precision == "fp16_naive":
         return FP16NaiveMixedPrecision(initial_scale=SCALE)
-    return precision
+    return LOW[precision][0]() if precision in LOW else precision
 
 
 def make(name, package, length=12):
@@ -83,39 +103,47 @@ def in_double(model, inputs):
 
 
 class Roundings(TorchDispatchMode):
-    """Every float64 result of an operation is off by up to `eps` of each of its numbers, evenly: as if it were rounded."""
+    """Every float64 result of an operation is off by up to `eps` of each of its numbers, evenly: as if it were rounded. And
+    operands of matrix products by up to `operands` of each."""
 
-    def __init__(self, eps):
+    def __init__(self, eps, operands=0.0):
         super().__init__()
-        self.eps, self.bits = eps, torch.Generator().manual_seed(1)
+        self.eps, self.operands, self.bits = eps, operands, torch.Generator().manual_seed(1)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.operands and func in PRODUCTS:
+            args = (*args[:-2], *(self.rounded(each, self.operands) for each in args[-2:]))
         out = func(*args, **(kwargs or {}))
         return out if func.is_view or func._schema.is_mutable else tree_map(self.rounded, out)
 
-    def rounded(self, value):
+    def rounded(self, value, eps=None):
         if not isinstance(value, torch.Tensor) or value.dtype != torch.float64:
             return value
         random = torch.rand(value.shape, generator=self.bits, dtype=torch.float64)
-        return value * (1 + self.eps * (2 * random - 1))
+        return value * (1 + (self.eps if eps is None else eps) * (2 * random - 1))
 
 
-def widening(model, run, eps=2.0**-12):
-    """How many eps gradients and value of `run(model)` are off where weights, and every tensor on the way, are by one: all of
-    it in float64, without this library. By the name of a parameter, and "value"."""
+def off_by(model, run, eps, operands=0.0):
+    """How far gradients and value of `run(model)` are off where weights, and every tensor on the way, are by eps, and operands of
+    matrix products by `operands`: all of it in float64, without this library. By the name of a parameter, and "value"."""
 
     def passes(model):
         value = run(model)
         value.sum().backward()
         return {"value": value.detach()} | {key: param.grad for key, param in model.named_parameters()}
 
-    right, off, roundings = passes(copy.deepcopy(model)), copy.deepcopy(model), Roundings(eps)
+    right, off, roundings = passes(copy.deepcopy(model)), copy.deepcopy(model), Roundings(eps, operands)
     with torch.no_grad():
         for param in off.parameters():
             param.copy_(roundings.rounded(param))
     with roundings:
         found = passes(off)
-    return {key: relative_error(found[key], value) / eps for key, value in right.items()}
+    return {key: relative_error(found[key], value) for key, value in right.items()}
+
+
+def widening(model, run, eps=2.0**-12):
+    """As `off_by`, in eps."""
+    return {key: error / eps for key, error in off_by(model, run, eps).items()}
 
 
 def relative_error(found, right):
