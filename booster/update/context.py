@@ -7,6 +7,7 @@ in the first steps and then one in a hundred, from tensors' version counters, wh
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -22,7 +23,7 @@ from booster.common.torch_internals.optimizer_internals import loads_with_hooks
 from booster.common.torch_internals.tensor_internals import local_tensor, version
 from booster.loss_scaler import LossScaler
 from booster.model.optimizers import load_states
-from booster.model.params import is_dtensor
+from booster.model.params import is_dtensor, local_shard
 from booster.shards import Shards
 from booster.tensors.trees import HALF_DTYPES
 
@@ -183,6 +184,47 @@ class GradMutationCheck:
     def _sampled(self) -> torch.Tensor:
         elements = [value.detach().reshape(-1)[:1].float() for value in self._in_parts]
         return torch.cat(elements).nan_to_num() if elements else torch.zeros(0, dtype=torch.float32)
+
+
+class StrayPasses:
+    """Backward passes that no `b.backward` of an optimizer made, noted while its parameters are watched.
+
+    params: to which one brought gradients. Who makes passes clears them afterwards. hooks: empty where nothing is watched.
+    """
+
+    def __init__(self) -> None:
+        self.params: deque[torch.Tensor] = deque()
+        self.hooks: list[Any] = []
+
+    def watch(self, params: Sequence[torch.Tensor]) -> None:
+        """Note passes from now on; does nothing where that is so already."""
+        if not self.hooks:
+            watched = [param for param in params if param.requires_grad and param.is_leaf]
+            self.params = deque(maxlen=len(watched))
+            # Such a method is C's: no hook is a Python call.
+            self.hooks = [param.register_post_accumulate_grad_hook(self.params.append) for param in watched]
+
+    def stop(self) -> None:
+        """Note nothing any longer."""
+        while self.hooks:
+            self.hooks.pop().remove()
+
+    def refuse(self, parameters: Parameters, shards: Shards) -> None:
+        """Raise RuntimeError if what a pass brought is still there."""
+        for param in self.params:
+            grad = param.grad  # where ranks keep slices elsewhere, there is none
+            # What another network's loss left, and was dropped or zeroed since, changes nothing.
+            if shards.has_gradient(param) and (grad is None or grad.is_sparse or local_shard(grad).any()):
+                raise RuntimeError(
+                    f"the gradient of {parameters.name_of(param)} has a part of a bare loss.backward(), or of a b.backward for "
+                    "another optimizer; those of b.backward(loss, optimizer) are multiplied by the loss scale, so that it "
+                    "would count thousands of times too little. Pass every loss to b.backward, and name every optimizer that "
+                    "will step on it: b.backward(loss, [optimizer_a, optimizer_b]). What is not to be used is dropped by "
+                    "optimizer.zero_grad() before b.backward"
+                )
+
+    def __reduce__(self) -> Any:
+        return StrayPasses, ()  # the parameters of a copy are others
 
 
 def _value(param: torch.Tensor) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ from booster.ranks import agreement
 from booster.tensors.grads import gradient_values, own_memory, scale_in_graph, scale_values
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.backward import BackwardPass, JointDecision
-from booster.update.context import EVERY, FIRST, GradMutationCheck, Parameters, StepListener, UpdateContext
+from booster.update.context import EVERY, FIRST, GradMutationCheck, Parameters, StepListener, StrayPasses, UpdateContext
 from booster.update.decision import Norms
 from booster.update.in_backward import OptimizerInBackward
 
@@ -50,11 +50,13 @@ class Gradients:
         in_backward: how passes step on them, where they do.
         listeners: what hears of passes and steps.
         mutation_check: scaled gradients as the last pass left them, in steps that compare.
+        strays: passes that are not ours, in these steps.
         piles_up: whether gradients can wait that no step may use yet although a backward pass has ended.
         check_loss: called with the first loss, to refuse it by raising; None: nothing is.
+        takes_bare: whether gradients of a bare `loss.backward()` add up with those of our passes, as where these are unscaled.
     """
 
-    piles_up = False
+    piles_up = takes_bare = False
     check_loss: Callable[[torch.Tensor], None] | None = None
 
     def __init__(self, context: UpdateContext, norms: Norms) -> None:
@@ -79,6 +81,7 @@ class Gradients:
         self._in_pass = False
         self._prescribed: float | None = None  # the next scale, of a replay
         self._num_steps = 0
+        self.strays = StrayPasses()
         self.reset(None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,6 +103,7 @@ class Gradients:
         self.check = self.scaler.enabled or self.skip_nonfinite
         self.num_backwards = 0
         self.mutation_check: GradMutationCheck | None = None
+        self.strays.params.clear()
         self.loss_scale: Any = 1.0
         self.losses: list[torch.Tensor] = []
         self._differentiable = False  # a graph may lead through gradients at rest
@@ -148,6 +152,8 @@ class Gradients:
     def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None:
         """Bring gradients that exist already to `scale`, pending clips applied, so that new ones add to them. this: the pass
         that begins; None means one for this optimizer alone, of loss 0, complete."""
+        if self.strays.params:
+            self.refuse_strays()
         if self.mutation_check is not None:
             self.check_mutations()
         if self.in_backward is not None:  # it steps within the pass
@@ -184,10 +190,14 @@ class Gradients:
             replica_check.num_passes += 1
             if replica_check.num_passes == replica_check.due:
                 replica_check.check(self.shards)
-        # Seldom, because version counters of all parameters are read.
+        self.strays.params.clear()  # these were ours
+        # Seldom, because version counters of all parameters are read, and each has a hook.
         is_due = self.scaler.enabled and (self._num_steps < FIRST or self._num_steps % EVERY == 0)
         if is_due and self.scale is not None and not _same(self.scale, 1.0):
             self.mutation_check = GradMutationCheck(self.parameters.held())
+            self.watch()
+        elif self.strays.hooks:
+            self.strays.stop()
         if self.check and loss is not None:
             self.losses.append(loss.detach())
         for listener in self.listeners:
@@ -196,9 +206,17 @@ class Gradients:
     def abandon_backward(self) -> None:
         """The pass raised; `after_backward` is not called."""
         self._in_pass = False
+        self.strays.params.clear()
+
+    def watch(self) -> None:
+        """Note passes that are not ours from now on. Not inside `local()`: the hooks are those of whole parameters."""
+        if self.scaler.enabled and not self.takes_bare:
+            self.strays.watch(self.parameters.held())
 
     def check_mutations(self) -> None:
-        """One WARNING if somebody else wrote to gradients that are noted."""
+        """RuntimeError for strays, and one WARNING if somebody else wrote to gradients that are noted."""
+        if self.strays.params:
+            self.refuse_strays()
         # Nor are those of optimizers that step together noted any longer: under `fully_shard` all are views of one tensor, and
         # a write to one counts for each.
         for member in self.joint.members:
@@ -394,7 +412,7 @@ class Gradients:
             self.parameters.check_full(params)
         if (not self.num_backwards if self.shards.sharded else not params) and self.none_anywhere():
             return None
-        if self._in_pass or self.piles_up or not self.num_backwards:
+        if self._in_pass or self.piles_up or not self.num_backwards or self.strays.params:
             self.require_backward()
         return params
 
@@ -439,6 +457,15 @@ class Gradients:
                 "b.backward(loss, optimizer) instead, and name every optimizer that will step on that loss: "
                 "b.backward(loss, [optimizer_a, optimizer_b])"
             )
+        if self.strays.params:
+            self.refuse_strays()
+
+    def refuse_strays(self) -> None:
+        """Raise RuntimeError if a stray pass brought gradients that would be added to those of another scale."""
+        # Before a pass of ours nothing is known of gradients, and they are taken to have the scale of the next one.
+        if float(self.next_scale if self.scale is None else self.scale) != 1.0:
+            self.strays.refuse(self.parameters, self.shards)
+        self.strays.params.clear()
 
 
 def _same(scale: Any, other: Any) -> bool:
@@ -455,7 +482,7 @@ def _warn_of_mutation(gradients: Gradients) -> None:
         gradients._warned_of_mutation = True
         _logger.warning(
             "the gradient of %s%s was changed between b.backward and step() while it was multiplied by the loss "
-            "scale, as by torch's clip_grad_norm_, by a plain loss.backward(), or by hand: what is added or compared "
+            "scale, as by torch's clip_grad_norm_, or by hand: what is added or compared "
             "with a bound there is thousands of times too small. Clip with optimizer.clip_grad_by_norm(max_norm), pass "
             "every loss to b.backward, and call optimizer.unscale_grads() before writing to .grad",
             gradients.parameters.name_of(params[0]),

@@ -54,8 +54,10 @@ def bare_backward(precision: str) -> None:
     optimizer.step()
 
 
-def plain_backward() -> None:
+def plain_backward(*, first: bool) -> None:
     b, model, optimizer, *_ = run("fp16")
+    if first:
+        loss_of(model).backward()
     b.backward(loss_of(model), optimizer)
     loss_of(model).backward()
     optimizer.step()
@@ -387,11 +389,18 @@ MISTAKES = [
         lambda: bare_backward("bf16"),
     ),
     Mistake(
-        "a bare `loss.backward()` besides `b.backward`, fp16",
-        "WARNING",
-        "was changed between b.backward and step()",
+        "a bare `loss.backward()` after `b.backward` in one step, fp16",
+        "RuntimeError",
+        "has a part of a bare loss.backward()",
         "every loss to `b.backward`",
-        plain_backward,
+        lambda: plain_backward(first=False),
+    ),
+    Mistake(
+        "a bare `loss.backward()` before it",
+        "RuntimeError",
+        "has a part of a bare loss.backward()",
+        "every loss to `b.backward`; looked for in the first three steps, and in one of a hundred",
+        lambda: plain_backward(first=True),
     ),
     Mistake(
         "a GradScaler left in, bf16 or fp32",

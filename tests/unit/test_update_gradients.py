@@ -1,5 +1,6 @@
 """What `.grad` holds between backward and step, and which gradients a step uses."""
 
+import copy
 import math
 from typing import Any
 
@@ -134,6 +135,92 @@ def test_a_bare_backward_is_detected_after_the_gradients_of_another_were_zeroed(
     loss_with(params, [1.0]).backward()
     with pytest.raises(RuntimeError, match="bare loss.backward"):
         optimizer.step()
+
+
+def backward_of(model: nn.Module, optimizer: Any, passes: str) -> None:
+    """Passes of a loss: b(oosted), p(lain), u(nscale), z(ero by the model), 0 (zeroed in place by the model)."""
+    for each in passes:
+        if each in "z0":
+            model.zero_grad(set_to_none=each == "z")
+        elif each == "u":
+            optimizer.unscale_grads()
+        else:
+            loss = loss_with([model.weight], [0.25])
+            optimizer.backward(loss) if each == "b" else loss.backward()
+
+
+def of_a_weight(decides: Any, scale: float | None) -> tuple[nn.Module, Any]:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(4))
+    return model, sgd([model.weight], decides, scale)
+
+
+@both
+@pytest.mark.parametrize("steps_before", [0, 1, 100])
+@pytest.mark.parametrize("passes", ["pb", "bp", "bpb", "zpb", "0pb", "bzpb"])
+def test_a_bare_backward_beside_one_with_a_scale_is_refused_in_every_order(decides, passes, steps_before):
+    model, optimizer = of_a_weight(decides, 2.0**8)
+    for _ in range(steps_before):
+        optimizer.zero_grad()
+        optimizer.backward(loss_with([model.weight], [0.0]))
+        optimizer.step()
+    optimizer.zero_grad()
+    if steps_before == 100 and passes[0] != "b":  # then the step after is looked at
+        backward_of(model, optimizer, "b")
+        optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="has a part of a bare loss.backward"):
+        backward_of(model, optimizer, passes)
+        optimizer.step()
+    optimizer.zero_grad()
+    backward_of(model, optimizer, "b")
+    assert optimizer.step()
+    assert torch.equal(model.weight, torch.full((4,), 0.75))
+
+
+@both
+@pytest.mark.parametrize(
+    "scale, passes, sum_",
+    [(None, "pb", 2), (None, "bp", 2), (2.0**8, "bup", 2), (2.0**8, "bupb", 3), (2.0**8, "pzb", 1), (2.0**8, "p0b", 1)]
+    + [(2.0**8, "bzb", 1), (2.0**8, "bb", 2)],
+)
+def test_a_bare_backward_is_let_through_where_nothing_is_mixed(decides, scale, passes, sum_):
+    model, optimizer = of_a_weight(decides, scale)
+    for step in range(4):
+        backward_of(model, optimizer, passes)
+        assert optimizer.step()
+        assert torch.equal(model.weight, torch.full((4,), 1.0 - 0.25 * sum_ * (step + 1)))
+        optimizer.zero_grad()
+
+
+@both
+def test_what_the_loss_of_another_network_leaves_is_refused_unless_it_is_zeroed(decides):
+    (a,), (b,) = parameters(4), parameters(4)
+    first, second = sgd([a], decides, 2.0**8), sgd([b], decides, 2.0**8)
+    for _ in range(3):  # a discriminator, and a generator whose loss goes through it
+        second.zero_grad()
+        second.backward(loss_with([b], [0.25]))
+        assert second.step()
+        first.zero_grad()
+        first.backward(loss_with([a, b], [0.25, 1.0]))
+        assert first.step()
+    assert torch.equal(b, torch.full((4,), 0.25))
+    with pytest.raises(RuntimeError, match="or of a b.backward for another optimizer"):
+        fresh = sgd([b], decides, 2.0**8)
+        b.grad = None
+        first.backward(loss_with([a, b], [0.25, 1.0]))
+        fresh.backward(loss_with([b], [0.25]))
+
+
+def test_hooks_of_stray_passes_are_gone_after_the_first_steps_and_with_a_copy():
+    model, optimizer = of_a_weight(HOST, 2.0**8)
+    hooks = model.weight._post_accumulate_grad_hooks
+    assert len(hooks) == 1
+    assert not copy.deepcopy(optimizer).param_groups[0]["params"][0]._post_accumulate_grad_hooks
+    for _ in range(3):
+        backward_of(model, optimizer, "zb")
+        optimizer.step()
+    assert not hooks
+    assert not of_a_weight(HOST, None)[0].weight._post_accumulate_grad_hooks
 
 
 @both

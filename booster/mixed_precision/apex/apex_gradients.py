@@ -48,7 +48,7 @@ class ApexGradients(Gradients):
     """
 
     scaler: ApexScales
-    piles_up = True
+    piles_up = takes_bare = True
     short_circuits = True  # a static scale of 1 does nothing at all
 
     def __init__(self, context: UpdateContext, norms: Norms) -> None:

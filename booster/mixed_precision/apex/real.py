@@ -60,6 +60,7 @@ class RealGradients(Gradients):
     """The gradients of an optimizer that apex patched, which unscales them by itself."""
 
     scaler: RealScales
+    takes_bare = True
 
     def __init__(self, context: UpdateContext, norms: Norms, amp: Any) -> None:
         super().__init__(context, norms)
