@@ -89,6 +89,7 @@ _CALLS = 100  # of the user's model in training; who calls the wrong one calls i
 # Of boosted models, not of criteria: models in those are not synchronised.
 _COMPUTES = {("booster.interface.model", name) for name in ("_run", "run_method", "_stream")}
 _OF_TORCH_CHECKPOINT = ("torch.distributed.checkpoint.state_dict",)
+_ASK_FOR_STATES = tuple(f"booster.{room}." for room in ("interface", "update", "masters", "shards", "checkpoint"))
 _BETWEEN = ("booster.interface.optimizer", "booster.common.misuse", "torch.optim.", "torch.utils.")
 
 
@@ -96,13 +97,31 @@ class OwnStepGuard:
     """A pre-hook on the user's optimizer, which raises RuntimeError for a step that its boosted one does not make.
 
     stepping: the boosted optimizer is stepping. owner: the boosted optimizer; the guard is off when it is gone, when another
-    one steps the same optimizer, and in a pickle.
+    one steps the same optimizer, and in a pickle. update: that of `owner`; where it keeps states elsewhere than by the user's
+    parameters, state dicts that the boosted one does not make or load raise too.
     """
 
-    def __init__(self, optimizer: Optimizer, owner: object) -> None:
+    def __init__(self, optimizer: Optimizer, owner: object, update: Any) -> None:
         self.stepping = False
         self._owner: weakref.ref[object] | None = weakref.ref(owner)
         optimizer.register_step_pre_hook(self)
+        if update.optimizer_state.has_masters or update.shards.sharded:
+            optimizer.register_state_dict_pre_hook(self.check_states)
+            optimizer.register_load_state_dict_pre_hook(self.check_states)
+
+    def check_states(self, optimizer: Optimizer, *state_dict: Any) -> None:
+        """Raise RuntimeError unless this library makes or loads the state dict of `optimizer`."""
+        frame: FrameType | None = (
+            None if self.stepping or self._owner is None or self._owner() is None else sys._getframe(1)
+        )
+        while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_ASK_FOR_STATES):
+            frame = frame.f_back
+            if frame is None:
+                raise RuntimeError(
+                    f"{'load_' * len(state_dict)}state_dict() of the {type(optimizer).__name__} that was given to boost() was "
+                    "called instead of that of the boosted one, which keeps states by masters or by this rank's shards; "
+                    "they would get lost. Call it on what boost() returned; b.save and b.load keep a whole run"
+                )
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # First, because the compiler traces it, and then nothing else.

@@ -22,20 +22,12 @@ from booster.mixed_precision import (
 from booster.plugin import Plugin
 
 _DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
-# What others call what we take: dtypes, the precisions of Fabric and Accelerate, and parallelisms as `booster estimate
-# --plugin` names them.
+# What others call what we take: dtypes, precisions of Fabric and Accelerate, parallelisms of `booster estimate --plugin`.
 _PRECISIONS = {
-    "float32": "fp32",
-    "float16": "fp16",
-    "half": "fp16",
-    "bfloat16": "bf16",
-    "no": "fp32",
-    "32": "fp32",
-    "32-true": "fp32",
-    "16": "fp16",
-    "16-mixed": "fp16",
+    **dict.fromkeys(("float32", "no", "32", "32-true"), "fp32"),
+    **dict.fromkeys(("float16", "half", "16", "16-mixed"), "fp16"),
+    **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
     "16-true": "fp16_naive",
-    "bf16-mixed": "bf16",
     "bf16-true": "bf16_naive",
 }
 _PLUGINS = {
@@ -61,19 +53,17 @@ _ARGUMENTS = {
 }
 _OPTIMIZER = "is a method of the boosted optimizer: optimizer."
 _METHODS = {
-    "prepare": "is called boost: model, optimizer, *_ = b.boost(model, optimizer)",
-    "setup": "is called boost: model, optimizer, *_ = b.boost(model, optimizer)",
-    "setup_module": "is called boost: model, *_ = b.boost(model)",
-    "setup_optimizers": "is part of boost: model, optimizer, *_ = b.boost(model, optimizer)",
+    **dict.fromkeys(("prepare", "setup"), "is called boost: model, optimizer, *_ = b.boost(model, optimizer)"),
+    **dict.fromkeys(("setup_module", "prepare_model"), "is called boost: model, *_ = b.boost(model)"),
+    **dict.fromkeys(
+        ("setup_optimizers", "prepare_optimizer"), "is part of boost: model, optimizer, *_ = b.boost(model, optimizer)"
+    ),
     "setup_dataloaders": "is part of boost, or of b.prepare_dataloader(dataset, batch_size)",
-    "prepare_model": "is called boost: model, *_ = b.boost(model)",
-    "prepare_optimizer": "is part of boost: model, optimizer, *_ = b.boost(model, optimizer)",
     "prepare_data_loader": "is called prepare_dataloader: b.prepare_dataloader(dataset, batch_size)",
     "clip_grad_norm_": f"{_OPTIMIZER}clip_grad_by_norm(max_norm)",
     "clip_grad_value_": f"{_OPTIMIZER}clip_grad_by_value(clip_value)",
     "clip_gradients": f"{_OPTIMIZER}clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(clip_value)",
-    "unscale_gradients": f"{_OPTIMIZER}unscale_grads()",
-    "unscale_": f"{_OPTIMIZER}unscale_grads()",
+    **dict.fromkeys(("unscale_gradients", "unscale_"), f"{_OPTIMIZER}unscale_grads()"),
     "step": f"{_OPTIMIZER}step()",
     "zero_grad": f"{_OPTIMIZER}zero_grad()",
     "no_backward_sync": "is called no_sync: with b.no_sync(model):",
@@ -84,8 +74,7 @@ _METHODS = {
     "all_gather": "is called gather: b.gather(tensor)",
     "all_reduce": "is called reduce: b.reduce(tensor)",
     "barrier": "is called wait_for_everyone: b.wait_for_everyone()",
-    "is_main_process": "is called is_main: booster.is_main",
-    "is_global_zero": "is called is_main: booster.is_main",
+    **dict.fromkeys(("is_main_process", "is_global_zero"), "is called is_main: booster.is_main"),
     "launch": "is a function of the package: booster.launch_from_torch()",
 }
 
@@ -151,16 +140,11 @@ class AMP_TYPE(str, Enum):
 _FIELDS: dict[AMP_TYPE, dict[str, Any]] = {
     AMP_TYPE.TORCH: {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000},
     AMP_TYPE.APEX: {
+        **dict.fromkeys(("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")),
+        **dict.fromkeys(("loss_scale", "cast_model_outputs", "min_loss_scale")),
         "opt_level": "O1",
-        "cast_model_type": None,
-        "patch_torch_functions": None,
-        "keep_batchnorm_fp32": None,
-        "master_weights": None,
-        "loss_scale": None,
-        "cast_model_outputs": None,
         "num_losses": 1,
         "verbosity": 1,
-        "min_loss_scale": None,
         "max_loss_scale": 2.0**24,
         "scale_window": 2000,
         "backend": "auto",

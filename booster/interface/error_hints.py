@@ -46,6 +46,15 @@ def check_nothing_is_lost(own: Mapping[str, Any], update: Update) -> None:
         )
 
 
+def check_pickled(update: Update) -> None:
+    """Raise RuntimeError if ranks share the optimizer of `update`, which is to be pickled."""
+    if update.shards.is_distributed or update.gradients.group is not None:
+        raise RuntimeError(
+            "torch.save and pickle take no optimizer that ranks share; save optimizer.state_dict(), which all ranks call, or "
+            "write a checkpoint with b.save"
+        )
+
+
 def hint(
     error: Exception, name: str, model: nn.Module, *, precision: object, input_dtype: torch.dtype | None
 ) -> str | None:

@@ -19,7 +19,7 @@ from booster.common.hang_watchdog import abandon_pass, leaving_pass
 from booster.common.misuse import OwnStepGuard, is_called_by_torch_checkpoint
 from booster.common.torch_internals.optimizer_internals import accepts_found_inf, remove_guards
 from booster.interface.closures import step_with_closure, takes, zero_mixed_gradients
-from booster.interface.error_hints import check_nothing_is_lost, refuse_grad_scaler
+from booster.interface.error_hints import check_nothing_is_lost, check_pickled, refuse_grad_scaler
 from booster.update.backward import run_backward
 from booster.update.choice import choose_update
 from booster.update.context import Fill, UpdateContext, name_of_stranger
@@ -73,7 +73,7 @@ class OptimizerWrapper(Optimizer):
         self._forbidden: str | None = None
         self.after_first: Callable[[OptimizerWrapper], Any] | None = None  # called after an applied step, once
         remove_guards(context.optimizer)  # those of a boosted one before this
-        self._own_step = OwnStepGuard(context.optimizer, self)
+        self._own_step = OwnStepGuard(context.optimizer, self, self._update)
         self.accumulating = False
         self._history = StepHistory(context.options.max_consecutive_skips, self._update.gradients.scaler)
         in_backward = self._update.gradients.in_backward
@@ -90,7 +90,7 @@ class OptimizerWrapper(Optimizer):
         self._forget_weights = other._forget_weights
         self._history.scaler = self._update.gradients.scaler
         remove_guards(self.optimizer)
-        self._own_step = OwnStepGuard(self.optimizer, self)
+        self._own_step = OwnStepGuard(self.optimizer, self, self._update)
 
     @leaving_pass()
     def backward(
@@ -406,7 +406,11 @@ class OptimizerWrapper(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._own_step = OwnStepGuard(self.optimizer, self)  # torch copies no hooks
+        self._own_step = OwnStepGuard(self.optimizer, self, self._update)  # torch copies no hooks
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        check_pickled(self._update)
+        return super().__reduce_ex__(protocol)
 
     def parameter_names(self) -> list[list[tuple[str, int]]]:
         """Return, for each group, the qualified name of every parameter, and its place in the group of the whole model."""

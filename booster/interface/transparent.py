@@ -63,11 +63,16 @@ class TransparentModule(nn.Module):
             )
         return state
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch, through a plugin's wrapper, which may keep its own gradients; also between forward and backward."""
-        arguments.flag("set_to_none", set_to_none)
-        self.module.zero_grad(*(() if set_to_none else (False,)))  # a class may have a zero_grad() without arguments
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As torch, through a plugin's wrapper, which may keep its own gradients; also between forward and backward. A class
+        that overrides it is given its own arguments."""
         module = bare(self.module)
+        given = inspect.signature(module.zero_grad).bind(*args, **kwargs).arguments
+        set_to_none = given.get("set_to_none", True)
+        arguments.flag("set_to_none", set_to_none)
+        if self.module is not module:
+            self.module.zero_grad(set_to_none)
+        module.zero_grad(*args, **kwargs)
         if is_fully_sharded(module):
             from booster.shards.fully_sharded import (
                 clear_unsharded_grads,  # which imports FSDP, a second for no use elsewhere

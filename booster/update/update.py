@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,10 +50,18 @@ class Update:
         if self.gradients.in_backward is not None:
             self.gradients.in_backward.decision_is(self.decision)
 
-    def for_replay(self, scale: float) -> AbstractContextManager[None]:
+    @contextmanager
+    def for_replay(self, scale: float) -> Iterator[None]:
         """Inside, gradients are as before any pass, without listeners, and losses are multiplied by `scale`; afterwards all
         is what it was."""
-        return attributes([self], gradients=self.gradients.for_replay(scale))
+        strays = self.gradients.strays.params
+        before = [*strays]
+        try:
+            with attributes([self], gradients=self.gradients.for_replay(scale)):
+                yield
+        finally:
+            strays.clear()  # those of the replay
+            strays.extend(before)
 
     def name_of(self, param: torch.Tensor) -> str:
         """The qualified name of `param`, for reports."""

@@ -120,6 +120,39 @@ def test_torchs_clip_of_scaled_gradients_is_told_on_every_rank(ranks2, plugin):
     assert ranks2(touched, "fp16", plugin) == [1, 1]
 
 
+def bare_beside_scaled(rank, world_size, precision, plugin):
+    for passes in ("pb", "bp", "bpb"):
+        b, model, optimizer, _, own = boosted(PRECISIONS[precision](), plugin)
+        backward(b, model, optimizer, plugin)
+        assert optimizer.step().applied
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="has a part of a bare loss.backward"):
+            for each in passes:
+                if each == "b":
+                    backward(b, model, optimizer, plugin)
+                else:
+                    model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        backward(b, model, optimizer, plugin)
+        assert optimizer.step().applied
+    with pytest.raises(RuntimeError, match=r"take no optimizer that ranks share; save optimizer.state_dict\(\)"):
+        torch.save(optimizer, io.BytesIO())
+    if plugin != "ddp" or precision == "fp16_naive":
+        state = optimizer.state_dict()
+        for call in (own.state_dict, lambda: own.load_state_dict(state)):
+            with pytest.raises(RuntimeError, match=r"state_dict\(\) of the AdamW that was given to boost"):
+                call()
+        optimizer.load_state_dict(state)
+
+
+@pytest.mark.slow_cases("fp16")
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_bare_backward_beside_scaled_ones_and_states_of_the_own_optimizer_are_refused(ranks2, precision):
+    for plugin in PLUGINS.keys() - {"pp"}:
+        ranks2(bare_beside_scaled, precision, plugin)
+
+
 # ---------------------------------------------------------------------- weights that are divided
 
 

@@ -92,6 +92,31 @@ def test_stepping_the_users_own_optimizer_is_refused(precision, options):
         own.step(lambda: torch.tensor(0.0))
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_state_dicts_of_the_users_own_optimizer_are_right_or_refused(precision):
+    b, model, optimizer, _, own, x = run(precision, torch.optim.AdamW)
+    train(b, model, optimizer, x)
+    state = optimizer.state_dict()
+    for entry in state["state"].values():
+        entry["step"] = torch.tensor(41.0)
+    if not precision.endswith("naive"):
+        own.load_state_dict(own.state_dict())
+        own.load_state_dict(state)
+        train(b, model, optimizer, x)
+        assert optimizer.state_dict()["state"][0]["step"] == 42
+        return
+    for call in (own.state_dict, lambda: own.load_state_dict(state)):
+        with pytest.raises(RuntimeError, match=r"state_dict\(\) of the AdamW that was given to boost\(\)"):
+            call()
+    optimizer.load_state_dict(state)
+    train(b, model, optimizer, x)
+    assert optimizer.state_dict()["state"][0]["step"] == 42
+    clone = copy.deepcopy(optimizer)
+    with pytest.raises(RuntimeError, match="of the AdamW that was given to boost"):
+        clone.optimizer.state_dict()
+    assert b.unwrap(optimizer).param_groups
+
+
 def test_the_guard_of_an_optimizer_is_not_a_hook_of_the_users():
     # A hook of the user's must see true gradients, for which the loss scale is divided out beforehand.
     b, model, optimizer, _, own, x = run("fp16")
@@ -274,7 +299,6 @@ def scale_warnings(caplog):
 
 TOUCHES = {
     "torch's clip": lambda model, loss: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-    "a plain backward": lambda model, loss: loss().backward(),
     "another tensor": lambda model, loss: setattr(model[0].weight, "grad", torch.ones_like(model[0].weight)),
     "in place": lambda model, loss: model[0].weight.grad.add_(1.0),
 }
@@ -298,6 +322,19 @@ def test_scaled_gradients_that_somebody_else_changes_are_told_once(caplog, preci
         optimizer.zero_grad()
     (message,) = scale_warnings(caplog)
     assert all(text in message for text in ("0.weight", "clip_grad_by_norm", "unscale_grads()"))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16_naive"])
+@pytest.mark.parametrize("then", ["step", "clip_grad_by_norm", "clip_grad_by_value", "unscale_grads", "backward"])
+def test_a_plain_backward_after_a_scaled_one_is_refused_by_what_comes_next(precision, then):
+    b, model, optimizer, _, _, x = run(precision)
+    b.backward(model(x).square().mean(), optimizer)
+    model(x).square().mean().backward()
+    with pytest.raises(RuntimeError, match="has a part of a bare loss.backward"):
+        if then == "backward":
+            b.backward(model(x).square().mean(), optimizer)
+        else:
+            getattr(optimizer, then)(*[100.0] * then.startswith("clip"))
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16_naive"])

@@ -840,6 +840,23 @@ def test_methods_of_torch_that_a_class_overrides_keep_its_own_arguments():
     assert model.to(torch.float64) is model
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16_naive"])
+def test_zero_grad_of_a_class_has_its_own_arguments(precision):
+    class Logs(nn.Linear):
+        def zero_grad(self, set_to_none, *, why=""):
+            super().zero_grad(set_to_none)
+            return setattr(self, "why", why)
+
+    model, *_ = Booster("cpu", precision).boost(Logs(4, 2))
+    for to_none in (False, True):
+        model(torch.ones(1, 4)).sum().backward()
+        model.zero_grad(to_none, why="new epoch")
+        assert model.why == "new epoch"
+        assert (model.weight.grad is None) == to_none
+    with pytest.raises(TypeError, match="missing a required argument: 'set_to_none'"):
+        model.zero_grad()
+
+
 # register_backward_hook is its modern name; extra_repr is for print; zero_grad clears what plugins keep, and takes no more.
 NOT_OWN = {"forward", "register_backward_hook", "extra_repr", "zero_grad", "get_extra_state", "set_extra_state"}
 METHODS = {name for name, _ in inspect.getmembers(nn.Module, inspect.isfunction) if name[0] != "_"} - NOT_OWN

@@ -179,7 +179,7 @@ def test_a_bare_backward_beside_one_with_a_scale_is_refused_in_every_order(decid
 
 @both
 @pytest.mark.parametrize(
-    "scale, passes, sum_",
+    ("scale", "passes", "sum_"),
     [(None, "pb", 2), (None, "bp", 2), (2.0**8, "bup", 2), (2.0**8, "bupb", 3), (2.0**8, "pzb", 1), (2.0**8, "p0b", 1)]
     + [(2.0**8, "bzb", 1), (2.0**8, "bb", 2)],
 )

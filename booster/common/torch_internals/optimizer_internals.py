@@ -16,8 +16,9 @@ from booster.common.misuse import OwnStepGuard
 
 
 def loads_with_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether anybody's code runs when `optimizer` loads a state."""
-    return bool(optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks)
+    """Return whether anybody's code but this library's guard runs when `optimizer` loads a state."""
+    hooks = [*optimizer._optimizer_load_state_dict_pre_hooks.values(), *optimizer._optimizer_load_state_dict_post_hooks]
+    return not all(isinstance(getattr(hook, "__self__", None), OwnStepGuard) for hook in hooks)
 
 
 def multiply_and_check_(grads: list[torch.Tensor], found_inf: torch.Tensor, ratio: torch.Tensor) -> None:
