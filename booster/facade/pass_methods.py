@@ -155,6 +155,8 @@ def backward(
         # Ranks that are in this pass wait for this one; they are to raise too, and not at the timeout.
         abandon_pass(error)
         raise
+    for other in self._boosted.optimizers.values():  # no bare pass brought what this one did
+        other.strays.params.clear()
     if group is not None:
         group.after_backward()
     if self._shown_loss is not None:

@@ -68,6 +68,7 @@ class OptimizerWrapper(Optimizer):
         self._forget_weights = forget_weights
         with context.shards.local():
             self._update = make_update(context)
+        self.strays = self._update.gradients.strays
         self._update.gradients.watch()
         self._clip_grad_norm = context.options.clip_grad_norm
         self._forbidden: str | None = None
@@ -83,9 +84,9 @@ class OptimizerWrapper(Optimizer):
     def replace_with(self, other: OptimizerWrapper) -> None:
         """Step as `other` does from now on, which was made of the same optimizer; counters, and who listens, stay."""
         other._update.gradients.listeners = self._update.gradients.listeners
-        self._update.gradients.strays.stop()
+        self.strays.stop()
         other._update.models = self._update.models
-        self._update, self._clip_grad_norm = other._update, other._clip_grad_norm
+        self._update, self.strays, self._clip_grad_norm = other._update, other.strays, other._clip_grad_norm
         self.backward_context, self._after_step = other.backward_context, other._after_step
         self._forget_weights = other._forget_weights
         self._history.scaler = self._update.gradients.scaler

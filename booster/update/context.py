@@ -216,11 +216,9 @@ class StrayPasses:
             # What another network's loss left, and was dropped or zeroed since, changes nothing.
             if shards.has_gradient(param) and (grad is None or grad.is_sparse or local_shard(grad).any()):
                 raise RuntimeError(
-                    f"the gradient of {parameters.name_of(param)} has a part of a bare loss.backward(), or of a b.backward for "
-                    "another optimizer; those of b.backward(loss, optimizer) are multiplied by the loss scale, so that it "
-                    "would count thousands of times too little. Pass every loss to b.backward, and name every optimizer that "
-                    "will step on it: b.backward(loss, [optimizer_a, optimizer_b]). What is not to be used is dropped by "
-                    "optimizer.zero_grad() before b.backward"
+                    f"the gradient of {parameters.name_of(param)} has a part of a bare loss.backward(); those of b.backward "
+                    "are multiplied by the loss scale, so that it would count thousands of times too little. Pass "
+                    "every loss to b.backward, and drop what is not to be used by optimizer.zero_grad() before that"
                 )
 
     def __reduce__(self) -> Any:

@@ -35,7 +35,7 @@ BUDGETS = {
     "tensors": 1600,
     "update": 4700,
 }
-TOTAL = 68_900  # less than all rooms together: not every one of them may use its hundred up
+TOTAL = 68_930  # less than all rooms together: not every one of them may use its hundred up
 LARGEST, SMALLEST = 500, 40  # lines of a file that is rather two nouns, or half a one
 
 
