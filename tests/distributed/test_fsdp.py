@@ -990,19 +990,28 @@ def test_norms_of_one_group_are_gathered_for_backward_though_the_last_of_them_ha
 
 
 class Twice(nn.Module):
-    """A block that runs twice, from inputs without gradients on: its group is reduced once more when backward ends."""
+    """A block that runs twice, from inputs without gradients on: its group is reduced once more when backward ends.
 
-    def __init__(self):
+    use_reentrant: of the checkpoints around both runs; None: there are none."""
+
+    def __init__(self, use_reentrant):
         super().__init__()
         self.block, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Linear(8, 4)
+        self.use_reentrant = use_reentrant
 
     def forward(self, x):
-        return self.head(self.block(self.block(x)))
+        for _ in range(2):
+            if self.use_reentrant is None:
+                x = self.block(x)
+            else:
+                # Without gradients of inputs, reentrant checkpointing computes none.
+                x = torch.utils.checkpoint.checkpoint(self.block, x.requires_grad_(), use_reentrant=self.use_reentrant)
+        return self.head(x)
 
 
-def trained_twice(rank, world_size, steps):
+def trained_twice(rank, world_size, steps, use_reentrant=None):
     torch.manual_seed(0)
-    model = Twice()
+    model = Twice(use_reentrant)
     booster = Booster("cpu", "fp32", TorchFSDPPlugin(wrap_policy=nn.Sequential) if world_size > 1 else None)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(steps):
@@ -1013,8 +1022,9 @@ def trained_twice(rank, world_size, steps):
     return [param.full_tensor().detach() if world_size > 1 else param.detach() for param in model.parameters()]
 
 
-def test_a_block_that_runs_twice_from_the_data_on_trains_after_the_first_passes_too(ranks2):
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_a_block_that_runs_twice_from_the_data_on_trains_after_the_first_passes_too(ranks2, use_reentrant):
     expected = trained_twice(0, 1, 7)  # ranks compare all groups in the first four passes, and later leave it
-    for found in ranks2(trained_twice, 7):
+    for found in ranks2(trained_twice, 7, use_reentrant):
         for own, other in zip(found, expected, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)

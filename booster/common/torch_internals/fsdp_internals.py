@@ -151,7 +151,7 @@ def run_hooks_outside_modes(module: nn.Module, watch: Any) -> None:
             if getattr(inner, "__self__", None) is state:
                 # A mode that sees what a user's forward calls need not see each of the some hundred functions that a group
                 # takes for that.
-                hooks[key] = _outside_modes(hook, watched)
+                hooks[key] = _outside_modes(hook, watched, state)
 
 
 _VERSION_OF_WHOLE = attrgetter("_unsharded_param._version")
@@ -162,8 +162,15 @@ def unsharded_versions(params: Sequence[Any]) -> list[int]:
     return list(map(_VERSION_OF_WHOLE, params))
 
 
-def _outside_modes(hook: Callable[..., Any], watch: Any) -> Callable[..., Any]:
+def _outside_modes(hook: Callable[..., Any], watch: Any, state: Any) -> Callable[..., Any]:
+    groups, names = groups_of(state), type(state._training_state)
+
     def run(*args: Any, **kwargs: Any) -> Any:
+        # Reentrant checkpointing computes a module that runs twice again when its backward has run already in this pass, and
+        # torch would take it for a part of that, and reduce no gradient of it.
+        done = state._training_state is names.PRE_BACKWARD
+        if done and all(group._training_state is names.POST_BACKWARD for group in groups):
+            state._training_state = names.IDLE
         with without_function_modes(), outside_inference():
             # As `unsharded_versions`, but that every forward pass of every group comes here.
             if watch is not None and (watch.always or list(map(_VERSION_OF_WHOLE, watch.params)) != watch.versions):
