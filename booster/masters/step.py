@@ -82,10 +82,10 @@ class MasterStep:
         """
         # Tensors in it are for an optimizer with states and a kernel that heeds them (`honours_grad_scale`)
         optimizer = self.masters.optimizer
-        plain, buckets = self.prepare()
         hooked = any(step_hooks(optimizer))
         try:
             with hooks_once(optimizer) if hooked else nullcontext():
+                plain, buckets = self.prepare()  # after hooks, which may put gradients there, and take them away
                 if self.masters.granularity == "whole":
                     self._step_whole(scalars.number, None)
                 else:

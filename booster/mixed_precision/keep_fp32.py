@@ -182,17 +182,13 @@ class Float32Forward(ForwardProxy):
         with autocast_off, disabled(NewTensors):
             if self.depth is not None:
                 args, kwargs = strip_weak(args), strip_weak(kwargs)
-            args, kwargs, writes = cast_noting_writes(_widened, args, kwargs)
+            args, kwargs, writes = cast_noting_writes(lambda tree: cast_floats(tree, torch.float32), args, kwargs)
             output = self._function(*args, **kwargs) if module is None else self._function(module, *args, **kwargs)
         if writes is not None:
             writes.bring_back(lambda new: cast_floats(new, self._output_dtype))
         if self.depth is not None and self._output_dtype is not None:
             return as_weak(output, self._output_dtype) if self.depth.runs() else output
         return cast_floats(output, self._output_dtype)
-
-
-def _widened(tree: Any) -> Any:
-    return cast_floats(tree, torch.float32)
 
 
 def _normalises_halves(forward: Callable[..., Any]) -> bool:

@@ -170,7 +170,7 @@ class UnshardedParams:
         noted: list[tuple[Any, int]] = []
         trains: list[tuple[Any, bool]] = []
         with without_function_modes():  # which would see every look at a tensor, as this runs within the forward pass
-            for group in _groups(module):
+            for group in fsdp_groups(_sharded_in(module)):
                 if is_gathered(group):
                     noted.append((group, writes(list(map(_SHARDED, group.fsdp_params)))))
                     for param, whole in zip(group.fsdp_params, all_gathered(group.fsdp_params), strict=True):
@@ -203,10 +203,6 @@ class UnshardedParams:
                     shard, piece, same = compared(param, gather)
                     if not same.all():
                         write_back(shard, piece, same)
-
-
-def _groups(module: nn.Module) -> list[Any]:
-    return fsdp_groups(_sharded_in(module))
 
 
 def compared(param: Any, gather: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

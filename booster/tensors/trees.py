@@ -229,11 +229,9 @@ class Writes:
                 for key in [key for key in given if key not in cast]:
                     del given[key]
                 given.update(zip(cast, new, strict=True))
-            elif isinstance(cast, (list, deque, UserList)):
-                given[:] = new
-            elif isinstance(cast, set):
+            elif isinstance(cast, (set, *_SEQUENCES)):
                 given.clear()
-                given.update(new)
+                (given.update if isinstance(cast, set) else given.extend)(new)
             else:
                 for name, item in zip(_set_fields(cast), new, strict=True):
                     setattr(given, name, item)

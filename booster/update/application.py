@@ -34,7 +34,7 @@ KERNELS = {cls: row.kernel for cls, row in OPTIMIZERS.items() if row.kernel is n
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 # What every step asks of every group and parameter, without a Python call for each.
-_FUSED = methodcaller("get", "fused")
+_FUSED, _FOREACH = methodcaller("get", "fused"), methodcaller("get", "foreach")
 _DTYPE, _GRAD = attrgetter("dtype"), attrgetter("grad")
 _ADDRESS = torch.Tensor.data_ptr
 _NO_STATE: dict[str, Any] = {}
@@ -68,9 +68,9 @@ class StepScalars:
     def step(self, call: Callable[[], Any], optimizer: Any, device: torch.device) -> None:
         """Call `call`, a step of `optimizer`; its fused kernel finds these numbers in its attributes meanwhile. An optimizer
         without such a kernel is stepped by `_step_divided`."""
-        if type(optimizer) not in KERNELS or not all(
-            map(_FUSED, optimizer.param_groups)
-        ):  # `honours_grad_scale`, uncalled
+        groups = optimizer.param_groups
+        # `honours_grad_scale`, uncalled
+        if type(optimizer) not in KERNELS or not all(map(_FUSED, groups)) or any(map(_FOREACH, groups)):
             self._step_divided(call, optimizer)
             return
         if not self.grad_scale_is_one:
@@ -424,7 +424,9 @@ class FusedKernel:
 def honours_grad_scale(optimizer: Optimizer) -> bool:
     """Return whether `optimizer.step()` divides gradients by its `grad_scale` and skips on its `found_inf` by itself."""
     # Not by torch's attribute that says so, which a deep copy of the optimizer lacks.
-    return type(optimizer) in KERNELS and all(map(_FUSED, optimizer.param_groups))
+    # SGD heeds foreach=True first, which a user may set at any time.
+    groups = optimizer.param_groups
+    return type(optimizer) in KERNELS and all(map(_FUSED, groups)) and not any(map(_FOREACH, groups))
 
 
 def is_capturable(optimizer: Optimizer) -> bool:

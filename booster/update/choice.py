@@ -205,7 +205,8 @@ def switch_to_fused(optimizer: Optimizer, model: nn.Module | None = None) -> boo
     _move_step_counts(optimizer)
     set_fused_flags(optimizer, True)
     # One INFO line says so.
-    _logger.info("%s uses its fused implementation; Booster(fused_optimizer=False) keeps the default", _name(optimizer))
+    name = type(optimizer).__name__
+    _logger.info("%s uses its fused implementation; Booster(fused_optimizer=False) keeps the default", name)
     return True
 
 
@@ -267,10 +268,6 @@ def _move_step_counts(optimizer: Optimizer) -> None:
     for param, state in optimizer.state.items():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].to(device=param.device, dtype=torch.float32)
-
-
-def _name(optimizer: Optimizer) -> str:
-    return type(optimizer).__name__
 
 
 DECIDING = ("cuda",)

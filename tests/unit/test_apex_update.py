@@ -657,6 +657,44 @@ def test_an_optimizer_steps_without_the_casts_of_O1_and_its_closure_with_them():
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
 
 
+def halve(param):
+    param.grad.mul_(0.5)
+
+
+def put_half(param):
+    param.grad = param.grad * 0.5
+
+
+def drop(param):
+    param.grad = None
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("write", [halve, put_half, drop])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_what_a_step_hook_writes_into_a_gradient_is_stepped_on(level, write, clipped):
+    def hook(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            write(group["params"][0])
+
+    plain = Layers(0).eval()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.25, momentum=0.5)
+    booster, own, model, optimizer = boosted_pair(level, loss_scale=64.0)
+    for each in (reference, optimizer):
+        each.register_step_pre_hook(hook)
+    for step in range(2):
+        loss_of(plain, step).backward()
+        booster.backward(loss_of(model, step), optimizer)
+        if clipped:
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            optimizer.clip_grad_by_norm(0.1)
+        for each in (reference, optimizer):
+            each.step()
+            each.zero_grad()
+    for param, expected in zip(own.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.float(), expected, rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_a_group_of_a_dtype_that_a_scaled_update_cannot_step_is_refused(level):
     _, _, _, optimizer = boosted_pair(level)

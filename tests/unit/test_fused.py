@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from booster import Booster
 from booster.common.torch_internals.tensor_internals import FakeTensorMode
+from booster.mixed_precision import FP16TorchMixedPrecision
 from booster.update import choice as fused
 
 LOGGER = "booster.update"
@@ -74,6 +75,25 @@ def test_an_explicit_implementation_of_one_group_is_respected():
     groups = [{"params": [model.weight]}, {"params": [model.bias], "foreach": True}]
     optimizer = boosted(AdamW(groups, lr=0.1), model)
     assert not is_fused(optimizer)
+
+
+@pytest.mark.parametrize("make", [Adam, AdamW, SGD, Adagrad])
+@pytest.mark.parametrize("value", [True, False])
+def test_foreach_that_is_set_after_boost_steps_by_true_gradients(make, value):
+    model = nn.Linear(4, 2)
+    plain = copy.deepcopy(model)
+    reference = make(plain.parameters(), lr=0.1)
+    b = Booster("cpu", FP16TorchMixedPrecision(init_scale=2.0**7))
+    model, optimizer, *_ = b.boost(model, make(model.parameters(), lr=0.1))
+    for step in range(3):
+        rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        plain(rows).square().mean().backward()
+        b.backward(model(rows).square().mean(), optimizer)
+        for each in (reference, optimizer):
+            each.step()
+            each.zero_grad()
+            each.param_groups[0]["foreach"] = value
+    torch.testing.assert_close(model.weight, plain.weight, rtol=5e-3, atol=5e-3)
 
 
 @pytest.fixture

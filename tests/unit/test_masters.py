@@ -135,13 +135,26 @@ def test_without_masters_small_updates_are_lost_and_kahan_and_stochastic_roundin
         assert moved[key] == pytest.approx(64 * 2.0**-13, rel=0.05)
 
 
-def test_a_parameter_without_gradient_is_left_alone_as_torch_does():
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_a_parameter_without_gradient_is_left_alone_as_torch_does(by_hook):
     run = Run(ELEMENTWISE["AdamW"], BF16, "split")
+    kept = []
+
+    def exchange(optimizer, args, kwargs):
+        for param, grad in zip(run.params, kept, strict=True):
+            param.grad = grad
+
+    if by_hook:
+        run.inner.register_step_pre_hook(exchange)
     reference = [torch.nn.Parameter(source.clone()) for source in run.sources]
     optimizer = ELEMENTWISE["AdamW"](reference)
     for present in [{0, 1, 2, 3, 4}, {0, 1}, {1, 2, 4}, {3}, set(range(5))]:
         for param, grad in zip(reference, run.backward(present), strict=True):
             param.grad = grad
+        if by_hook:
+            kept[:] = [param.grad for param in run.params]
+            for param in run.params:
+                param.grad = torch.zeros_like(param) if param.grad is None else None
         run.optimizer.step()
         optimizer.step()
     for ours, theirs, param in zip(run.values(), reference, run.params, strict=True):

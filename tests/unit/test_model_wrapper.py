@@ -615,6 +615,8 @@ class Writing(nn.Module):
         state["count"] += 1
         state["rows"].append(out)
         state["rows"][0].add_(1.0)
+        state["queue"].append(out)
+        state["members"].add(out)
         state["batch"].x = out
         return out
 
@@ -655,10 +657,13 @@ def test_what_a_model_writes_into_its_inputs_reaches_them(make, mode):
     with mode():
         for called in (plain, model):
             state = {"h": x.clone(), "old": old, "count": 0, "rows": [x.clone()], "batch": Kept(x.clone())}
+            state.update(queue=collections.deque([x.clone()], maxlen=2), members={x.clone()})
+            queue, members = state["queue"], state["members"]
             rows, batch, given, single = state["rows"], state["batch"], x.clone(), x.clone()
             out = called(given, state)
             assert state["rows"] is rows
             assert state["batch"] is batch
+            assert (len(queue), len(members), queue.maxlen) == (2, 2, 2)
             assert (len(rows), state["count"], "old" in state) == (2, 1, False)
             read = called.alone(single)
             torch.testing.assert_close(single, 2 * x, rtol=1e-2, atol=1e-2)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from booster.common.torch_internals.optimizer_internals import step_hooks
 from booster.common.torch_internals.tensor_internals import sparse_values, version
 from booster.masters.masters import Masters
 from booster.mixed_precision.apex.apex_options import check_dtypes
@@ -261,19 +262,21 @@ class ApexMasterGradients(ApexGradients):
         self._compares = False  # whether to compare `.grad` with the sums that were put there
         self._has_snapshots = False  # whether `_snapshots` are of the present gradients
         self._pass_scale = 1.0
+        self._hooked = False  # whether step hooks may write to `.grad` within the step
         masters.gradient_of = self._sum_of  # a method, which follows this object into a deep copy
         super().__init__(context, norms)
 
     def check_complete(self) -> None:
         if self.num_backwards == 0 and any(p.grad is not None and self._has_master(p) for p in self.parameters.held()):
             self.require_backward()  # or the step would say that it was applied, and move nothing
+        self._hooked = any(step_hooks(self.optimizer))
         super().check_complete()
 
     def reset(self, scale: Any) -> None:
         super().reset(scale)
         # New containers: gradients that were stashed for a while keep theirs.
         self._sums, self._snapshots, self._has_older = {}, {}, set()
-        self._in_grad = self._compares = self._has_snapshots = False
+        self._in_grad = self._compares = self._has_snapshots = self._hooked = False
 
     def _find_params(self) -> list[torch.Tensor]:
         self._accept_written()
@@ -312,6 +315,8 @@ class ApexMasterGradients(ApexGradients):
             self._sums = {param: total.clone() for param, total in self._sums.items()}
 
     def _sum_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        if self._hooked and self._has_snapshots and param.dtype == torch.float16:
+            self._accept(param)
         return self._sums.get(param)
 
     def _stash_grads(self) -> None:
@@ -400,28 +405,30 @@ class ApexMasterGradients(ApexGradients):
         if not self._has_snapshots:
             return
         for param in self.parameters.held():
-            if param.dtype != torch.float16:
-                continue
-            left = self._snapshots.get(param)
-            if param.grad is None:
-                if left is not None:
-                    del self._snapshots[param]
-                    self._sums.pop(param, None)
-                continue
-            now = _GradSnapshot(param.grad, self.shards.param_of(param).grad)
-            if left is not None and now.is_same(left) and not (self._compares and self._differs(param)):
-                continue
-            if param in self._has_older and not self._in_grad:
-                raise RuntimeError(
-                    f"the gradient of {self.parameters.name_of(param)} was changed by hand after several backward passes, of "
-                    "which `.grad` holds only the last: O2 adds them up in float32. Call optimizer.unscale_grads() before, "
-                    "which puts their sum there, or run the passes inside b.accumulate()"
-                )
-            self._snapshots[param] = now
-            value = local_shard(param.grad).to_dense().to(torch.float32, copy=True)
-            if not self._in_grad:
-                unscale_values([value], 1.0 / self._pass_scale, check=False)
-            self._sums[param] = value
+            if param.dtype == torch.float16:
+                self._accept(param)
+
+    def _accept(self, param: torch.Tensor) -> None:
+        left = self._snapshots.get(param)
+        if param.grad is None:
+            if left is not None:
+                del self._snapshots[param]
+                self._sums.pop(param, None)
+            return
+        now = _GradSnapshot(param.grad, self.shards.param_of(param).grad)
+        if left is not None and now.is_same(left) and not (self._compares and self._differs(param)):
+            return
+        if param in self._has_older and not self._in_grad:
+            raise RuntimeError(
+                f"the gradient of {self.parameters.name_of(param)} was changed by hand after several backward passes, of "
+                "which `.grad` holds only the last: O2 adds them up in float32. Call optimizer.unscale_grads() before, "
+                "which puts their sum there, or run the passes inside b.accumulate()"
+            )
+        self._snapshots[param] = now
+        value = local_shard(param.grad).to_dense().to(torch.float32, copy=True)
+        if not self._in_grad:
+            unscale_values([value], 1.0 / self._pass_scale, check=False)
+        self._sums[param] = value
 
     def _differs(self, param: torch.Tensor) -> bool:
         """Whether `.grad` is not what was put there: a write through `.data` counts in no version."""

@@ -228,8 +228,7 @@ class _Measurement:
         )
 
     def _point(self, reference: Subject) -> _Point:
-        weights = {name: _copy(value) for name, value in reference.model.state_dict().items()}
-        return _Point(weights, reference.gradients())
+        return _Point(copy.deepcopy(dict(reference.model.state_dict())), reference.gradients())
 
     def _error(self, found: LossAndGradients, point: _Point) -> GradientError:
         return gradient_error(found.grads, point.exact.grads, whole=self._whole)
@@ -259,7 +258,3 @@ def _relative(value: float, exact: float) -> float:
     if value == exact:
         return 0.0
     return abs(value - exact) / abs(exact) if exact and math.isfinite(value) else math.inf
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -180,7 +180,8 @@ class LineFile:
         """Append `lines`, or none of them: raises OSError where the disk is full."""
         if self._file is None:
             return
-        data = "".join(_encoded(line) + "\n" for line in lines).encode()
+        plain = ({key: _plain(value) for key, value in line.items() if value is not None} for line in lines)
+        data = "".join(json.dumps(each, separators=(",", ":"), allow_nan=False) + "\n" for each in plain).encode()
         written = 0
         try:
             while written < len(data):
@@ -246,11 +247,6 @@ def as_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [as_json(entry) for entry in value]
     return _plain(value)
-
-
-def _encoded(line: Mapping[str, Any]) -> str:
-    plain = {key: _plain(value) for key, value in line.items() if value is not None}
-    return json.dumps(plain, separators=(",", ":"), allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
