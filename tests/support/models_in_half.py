@@ -124,8 +124,8 @@ class Roundings(TorchDispatchMode):
 
 
 def off_by(model, run, eps, operands=0.0):
-    """How far gradients and value of `run(model)` are off where weights, and every tensor on the way, are by eps, and operands of
-    matrix products by `operands`: all of it in float64, without this library. By the name of a parameter, and "value"."""
+    """How far gradients and value of `run(model)` are off where weights, and every tensor on the way, are by eps, and operands
+    of matrix products by `operands`: all of it in float64, without this library. By the name of a parameter, and "value"."""
 
     def passes(model):
         value = run(model)
