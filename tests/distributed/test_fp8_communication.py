@@ -325,7 +325,7 @@ def carried_after_inf(rank, world_size):
         b.backward(F.cross_entropy(model(x), y), optimizer)
         if handle is not None:
             handle.remove()
-        sums.append(sum(float(each.abs().sum()) for each in b.plugin._averages[model.module].carried.values()))
+        sums.append(sum(float(each.abs().sum()) for each in b.plugin._averages[model.module].errors.values()))
     return sums
 
 
