@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from choices import plugins
+from switching import AllReduces
 from torch import nn
 
 from booster import Booster
 from booster.common import hang_watchdog
 from booster.facade.accumulation import Accumulations
+from booster.plugin import TorchDDPPlugin
 
 PLUGINS = plugins("ddp", "zero1", "zero2", "fsdp")
 TIMEOUT = 800.0  # seconds, of the process group: half of it is no time that a loaded machine takes
@@ -96,6 +98,38 @@ def numbers(rank, world_size, rows):
         except ValueError as error:
             refused[index] = str(error)
     return refused
+
+
+def compared(rank, world_size):
+    """All-reduces of each of five groups of a run."""
+    accumulations, found = Accumulations(), []
+    for _ in range(5):
+        with AllReduces() as counting:
+            accumulations.compare(1, None, dist.group.WORLD, alike=False)
+        found.append(counting.number)
+    return found
+
+
+def hooked(rank, world_size):
+    """Hooks on the model after each of three groups."""
+    b = Booster("cpu", "fp32", TorchDDPPlugin())
+    model = nn.Linear(8, 8)
+    model, optimizer, *_ = b.boost(model, torch.optim.AdamW(model.parameters()))
+    found = []
+    for _ in range(3):
+        train(b, model, optimizer, "", False)
+        found.append(len(model._forward_pre_hooks))
+    return found
+
+
+def test_a_group_leaves_no_hook_on_the_model(ranks2):
+    assert [len(set(found)) for found in ranks2(hooked)] == [1, 1]
+
+
+def test_ranks_compare_what_they_divide_by_in_the_first_groups_alone(ranks2):
+    first, _ = ranks2(compared)
+    assert min(first[:3]) > 0
+    assert first[3:] == [0, 0]
 
 
 def test_unequal_numbers_of_micro_batches_are_refused_on_the_rank_that_came_later(ranks2):

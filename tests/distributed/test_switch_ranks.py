@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from choices import plugins
-from switching import Job, compared
+from switching import AllReduces, Job, compared
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster import Booster
 from booster.mixed_precision import BF16MixedPrecision, PrecisionSchedule
@@ -50,16 +49,6 @@ QUICK = [(list(PLUGINS)[i % len(PLUGINS)], old, PRECISIONS[i % 3 :: 3]) for i, o
 )
 def test_a_switch_is_a_load_into_the_other_precision(run_on_ranks, name, old, news, tmp_path):
     assert run_on_ranks(moved, 2, name, old, news, str(tmp_path)) == [{}, {}]
-
-
-class AllReduces(TorchDispatchMode):
-    """Counts the all-reduces of what runs inside."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.number += func.overloadpacket.__name__ == "allreduce_"
-        return func(*args, **(kwargs or {}))
 
 
 def averaged_once(rank, world_size):

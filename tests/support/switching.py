@@ -5,6 +5,7 @@ import copy
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster import Booster
 from booster.mixed_precision import (
@@ -145,3 +146,13 @@ def compared(job, folder, precision, *arguments, rank=0, **options):
     losses, later = job.steps(3, 6, rank), job.state()
     torch.set_rng_state(random)
     return found + differences((losses, later), (other.steps(3, 6, rank), other.state()), "later")
+
+
+class AllReduces(TorchDispatchMode):
+    """Counts the all-reduces of what runs inside."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func.overloadpacket.__name__ == "allreduce_"
+        return func(*args, **(kwargs or {}))

@@ -254,3 +254,13 @@ def test_execute_pipeline_lets_go_of_outputs_before_their_backward(precision):
 
     booster.execute_pipeline(iter([(torch.ones(2, 4), torch.ones(2))]), boosted, criterion, optimizer)
     assert alive == [[False]]
+
+
+def test_no_sync_of_one_model_leaves_passes_of_another_alone():
+    booster = Booster("cpu", release_gradients="exact")
+    models = [torch.nn.Linear(2, 2) for _ in range(2)]
+    (one, own, *_), (other, others, *_) = (booster.boost(m, torch.optim.SGD(m.parameters(), 0.1)) for m in models)
+    with booster.no_sync(one):
+        for model, optimizer in ((one, own), (other, others)):
+            booster.backward(model(torch.ones(2, 2)).sum(), optimizer)
+    assert [model.weight.grad is None for model in models] == [False, True]  # a gradient that is used is released

@@ -21,7 +21,7 @@ COMMANDS = {
     "low_precision": "--device cpu --sizes 32 --rounds 1 --only fp8",
     "masters": "--rounds 1 --precisions bf16",
     "memory": "--only 'booster bf16' --skip-activations --cpu",
-    "memory --ranks 2": "--only 'ZeRO-2 bf16_naive, split24, 8bit,'",
+    "memory --ranks 2": "--only 'ZeRO-2 fp16'",
     "numerics": "--models tiny --rounds 2",
     "opt_levels": "--rounds 2 --vit-rounds 1 --batch 1",
     "overhead": "--rounds 2 --precisions bf16",

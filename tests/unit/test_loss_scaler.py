@@ -226,3 +226,12 @@ def test_no_scale_keeps_one_and_refuses_the_state_of_a_scale():
     scaler.load_state_dict({})
     with pytest.raises(ValueError, match="no loss scaler; resume with the precision that wrote it"):
         scaler.load_state_dict(DynamicScale().state_dict())
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_loaded_scale_below_the_minimum_is_not_raised_by_an_overflow(on_device):
+    scaler = DynamicScale(min_scale=16.0)
+    scaler.load_state_dict({"scale": 4.0, "growth_tracker": 0, "hysteresis_tracker": 0})
+    scaler = scaler.on_device(torch.device("cpu")) if on_device else scaler
+    scaler.update(torch.ones(()) if on_device else True)
+    assert float(scaler.scale) == 4.0

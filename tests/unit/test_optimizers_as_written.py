@@ -1,8 +1,10 @@
 """Optimizers as people write them: what one does besides stepping parameters is as in plain torch, wherever its numbers are."""
 
 import collections
+import gc
 import math
 from copy import deepcopy
+from types import MethodType
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from torch import nn
 
 import booster
 from booster import Booster
+from booster.interface.optimizer import update_of
+from booster.masters.rounding import RoundingRNG
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from booster.shards.dtensor import check_steps_shards
 from booster.shards.zero import check_shards
@@ -318,6 +322,30 @@ def test_a_method_that_only_reads_changes_no_bit_and_no_later_step(form, cls):
         assert torch.equal(runs[0][2].state[first]["mean"], runs[1][2].state[second]["mean"])
 
 
+@pytest.mark.parametrize("masters", ["split", "split24"])
+def test_between_steps_no_random_bits_are_held(masters):
+    @torch.no_grad()
+    def double(optimizer):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.mul_(2.0)
+
+    def held():
+        return [own for each in gc.get_objects() if type(each) is RoundingRNG and each.asked for own in each.drawn]
+
+    model = wide()
+    made = torch.optim.AdamW(model.parameters())
+    made.double = MethodType(double, made)
+    b = Booster("cpu", BF16NaiveMixedPrecision(master_weights=masters, states="8bit"))
+    model, optimizer, *_ = b.boost(model, made)
+    one_pass(b, model, optimizer, 0)
+    assert optimizer.step().applied
+    assert update_of(optimizer).optimizer_state.masters.rng.asked
+    assert not held()
+    optimizer.double()
+    assert not held()
+
+
 class SharpnessAware(torch.optim.Optimizer):
     """Two half steps around a base optimizer, as people write it: up the gradient, and back before the base steps."""
 
@@ -395,14 +423,18 @@ def fp16_naive():
     return FP16NaiveMixedPrecision(initial_scale=2.0**7)
 
 
-@pytest.mark.parametrize("precision", [fp16, fp16_naive])
+def fp16_naive_norms_wide():
+    return FP16NaiveMixedPrecision(initial_scale=2.0**7, keep_fp32=[nn.LayerNorm])
+
+
+@pytest.mark.parametrize("precision", [fp16, fp16_naive, fp16_naive_norms_wide])
 def test_a_method_that_writes_by_gradients_that_overflowed_is_refused_and_the_weights_are_put_back(precision):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 4))
     b = Booster("cpu", precision())
     model, optimizer, *_ = b.boost(model, SharpnessAware(model.parameters()))
     before = [p.detach().clone() for p in model.parameters()]
-    b.backward(1e30 * model(torch.ones(2, 16)).float().square().sum(), optimizer)
+    b.backward(1e38 * model(torch.ones(2, 16)).float().square().sum(), optimizer)
     with pytest.raises(
         RuntimeError, match=r"first_step\(\) of SharpnessAware changed weights by gradients .* put back"
     ):

@@ -216,6 +216,17 @@ def test_a_writer_elsewhere_without_a_heartbeat_is_dead_whoever_has_its_pid_here
     assert sum(slept) == (1000 if number == 7 else 0)
 
 
+def test_a_lock_that_another_took_over_since_it_was_read_stays(tmp_path):
+    held = elsewhere(tmp_path)
+    dead = folder.read_lock(held)
+    held.write_text(held.read_text().replace(dead.nonce, "ba9876543210"))
+    folder.remove_lock(dead)
+    now = folder.read_lock(held)
+    assert now.nonce == "ba9876543210"
+    folder.remove_lock(now)
+    assert [name for name in names(tmp_path) if "lock" in name] == []
+
+
 def test_clocks_of_hosts_that_differ_do_not_matter(tmp_path, monkeypatch):
     elsewhere(tmp_path)
     for shift in (-7200.0, 7200.0):

@@ -8,6 +8,8 @@ from prescribed import DEVICE, HOST, boost, loss_with, parameters, sgd, step_on
 from torch import nn
 from torch.optim import SGD
 
+from booster.tensors.grads import clamp_values, tensor_norms, unscale_values
+
 INF, NAN = float("inf"), float("nan")
 
 both = pytest.mark.parametrize("decides", [HOST, DEVICE])
@@ -202,3 +204,16 @@ def test_what_a_clip_found_is_named_though_gradients_went_between_it_and_the_ste
     result = optimizer.step()
     assert not result.applied
     assert result.culprit == ("p2",)
+
+
+def test_gradients_of_several_dtypes_are_read_and_clamped_each_in_its_own_range():
+    wide, half = torch.full((4,), 1e30, dtype=torch.float64), torch.full((4,), 3.0, dtype=torch.float16)
+    assert tensor_norms([wide, half], 2.0).tolist() == [2e30, 6.0]
+    clamp_values([wide, half], 1e6)  # beyond float16
+    assert (wide.tolist(), half.tolist()) == ([1e6] * 4, [3.0] * 4)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan, 1.0])
+def test_an_inf_is_found_in_gradients_that_are_part_of_a_graph(bad):
+    leaf = torch.ones(2, requires_grad=True)
+    assert unscale_values([leaf * bad, torch.ones(2)], 0.5, check=True) == (bad != 1.0)
