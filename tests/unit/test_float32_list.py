@@ -186,7 +186,7 @@ ELSEWHERE = {
     "refused, as on CUDA": "binary_cross_entropy",
     "without a half kernel, torch says so": "nuclear_norm",
     "called by others": "native_layer_norm _convolution convolution _thnn_fused_gru_cell _thnn_fused_lstm_cell",
-    "of one backend": "cudnn_convolution cudnn_convolution_transpose _scaled_dot_product_flash_attention",
+    "of one backend": "cudnn_convolution cudnn_convolution_transpose _cudnn_rnn _scaled_dot_product_flash_attention",
     "the same in one, two and three dimensions": "upsample_nearest1d upsample_nearest3d _upsample_nearest_exact1d "
     "_upsample_nearest_exact3d",
 }
