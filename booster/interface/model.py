@@ -17,6 +17,7 @@ from booster.common import arguments
 from booster.common.hang_watchdog import abandon_pass
 from booster.common.misuse import RawCallGuard
 from booster.common.torch_internals.autograd_internals import graph_task
+from booster.common.torch_internals.tensor_internals import version
 from booster.interface.call_log import CallLog
 from booster.interface.error_hints import hint
 from booster.interface.transparent import TransparentModule
@@ -98,13 +99,16 @@ class PrecisionModule(TransparentModule):
                 "torch.jit.trace(b.unwrap(model).eval(), inputs)"
             )
         wanted, writes = self._input_dtype, None
-        first: Any = args[0] if len(args) == 1 and not kwargs else None
-        given = first
+        given: Any = args[0] if len(args) == 1 and not kwargs else None
+        cast: Any = given
         if wanted is not None:  # outside of the region: its function modes would see the cast
-            if type(given) is torch.Tensor and not torch.is_inference_mode_enabled():  # nearly always, in no more calls
+            compiling = torch.compiler.is_compiling()  # which traces no count of writes
+            if type(given) is torch.Tensor and (compiling or not torch.is_inference_mode_enabled()):  # no more calls
                 # To half, finite numbers that are too large stay finite, as a mask of the smallest number must.
                 args = (self._cast if wanted is torch.float32 else self._cast_in)(args, wanted)
-                first, version = args[0], args[0]._version
+                if not compiling and args[0] is not given:
+                    cast = args[0]
+                    before = version(cast)
             else:
                 args, kwargs, writes = cast_noting_writes(self.cast_inputs, args, kwargs)
         try:
@@ -114,8 +118,8 @@ class PrecisionModule(TransparentModule):
                 output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
             if writes is not None:
                 writes.bring_back(self.cast_outputs)
-            elif first is not given and not torch.compiler.is_compiling() and first._version != version:
-                given.copy_(first)
+            elif cast is not given and version(cast) != before:
+                given.copy_(cast)
         except Exception as error:
             abandon_pass(error)
             advice = self._hint(error, "forward") if isinstance(error, RuntimeError) else None

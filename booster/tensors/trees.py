@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from booster.common.torch_internals.tensor_internals import version
+
 _SEQUENCES = (tuple, list, deque, UserList)
 _SETS = (set, frozenset)
 
@@ -206,7 +208,7 @@ class Writes:
             return
         if isinstance(cast, torch.Tensor):
             if not cast.is_inference():
-                self._tensors.append((given, cast, cast._version))
+                self._tensors.append((given, cast, version(cast)))
             return
         items = _items(cast) or []
         self._containers.append((given, cast, items))
@@ -215,8 +217,8 @@ class Writes:
 
     def bring_back(self, finish: Callable[[Any], Any]) -> None:
         """Do to what was given what was done to the casts since; `finish` casts what is new in a container, as an output."""
-        for given, cast, version in self._tensors:
-            if cast._version != version:
+        for given, cast, before in self._tensors:
+            if version(cast) != before:
                 given.copy_(cast)
         own = {id(cast): given for given, cast, *_ in (*self._tensors, *self._containers)}
         for given, cast, items in self._containers:
