@@ -216,6 +216,13 @@ def test_a_writer_elsewhere_without_a_heartbeat_is_dead_whoever_has_its_pid_here
     assert sum(slept) == (1000 if number == 7 else 0)
 
 
+def test_who_waits_for_a_heartbeat_goes_on_once_the_lock_is_gone(tmp_path, slept, monkeypatch):
+    held = elsewhere(tmp_path)
+    monkeypatch.setattr(folder.time, "sleep", lambda seconds: held.unlink())
+    Job().save(tmp_path, 7)
+    assert names(tmp_path) == [step(7)]
+
+
 def test_a_lock_that_another_took_over_since_it_was_read_stays(tmp_path):
     held = elsewhere(tmp_path)
     dead = folder.read_lock(held)
