@@ -303,10 +303,10 @@ def _windows(func: Any, source: Any, size: Any, stride: Any, storage_offset: Any
 
 def _repeats(args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether an index may take an element twice: not by masks, slices and numbers."""
-    places = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return any(
-        isinstance(each, list) or (isinstance(each, torch.Tensor) and each.dtype != torch.bool) for each in places
-    )
+    for each in args[1] if isinstance(args[1], tuple) else (args[1],):  # a generator would cost a call for each
+        if isinstance(each, list) or (isinstance(each, torch.Tensor) and each.dtype != torch.bool):
+            return True
+    return False
 
 
 def _embedding(
