@@ -154,10 +154,8 @@ class StaticScalars:
 
     def enter(self) -> None:
         """Bring what the scales are now into that memory."""
+        self.write_back()
         for scaler, buffers in zip(self._scalers, self._buffers, strict=True):
-            for buffer, value in zip(buffers, _numbers(scaler), strict=True):
-                if value is not buffer:
-                    buffer.copy_(value)
             scaler.hold_tensors(*buffers)
             scaler.lend(None)  # while the graph runs or is recorded, `factor` is the buffer itself
 

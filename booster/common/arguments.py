@@ -108,10 +108,10 @@ def choice(name: str, value: T, legal: Sequence[Any], *, fix: str = "") -> T:
     return value
 
 
-def floating_dtype(name: str, value: Any, *, also: str = "None") -> torch.dtype:
+def floating_dtype(name: str, value: Any) -> torch.dtype:
     """Return `value`, a floating dtype of torch."""
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
-        raise ValueError(refusal(name, value, "a floating torch dtype", also))
+        raise ValueError(refusal(name, value, "a floating torch dtype", "None"))
     return value
 
 

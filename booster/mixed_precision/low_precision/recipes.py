@@ -172,8 +172,8 @@ class Recipe:
 _WIDE_BOUND = 0.01  # of a product in bfloat16
 
 
-def _both(operand: CastConfig, *, hadamard: bool = False) -> GemmConfig:
-    return GemmConfig(operand, operand, hadamard)
+def _both(operand: CastConfig) -> GemmConfig:
+    return GemmConfig(operand, operand)
 
 
 _ADA = {"multiple": 16, "kernel": "fp8", "capability": (8, 9), "generations": "Ada, Hopper, Blackwell or newer"}

@@ -168,12 +168,12 @@ def numbers_of(tensor: torch.Tensor) -> Numbers:
     return Numbers(tuple(tensor.shape), dtype_name(tensor.dtype), low, high, num_nan, num_inf)
 
 
-def bad_rows(tensor: torch.Tensor, most: int = 8) -> list[int]:
-    """Return where along its first dimension `tensor` holds an inf or NaN, at most so many places; none where all do."""
+def bad_rows(tensor: torch.Tensor) -> list[int]:
+    """Return where along its first dimension `tensor` holds an inf or NaN, at most eight places; none where all do."""
     if tensor.dim() == 0 or tensor.shape[0] < 2:
         return []
     bad = tensor.detach().isfinite().logical_not().flatten(1).any(1) if tensor.dim() > 1 else ~tensor.isfinite()
-    return [] if bool(bad.all()) else bad.nonzero().flatten()[:most].tolist()
+    return [] if bool(bad.all()) else bad.nonzero().flatten()[:8].tolist()
 
 
 class MemoryNames:
