@@ -224,6 +224,17 @@ def test_nothing_is_known_of_the_rows_of_another_loader():
     assert loader.share is None
 
 
+def test_the_position_of_an_epoch_that_is_over_is_the_next_one_also_of_an_epoch_gone_on_with():
+    before, after = boosted(12, 1), boosted(12, 1)
+    batches = iter(before)
+    next(batches)
+    after.load_state_dict(before.state_dict())
+    for one, other in zip(range(5), after, strict=False):
+        next(batches)
+        assert after.state_dict() == before.state_dict(), (one, other)
+    assert (after.state_dict()["epoch"], after.state_dict()["batches"]) == (1, 0)
+
+
 @pytest.mark.parametrize("drawn", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["prepared", "foreign"])
 def test_a_position_survives_being_saved_again(kind, drawn):
