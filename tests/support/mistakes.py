@@ -291,6 +291,19 @@ def own_optimizer() -> None:
     b.backward(loss_of(model), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def own_optimizer_alone() -> None:
+    _, model, *_ = run("fp16")
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    own.step()
+
+
+def own_state() -> None:
+    _, _, optimizer, _, own = run("bf16_naive")
+    own.load_state_dict(own.state_dict())
+    optimizer.step()
+
+
 def no_grad_loss() -> None:
     b, model, optimizer, *_ = run("fp16")
     with torch.no_grad():
@@ -627,6 +640,27 @@ MISTAKES = [
         "backward needs the optimizer that boost() returned",
         "make it before, and give it to `boost`",
         own_optimizer,
+    ),
+    Mistake(
+        "the same, with a bare `loss.backward()` and its own `step()`",
+        LEGAL,
+        "trains without loss scale, and half weights without masters: none of the three passes here, so nobody can tell",
+        "make it before, and give it to `boost`",
+        own_optimizer_alone,
+    ),
+    Mistake(
+        "`state_dict()` or `load_state_dict()` of the optimizer that was given to `boost`, bf16_naive",
+        "RuntimeError",
+        "state_dict() of the SGD that was given to boost() was called instead of that of the boosted one",
+        "that of what `boost` returned",
+        own_state,
+    ),
+    Mistake(
+        "`torch.save(optimizer)` on several ranks",
+        "RuntimeError",
+        "take no optimizer that ranks share",
+        "`torch.save(optimizer.state_dict(), path)`, or `b.save`",
+        "tests/distributed/test_guards_ranks.py::test_a_bare_backward_beside_scaled_ones_and_states_of_the_own_optimizer_are_refused",
     ),
     Mistake(
         "a loss computed under `no_grad`",
