@@ -242,7 +242,8 @@ class CapturedStep:
 
     def _recorded(self, batch: Any, layout: GradientLayout) -> StepGraph:
         assert self._recorder is not None
-        static = map_tensors(_placed, batch)  # where later batches are copied to, from the host or the device
+        # Where later batches are copied to, from the host or the device.
+        static = map_tensors(lambda each: each.detach().clone().requires_grad_(each.requires_grad), batch)
         graph = StepGraph(batch=list(tensors(static)), grad_factors=layout.tensors(), grads=layout.grads)
         counts = [optimizer._history.num_steps for optimizer in self._optimizers]
         passes = self._passes.num_backwards(self._optimizers)
@@ -323,11 +324,6 @@ class CapturedStep:
                 history.last, waiting = result, [lookahead.step_synced] if made.counts else []
                 history.waiting[-1] = (result, waiting + history.waiting[-1][1])
         return returned
-
-
-def _placed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like `tensor`, with its numbers, in its own memory."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _kind(batch: Any) -> tuple[Any, ...]:

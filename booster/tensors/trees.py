@@ -218,7 +218,7 @@ class Writes:
     def bring_back(self, finish: Callable[[Any], Any]) -> None:
         """Do to what was given what was done to the casts since; `finish` casts what is new in a container, as an output."""
         for given, cast, before in self._tensors:
-            if version(cast) != before:
+            if version(cast) != before and given.data_ptr() != cast.data_ptr():
                 given.copy_(cast)
         own = {id(cast): given for given, cast, *_ in (*self._tensors, *self._containers)}
         for given, cast, items in self._containers:

@@ -1022,6 +1022,50 @@ def trained_twice(rank, world_size, steps, use_reentrant=None):
     return [param.full_tensor().detach() if world_size > 1 else param.detach() for param in model.parameters()]
 
 
+class HandsOn(nn.Linear):
+    def forward(self, state):
+        x = super().forward(state["x"]).tanh()
+        state["x"] = x + 0.5
+        state["seen"].append(x)
+
+
+class Passing(nn.Module):
+    """Blocks that hand on what they compute in a dict, and a list in it, which they write to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(HandsOn(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        state = {"x": self.first(x), "seen": []}
+        for block in self.blocks:
+            block(state)
+        return self.head(state["x"] + sum(state["seen"]))
+
+
+def handed_on(rank, world_size, plugin):
+    torch.manual_seed(0)
+    model = Passing()
+    booster = Booster("cpu", "fp32", plugin() if world_size > 1 else None)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(5):
+        rows = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+        booster.backward(model(rows.chunk(world_size)[rank]).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.full_tensor().detach() if world_size > 1 else param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("reshard_after_forward", [False, True])
+def test_what_a_block_writes_into_a_dict_reaches_the_next(ranks2, reshard_after_forward):
+    plugin = functools.partial(TorchFSDPPlugin, reshard_after_forward=reshard_after_forward)
+    expected = handed_on(0, 1, plugin)
+    for found in ranks2(handed_on, plugin):
+        for own, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_a_block_that_runs_twice_from_the_data_on_trains_after_the_first_passes_too(ranks2, use_reentrant):
     expected = trained_twice(0, 1, 7)  # ranks compare all groups in the first four passes, and later leave it

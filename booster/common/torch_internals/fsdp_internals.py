@@ -133,17 +133,20 @@ def _end_iteration_of_2_12(root: Any) -> None:
     passes.post_backward_final_callback_queued = False
 
 
-def run_hooks_outside_modes(module: nn.Module, watch: Any) -> None:
+def run_hooks_outside_modes(module: nn.Module, watch: Any, note: Callable[..., Any]) -> None:
     """Let the hooks around the forward of `module`, to which `fully_shard` was just applied, run in no torch function mode.
 
     They gather and free.
     watch: has `look()`, called before what was gathered is freed, whenever `always`, or where the whole parameters of its
     `params` were written in place since they had `versions`.
+    note: given arguments and what torch makes of them, returns a list: empty, or of one function, which brings back what the
+    forward wrote into containers of those, and returns the tensors.
     """
     (state,) = fsdp_states([module])
     # Nor in `torch.inference_mode`: what is gathered into stays, for training too.
-    tables: list[tuple[Any, Any]] = [(module._forward_pre_hooks, None), (module._forward_hooks, watch)]
-    for hooks, watched in tables:
+    tables: list[Any] = [(module._forward_pre_hooks, None, note), (module._forward_hooks, watch, None)]
+    copied: list[Any] = []
+    for hooks, watched, noted in tables:
         for key, hook in hooks.items():
             inner = hook  # of several modules it is wrapped
             while hasattr(inner, "__wrapped__") and not hasattr(inner, "__self__"):
@@ -151,7 +154,7 @@ def run_hooks_outside_modes(module: nn.Module, watch: Any) -> None:
             if getattr(inner, "__self__", None) is state:
                 # A mode that sees what a user's forward calls need not see each of the some hundred functions that a group
                 # takes for that.
-                hooks[key] = _outside_modes(hook, watched, state)
+                hooks[key] = _outside_modes(hook, watched, state, copied, noted)
 
 
 _VERSION_OF_WHOLE = attrgetter("_unsharded_param._version")
@@ -162,7 +165,9 @@ def unsharded_versions(params: Sequence[Any]) -> list[int]:
     return list(map(_VERSION_OF_WHOLE, params))
 
 
-def _outside_modes(hook: Callable[..., Any], watch: Any, state: Any) -> Callable[..., Any]:
+def _outside_modes(
+    hook: Callable[..., Any], watch: Any, state: Any, copied: list[Any], note: Any
+) -> Callable[..., Any]:
     groups, names = groups_of(state), type(state._training_state)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -175,7 +180,17 @@ def _outside_modes(hook: Callable[..., Any], watch: Any, state: Any) -> Callable
             # As `unsharded_versions`, but that every forward pass of every group comes here.
             if watch is not None and (watch.always or list(map(_VERSION_OF_WHOLE, watch.params)) != watch.versions):
                 watch.compare()
-            return hook(*args, **kwargs)
+            made = hook(*args, **kwargs)
+            # Torch puts what requires gradients into new containers: what forward writes into them goes back, and is an output.
+            if note is not None:
+                copied.clear()
+                for each in (*args[1], *args[2].values()):  # no call where all are tensors
+                    if not isinstance(each, torch.Tensor):
+                        copied[:] = note(args[1:], made)
+                        break
+            elif copied:
+                state._register_pre_backward_hook(copied.pop()())
+            return made
 
     return torch.compiler.disable(run)  # as the hook itself is
 

@@ -6,7 +6,7 @@ And parameters that a forward pass itself writes to, as that of a momentum encod
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from booster.common.torch_internals.tensor_internals import is_view, of_class, s
 from booster.model.params import is_dtensor, local_shard
 from booster.plugin.fsdp.groups import Group
 from booster.shards.fully_sharded import UnshardedParams, compared, recover, reshard, write_back
-from booster.tensors.trees import map_tensors, tensors
+from booster.tensors.trees import Writes, is_container, map_tensors, tensors
 
 
 def show_computed_dtypes(model: nn.Module, groups: Iterable[Group], dtype: torch.dtype | None) -> list[Any]:
@@ -171,6 +171,19 @@ def outputs_without_views(module: nn.Module, args: Any, output: Any) -> Any:
 def _no_view(tensor: torch.Tensor) -> torch.Tensor:
     own: torch.Tensor = _NoView.apply(tensor) if is_view(tensor) and tensor.grad_fn is not None else tensor
     return own
+
+
+def noted_writes(given: tuple[Any, Any], made: tuple[Any, Any]) -> list[Callable[[], list[torch.Tensor]]]:
+    """Return what brings back what a forward writes into containers among its arguments `given`, of which torch made others."""
+    if all(isinstance(each, torch.Tensor) or not is_container(each) for each in (*given[0], *given[1].values())):
+        return []
+    writes, new = Writes(given, made), list[Any]()
+
+    def bring_back() -> list[torch.Tensor]:
+        writes.bring_back(lambda item: new.append(map_tensors(_no_view, item)) or new[-1])  # type: ignore[func-returns-value]
+        return list(tensors(new))
+
+    return [bring_back]
 
 
 class AdmitUnfrozen:

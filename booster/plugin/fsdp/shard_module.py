@@ -44,6 +44,7 @@ from booster.plugin.fsdp.forward_hooks import (
     ForwardWrites,
     FreeGathered,
     RefuseReplaced,
+    noted_writes,
     outputs_without_views,
     show_computed_dtypes,
 )
@@ -140,7 +141,7 @@ def shard_module(
         watched = written.add_group(group.modules)
         hold_modules_weakly(group.modules)
         for child in group.modules:
-            run_hooks_outside_modes(child, watched)
+            run_hooks_outside_modes(child, watched, noted_writes)
             if weakly and not group.pinned and child is not model:
                 # fully_shard hands on inputs as new tensors, which are not weak any more.
                 child.register_forward_pre_hook(cast_weak_inputs(policy.param), with_kwargs=True, prepend=True)  # type: ignore[arg-type]
