@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -138,7 +138,8 @@ def _of_optimizer(name: str, a: Run, b: Run, roundoff: float) -> Comparison:
     parted: list[Difference] = []
     for number in common:
         one, other = ours[number], theirs[number]
-        pairs = list(_pairs(samples[0][number], samples[1][number])) if number in sampled else []
+        first, second = (each[number] if number in sampled else {} for each in samples)
+        pairs = [_Pair(name, first.get(name), second.get(name)) for name in dict.fromkeys([*first, *second])]
         if number == common[0]:
             parted = _weights_apart(pairs, roundoff * _IN_NORM)
             kind = "weights" if parted else kind
@@ -255,11 +256,6 @@ def _weights_apart(pairs: Sequence[_Pair], share: float) -> list[Difference]:
         if abs(a - b) / max(a, b) > explained:
             found.append(Difference(pair.name, a, b, abs(a - b) / max(a, b), explained))
     return sorted(found, key=lambda parted: -parted.relative)
-
-
-def _pairs(a: dict[str, Underflow], b: dict[str, Underflow]) -> Iterator[_Pair]:
-    for name in dict.fromkeys([*a, *b]):
-        yield _Pair(name, a.get(name), b.get(name))
 
 
 def _by_step(samples: Sequence[Underflow]) -> dict[int, dict[str, Underflow]]:
