@@ -139,8 +139,7 @@ def run_hooks_outside_modes(module: nn.Module, watch: Any, note: Callable[..., A
     They gather and free.
     watch: has `look()`, called before what was gathered is freed, whenever `always`, or where the whole parameters of its
     `params` were written in place since they had `versions`.
-    note: given arguments and what torch makes of them, returns a list: empty, or of one function, which brings back what the
-    forward wrote into containers of those, and returns the tensors.
+    note: of arguments, and what torch makes of them, returns what brings writes into containers back: a function, or none.
     """
     (state,) = fsdp_states([module])
     # Nor in `torch.inference_mode`: what is gathered into stays, for training too.
@@ -182,12 +181,9 @@ def _outside_modes(
                 watch.compare()
             made = hook(*args, **kwargs)
             # Torch puts what requires gradients into new containers: what forward writes into them goes back, and is an output.
-            if note is not None:
-                copied.clear()
-                for each in (*args[1], *args[2].values()):  # no call where all are tensors
-                    if not isinstance(each, torch.Tensor):
-                        copied[:] = note(args[1:], made)
-                        break
+            if note is not None:  # and no call where all are tensors
+                others = [each for each in (*args[1], *args[2].values()) if not isinstance(each, torch.Tensor)]
+                copied[:] = note(others, args[1:], made) if others else []
             elif copied:
                 state._register_pre_backward_hook(copied.pop()())
             return made

@@ -173,9 +173,9 @@ def _no_view(tensor: torch.Tensor) -> torch.Tensor:
     return own
 
 
-def noted_writes(given: tuple[Any, Any], made: tuple[Any, Any]) -> list[Callable[[], list[torch.Tensor]]]:
-    """Return what brings back what a forward writes into containers among its arguments `given`, of which torch made others."""
-    if all(isinstance(each, torch.Tensor) or not is_container(each) for each in (*given[0], *given[1].values())):
+def noted_writes(others: list[Any], given: tuple[Any, Any], made: Any) -> list[Callable[[], list[torch.Tensor]]]:
+    """Return what brings back what a forward writes into containers among its arguments `given`; others: those that are no tensors."""
+    if not any(map(is_container, others)):
         return []
     writes, new = Writes(given, made), list[Any]()
 
