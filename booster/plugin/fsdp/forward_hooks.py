@@ -174,7 +174,7 @@ def _no_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def noted_writes(others: list[Any], given: tuple[Any, Any], made: Any) -> list[Callable[[], list[torch.Tensor]]]:
-    """Return what brings back what a forward writes into containers among its arguments `given`; others: those that are no tensors."""
+    """Return what brings back what forward writes into containers of arguments `given`; others: those that are no tensors."""
     if not any(map(is_container, others)):
         return []
     writes, new = Writes(given, made), list[Any]()
