@@ -379,7 +379,10 @@ class MasterState(OptimizerState):
         late: dict[Any, State] = {}
         if fill is not None:  # what has no numbers yet torch could not cast
             given = state_dict["state"]
-            late = {key: {name: value for name, value in own.items() if _is_late(value)} for key, own in given.items()}
+            late = {
+                key: {name: value for name, value in own.items() if getattr(value, "is_meta", False)}
+                for key, own in given.items()
+            }
             early = {key: {name: own[name] for name in own.keys() - late[key].keys()} for key, own in given.items()}
             state_dict = {**state_dict, "state": early}
         # Masters and handles stay.
@@ -474,7 +477,3 @@ class MasterState(OptimizerState):
                 for device, generator in state.items():
                     if device != DRAWS:
                         form.generator(torch.device(device)).set_state(generator)
-
-
-def _is_late(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta

@@ -373,7 +373,11 @@ class FusedKernel:
                 f"vocabulary, drop its state (optimizer.state.clear(), or {type(self.optimizer).__name__} made anew and "
                 "boosted), and its gradient, before the next backward pass"
             )
-        freed = [what for what, value in {"weight": param, **tensors}.items() if _lacks_memory(value)]
+        used = {"weight": param, **tensors}.items()
+        # Sparse tensors have no storage of their own.
+        freed = [
+            what for what, value in used if value.layout == torch.strided and value.numel() and not value.data_ptr()
+        ]
         if freed:
             raise RuntimeError(
                 f"the memory of {name} was freed: its {' and '.join(freed)} has elements and no storage, so that a fused "
@@ -467,10 +471,6 @@ def start_late_momentum(optimizer: Optimizer) -> None:
         if late and len(late) < len(params):
             for param in late:
                 state[param]["momentum_buffer"] = torch.zeros_like(param)
-
-
-def _lacks_memory(value: torch.Tensor) -> bool:
-    return value.layout == torch.strided and value.numel() > 0 and value.data_ptr() == 0
 
 
 def lay_states(param: Any, state: dict[str, Any]) -> None:

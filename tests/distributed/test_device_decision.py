@@ -20,9 +20,10 @@ TRAINED = [
 
 
 def trains_both_ways(rank, world_size, precision, column, optimizer):
-    by_hosts = train(precision, column, optimizer, STEPS, OVERFLOWS)
+    # Natively, as sums of halves are widened for tensors alone that say they lie on the CPU.
+    by_hosts = train(precision, column, optimizer, STEPS, OVERFLOWS, half_products="native")
     with as_on_a_gpu():
-        return by_hosts, train(precision, column, optimizer, STEPS, OVERFLOWS)
+        return by_hosts, train(precision, column, optimizer, STEPS, OVERFLOWS, half_products="native")
 
 
 def compare(found, precision):

@@ -198,6 +198,7 @@ def train(
     seed=0,
     fused_optimizer=True,
     device="cpu",
+    half_products="auto",
 ):
     """Train the job and return this rank's `Trace`.
 
@@ -207,7 +208,12 @@ def train(
     model = make_model(precision)
     column = PARALLELISMS[parallelism]
     booster = Booster(
-        device, PRECISIONS[precision](), column.plugin(), skip_nonfinite=True, fused_optimizer=fused_optimizer
+        device,
+        PRECISIONS[precision](),
+        column.plugin(),
+        skip_nonfinite=True,
+        fused_optimizer=fused_optimizer,
+        half_products=half_products,
     )
     plugin = booster.plugin
     made = OPTIMIZERS[optimizer](model.parameters())

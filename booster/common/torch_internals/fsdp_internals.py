@@ -370,7 +370,8 @@ def zero_unreduced(param: Any, apart: bool) -> None:
     if apart:
         param.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=param.reduce_dtype)
     else:
-        whole.grad = torch.zeros_like(whole)
+        # Torch 2.15 may want another dtype than that of `whole`.
+        whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None))
 
 
 def skip_backward_end(group: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 from booster.common.arguments import listed
@@ -133,6 +134,7 @@ class Diagnosis:
         return [*inputs, f"Result: {self.output}."]
 
 
+_SITE = attrgetter("operation", "place.modules", "place.source", "place.backward")
 _ORDER = ("forward", "loss", "backward")
 _NORMALISES = frozenset({"_softmax", "_safe_softmax", "_log_softmax", "logsumexp"})  # what masks are for
 _TRANSPARENT = frozenset({"mean", "sum", "view", "reshape", "_to_copy", "clone", "detach", "squeeze", "_unsafe_view"})
@@ -211,19 +213,13 @@ def _traced(outcome: Outcome, sinks: Sequence[NonFiniteResult | NonFiniteInput],
     if found:
         # What collectives brought comes last: it was made elsewhere, or an operation here fed it.
         event, leaf = min(found, key=lambda pair: (pair[0].foreign, pair[0].index))
-        alike = [(end, of) for end, of in found if _is_same_site(end, event) and (of is None) == (leaf is None)]
+        alike = [(end, of) for end, of in found if _SITE(end) == _SITE(event) and (of is None) == (leaf is None)]
         repair = {end.index for end, _ in alike} | {of.key for _, of in alike if of is not None}
         return _cause(outcome, event, leaf, rank, repair, alone=len({end for end, _ in found}) == 1)
     if not seen:
         return None
     event = _where_masks_came_out(sinks)
     return _cause(outcome, event, None, rank, {event.index}, alone=False)
-
-
-def _is_same_site(a: NonFiniteResult, b: NonFiniteResult) -> bool:
-    return a.operation == b.operation and all(
-        getattr(a.place, name) == getattr(b.place, name) for name in ("modules", "source", "backward")
-    )
 
 
 def _reader_of_data(event: NonFiniteResult) -> tuple[NonFiniteResult, NonFiniteInput] | None:

@@ -186,8 +186,14 @@ class _ScheduledStage(PipelineStage):
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *args, **kwargs)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        self._own.before_reduction()
+        if not hasattr(super(), "start_gradient_reduction"):
+            self._own.before_reduction()
         super().perform_reduce_grad(grad_scale_factor)
+
+    def start_gradient_reduction(self) -> None:
+        # From torch 2.15 on schedules call this, and so does `perform_reduce_grad`.
+        self._own.before_reduction()
+        super().start_gradient_reduction()  # type: ignore[misc]
 
     @contextmanager
     def _in_backward(self) -> Iterator[None]:
