@@ -155,8 +155,8 @@ def backward(
         # Ranks that are in this pass wait for this one; they are to raise too, and not at the timeout.
         abandon_pass(error)
         raise
-    for other in self._boosted.optimizers.values():  # no bare pass brought what this one did
-        other.strays.params.clear()
+    for other in self._boosted.optimizers.values() if len(self._boosted.optimizers) > len(optimizers) else ():
+        other.strays.params.clear()  # no bare pass brought what this one did
     if group is not None:
         group.after_backward()
     if self._shown_loss is not None:
