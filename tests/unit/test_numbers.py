@@ -215,7 +215,7 @@ def test_defaults_in_sentences_are_those_of_the_code() -> None:
 @pytest.mark.parametrize(
     ("name", "raw"),
     [
-        ("measured/speed#Speed", "2026-11-21-cpu"),
+        ("measured/speed#Speed", "2026-11-29-cpu"),
         ("measured/speed#Saving and loading", "2026-11-28-checkpoints-cpu"),
         ("guides/half_weights", "2026-11-22-states-cpu"),
     ],
