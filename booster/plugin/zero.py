@@ -116,7 +116,7 @@ class SliceReducer(GradientReducer):
 
     def store_reduced(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
         now = {position for position, here in enumerate(reached) if here}
-        self._layout.buckets[index].add_gradient(reduced, now, self._layout.rank)
+        self._layout.buckets[index].add_gradient(reduced, now)
 
 
 class BucketReducer(SliceReducer):
@@ -126,10 +126,8 @@ class BucketReducer(SliceReducer):
     parameters out; ranks then agree by one small all-reduce.
     """
 
-    def __init__(
-        self, layout: ModuleBuckets, *, dtype: torch.dtype | None = None, fp8: bool = False, finds_unused: bool = False
-    ) -> None:
-        super().__init__(layout, dtype=dtype, fp8=fp8)
+    def __init__(self, layout: ModuleBuckets, *, fp8: bool, finds_unused: bool) -> None:
+        super().__init__(layout, fp8=fp8)
         self._finds_unused = finds_unused
         self._views: dict[torch.Tensor, torch.Tensor] = {}  # of what came and was not sent yet, flat
 
@@ -376,9 +374,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             layouts,
             reduced=self._keeps_slices,
             overlaps=self._overlaps,
-            sync_trackers=self._sync_trackers,
-            reducers=self._reducers,
-            ranks=self._replica_ranks,
+            **self._replica_options,
         )
 
     def _register_comm_hook(self, placed: DistributedDataParallel, device: torch.device) -> None:

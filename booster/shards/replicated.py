@@ -7,10 +7,9 @@ none of the ranks divides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,9 +27,6 @@ from booster.ranks.agreement import all_names, gather, reduced
 from booster.shards.base import ALONE, FROZEN, RELAID, UNSYNCHRONISED, Shards
 from booster.tensors.grads import tensor_norms
 from booster.tensors.trees import HALF_DTYPES, tensors
-
-if TYPE_CHECKING:
-    from booster.shards.base import Shards
 
 # Ranks are compared after the first backward pass that all of them make, after this one, and after one of so many.
 EARLY, EVERY = 10, 100
@@ -169,57 +165,6 @@ def _describe_difference(part: _Measured) -> str:
 
 
 _Stamp = tuple[torch.Tensor | None, int]
-
-
-class Reducer(Protocol):
-    """Averages gradients of some parameters; `booster.plugin.ddp.gradient_reducer.GradientReducer` is the one here.
-
-    synchronises: whether it does at present. left: whether passes in which it did not have left gradients.
-    """
-
-    synchronises: bool
-    left: bool
-
-    def __contains__(self, param: object) -> bool: ...
-
-    def register_grad_hooks(
-        self,
-        params: Collection[torch.Tensor],
-        filled: Callable[[torch.Tensor], None],
-        held: Mapping[torch.Tensor, torch.Tensor],
-        *,
-        again: bool,
-    ) -> Any: ...
-
-
-def register_reduced_hooks(
-    shards: Shards,
-    reducers: Iterable[Reducer],
-    params: Sequence[torch.Tensor],
-    filled: Callable[[torch.Tensor], None],
-    held: Mapping[torch.Tensor, torch.Tensor],
-    *,
-    again: bool,
-) -> list[Any]:
-    """Do as `Shards.register_grad_hooks` for parameters with gradients that `reducers` average."""
-    several = list(reducers)
-    for param in params:
-        own = next((each for each in several if param in each), None)
-        if own is None:
-            raise RuntimeError(FROZEN.format(name=shards.name_of(param)))
-        if not own.synchronises:
-            raise RuntimeError(UNSYNCHRONISED)
-    return [each.register_grad_hooks(params, filled, held, again=again) for each in several]
-
-
-def check_averaged(shards: Shards, reducers: Iterable[Reducer]) -> None:
-    """Raise RuntimeError if the optimizer of `shards` holds a gradient that passes without synchronisation left."""
-    for reducer in reducers:
-        if not reducer.left:
-            continue
-        held = (param for group in shards.optimizer.param_groups for param in group["params"])
-        if any(param.grad is not None and param in reducer for param in held):
-            raise RuntimeError(UNSYNCHRONISED)
 
 
 def _stamp(param: torch.Tensor) -> _Stamp:
@@ -375,16 +320,17 @@ class ReplicatedShards(Shards):
 
     Arguments:
         sync_trackers: of the modules that the optimizer may hold parameters of.
-        reducers: of those with gradients that `DistributedDataParallel` does not average.
+        reducers: by placed module the `GradientReducer` of gradients that `DistributedDataParallel` does not average.
         ranks: those that hold the parameters alike; None where they need not.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
+        *,
         sync_trackers: Mapping[nn.Module, GradSyncTracker],
-        reducers: Mapping[nn.Module, Reducer] = MappingProxyType({}),
-        ranks: dist.ProcessGroup | None = None,
+        reducers: Mapping[nn.Module, Any],
+        ranks: dist.ProcessGroup | None,
     ) -> None:
         super().__init__(optimizer)
         self.sync_trackers = sync_trackers
@@ -392,11 +338,17 @@ class ReplicatedShards(Shards):
         self._ranks, self.replica_check = ranks, None if ranks is None else ReplicaCheck()
 
     def replicated_params(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
-        return replicated_params(self, self._ranks)
+        own = {param for tracker in self.sync_trackers.values() for param in tracker.own}
+        shared = [param for param in trained(self.optimizer) if param not in own]
+        return [] if self._ranks is None else [(self._ranks, shared)]
 
     def check_gradients(self) -> None:
-        check_replicas(self)
-        check_averaged(self, self._reducers.values())
+        for tracker in self.sync_trackers.values():
+            tracker.check(self)
+        # Passes without synchronisation may have left some where no tracker sees.
+        for reducer in self._reducers.values():
+            if reducer.left and any(param.grad is not None and param in reducer for param in self.held_params()):
+                raise RuntimeError(UNSYNCHRONISED)
 
     def register_grad_hooks(
         self,
@@ -406,7 +358,14 @@ class ReplicatedShards(Shards):
         *,
         again: bool,
     ) -> list[Any]:
-        return register_reduced_hooks(self, self._reducers.values(), params, filled, held, again=again)
+        reducers = list(self._reducers.values())
+        for param in params:
+            own = next((each for each in reducers if param in each), None)
+            if own is None:
+                raise RuntimeError(FROZEN.format(name=self.name_of(param)))
+            if not own.synchronises:
+                raise RuntimeError(UNSYNCHRONISED)
+        return [each.register_grad_hooks(params, filled, held, again=again) for each in reducers]
 
     def clear_gradients(self, set_to_none: bool) -> None:
         for tracker in self.sync_trackers.values():
@@ -418,17 +377,3 @@ class ReplicatedShards(Shards):
             for tracker in self.sync_trackers.values():
                 stack.enter_context(tracker.preserved())
             yield
-
-
-def replicated_params(
-    shards: Shards, ranks: dist.ProcessGroup | None
-) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
-    """Return what `ranks` hold whole, but for `parameters_to_ignore` of `DistributedDataParallel`."""
-    own = {param for tracker in shards.sync_trackers.values() for param in tracker.own}
-    return [] if ranks is None else [(ranks, [param for param in trained(shards.optimizer) if param not in own])]
-
-
-def check_replicas(shards: Shards) -> None:
-    """Raise RuntimeError if the optimizer of `shards` holds a gradient that ranks do not share."""
-    for tracker in shards.sync_trackers.values():
-        tracker.check(shards)

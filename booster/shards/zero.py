@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from types import MappingProxyType
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,22 +13,14 @@ from torch.optim import Optimizer
 
 from booster.common.torch_internals.tensor_internals import version
 from booster.model.optimizers import Granularity, check_attributes, granularity_of, not_elementwise
-from booster.shards.base import FROZEN, SPARSE, UNSYNCHRONISED, Shards
-from booster.shards.replicated import (
-    GradSyncTracker,
-    Reducer,
-    ReplicaCheck,
-    check_averaged,
-    check_replicas,
-    register_reduced_hooks,
-    replicated_params,
-)
+from booster.shards.base import FROZEN, SPARSE, UNSYNCHRONISED
+from booster.shards.replicated import ReplicatedShards
 from booster.shards.zero_buckets import FlatParameters, ModuleBuckets, flat_slice
 from booster.shards.zero_states import BucketSlot, GroupShards, ZeroStates
 from booster.tensors.flat import flat_like, shaped_like
 
 
-class ZeroShards(Shards):
+class ZeroShards(ReplicatedShards):
     """This rank's slices of the flat buckets of `layouts`, which hold the parameters of `optimizer`.
 
     A shard is a 1-dim view of the elements of a parameter that are in the slice, or, where parameters are dealt whole, of the
@@ -39,9 +30,7 @@ class ZeroShards(Shards):
     Arguments:
         reduced: whether gradients are kept as slices in the buckets (ZeRO-2); else `.grad` is whole on all ranks (ZeRO-1).
         overlaps: `sync_params` does not wait; readers wait in the layouts' `pending_all_gathers`.
-        sync_trackers: of the modules of these parameters.
-        reducers: what averages their gradients instead of `DistributedDataParallel`.
-        ranks: those that hold the parameters alike; None where they need not.
+        options: those of `ReplicatedShards`.
 
     Raises ValueError for an optimizer that cannot step shards.
     """
@@ -53,17 +42,12 @@ class ZeroShards(Shards):
         optimizer: Optimizer,
         layouts: Sequence[ModuleBuckets],
         *,
-        reduced: bool = False,
-        overlaps: bool = False,
-        sync_trackers: Mapping[nn.Module, GradSyncTracker] = MappingProxyType({}),
-        reducers: Mapping[nn.Module, Reducer] = MappingProxyType({}),
-        ranks: dist.ProcessGroup | None = None,
+        reduced: bool,
+        overlaps: bool,
+        **options: Any,
     ) -> None:
-        super().__init__(optimizer)
-        self._ranks, self.replica_check = ranks, None if ranks is None else ReplicaCheck()
+        super().__init__(optimizer, **options)
         kind = check_shards(optimizer)
-        self.sync_trackers = sync_trackers
-        self._reducers = reducers
         self._stepped_in_backward: set[torch.Tensor] = set()  # of the step that is made within backward
         self._layouts = list(layouts)
         for layout in self._layouts:
@@ -99,7 +83,7 @@ class ZeroShards(Shards):
             groups = self._groups
             buckets = self._buckets()
             self._versions = {bucket: list(map(version, bucket.params)) for bucket in buckets}
-            preserved = {bucket: bucket.grad_shards(self._rank) for bucket in buckets} if self._reduced else {}
+            preserved = {bucket: bucket.grad_shards() for bucket in buckets} if self._reduced else {}
             brought = set(map(id, self.optimizer.state))
             for params, group in zip(lists, groups, strict=True):
                 params[:] = group.shards
@@ -154,7 +138,7 @@ class ZeroShards(Shards):
         again: bool,
     ) -> list[Any]:
         divided = [param for param in params if param.numel()]  # others are in no bucket
-        return register_reduced_hooks(self, self._reducers.values(), divided, filled, held, again=again)
+        return super().register_grad_hooks(divided, filled, held, again=again)
 
     def has_gradient(self, param: torch.Tensor) -> bool:
         if not self._reduced:
@@ -164,8 +148,9 @@ class ZeroShards(Shards):
 
     def drop_gradient(self, param: torch.Tensor) -> None:
         param.grad = None
-        if self._reduced:
-            self._drop_grad_shard(param)
+        slot = self.slot_of(param) if self._reduced else None
+        if slot is not None:
+            slot.bucket.clear_gradient(slot.position)
 
     def shard_of(self, param: torch.Tensor) -> torch.Tensor:
         if param not in self._shards:
@@ -175,7 +160,7 @@ class ZeroShards(Shards):
             bucket, index = slot
             if bucket.data is None:  # of parameters that no optimizer had when this one came
                 torch.autograd.graph.increment_version(bucket.flatten_params())
-            start, stop = bucket.overlap(index, self._rank)
+            start, stop = slot.span
             if start == stop:
                 # It keeps the place in the group; optimizers skip it, as it never has a gradient.
                 shard = torch.empty(0, dtype=param.dtype, device=param.device)
@@ -189,15 +174,10 @@ class ZeroShards(Shards):
 
     def replicated_params(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
         # Within backward each rank has stepped its own shards, and those of others have not come yet.
-        return [
-            (ranks, [] if self._stepped_in_backward else params)
-            for ranks, params in replicated_params(self, self._ranks)
-        ]
+        return [(ranks, [] if self._stepped_in_backward else params) for ranks, params in super().replicated_params()]
 
     def check_gradients(self) -> None:
-        check_replicas(self)
-        if not self._reduced:
-            check_averaged(self, self._reducers.values())
+        super().check_gradients()
         # Reduced gradients are in buckets: one in `.grad` is of this rank alone.
         if self._reduced and any(param.grad is not None for layout in self._layouts for param in layout.params):
             raise RuntimeError(UNSYNCHRONISED)
@@ -226,7 +206,7 @@ class ZeroShards(Shards):
             return value
         if not shard.numel():
             return value.new_empty(0)
-        start, stop = slot.bucket.overlap(slot.position, self._rank)
+        start, stop = slot.span
         return flat_like(value.detach(), param)[start:stop] if slot.bucket.by_elements and param.dim() else value
 
     def sync_params(self, *, one_by_one: bool = False) -> None:
@@ -277,8 +257,7 @@ class ZeroShards(Shards):
 
     def clear_gradients(self, set_to_none: bool) -> None:
         self._divisor = 1.0
-        for tracker in self.sync_trackers.values():
-            tracker.on_zero_grad()
+        super().clear_gradients(set_to_none)
         if not self._reduced:
             return
         owned = self.held_params()
@@ -299,9 +278,7 @@ class ZeroShards(Shards):
         for bucket in buckets:
             bucket.gradient, bucket.reduced = None, set()
         try:
-            with ExitStack() as stack:
-                for tracker in self.sync_trackers.values():
-                    stack.enter_context(tracker.preserved())
+            with super().without_gradients():
                 yield
         finally:
             for bucket, gradient, reduced in held:
@@ -318,14 +295,10 @@ class ZeroShards(Shards):
         for param in self.held_params():
             slot = self.slot_of(param)
             if self._reduced and slot is not None and param.grad is not None:
-                slot.bucket.start_gradient(slot.position, self._rank)
+                slot.bucket.start_gradient(slot.position)
                 param.grad = None
 
     # ------------------------------------------------------------------ inside
-
-    @property
-    def _rank(self) -> int:
-        return self._layouts[0].rank
 
     def _buckets(self) -> list[FlatParameters]:
         return [bucket for layout in self._layouts for bucket in layout.buckets]
@@ -384,12 +357,12 @@ class ZeroShards(Shards):
 
     def _grad_shard(self, param: torch.Tensor, slot: BucketSlot | None = None) -> torch.Tensor | None:
         slot = slot or self.slot_of(param)
-        return None if slot is None else slot.bucket.grad_shard(slot.position, self._rank)
+        return None if slot is None else slot.bucket.grad_shard(slot.position)
 
     def _replace_gradient(self, param: torch.Tensor, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """Write `new`, which a shard was given as its gradient, to `old`, the view of the true gradient of `param`."""
         if new is None:
-            self._drop_grad_shard(param)
+            self.drop_gradient(param)
             return
         if old is None:
             slot = self.slot_of(param)
@@ -397,16 +370,9 @@ class ZeroShards(Shards):
                 raise RuntimeError(
                     f"this rank's shard of a parameter of shape {tuple(param.shape)} alone got a gradient"
                 )
-            slot.bucket.start_gradient(slot.position, self._rank)
+            slot.bucket.start_gradient(slot.position)
             old = self._gradient(param, self.shard_of(param))
         old.copy_(new)  # type: ignore[union-attr]
-
-    def _drop_grad_shard(self, param: torch.Tensor) -> None:
-        slot = self.slot_of(param) if self._reduced else None
-        if not self._reduced:
-            param.grad = None
-        elif slot is not None:
-            slot.bucket.clear_gradient(slot.position)
 
 
 def check_shards(optimizer: Optimizer) -> Granularity:

@@ -131,6 +131,7 @@ _POINTER, _STRIDE, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.stride, attrgett
 class FlatParameters:
     """Some parameters of one dtype and device, and how they are divided among ranks.
 
+    rank: this one, of `world_size`.
     owners: the rank of each parameter, where parameters are dealt whole; None: slices of one size.
 
     Attributes:
@@ -142,7 +143,10 @@ class FlatParameters:
         reduced: indices of the parameters that have a gradient there.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], world_size: int, owners: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, params: Sequence[torch.Tensor], world_size: int, rank: int, owners: Sequence[int] | None = None
+    ) -> None:
+        self.rank = rank
         self.by_elements = owners is None
         ranks = [0] * len(params) if owners is None else list(owners)
         order = sorted(range(len(params)), key=ranks.__getitem__)
@@ -158,13 +162,10 @@ class FlatParameters:
                 loads[ranks[index]] += size
             self.bounds = [0, *itertools.accumulate(loads)]
         self.size = self.bounds[-1]
-        ends = [offset + param.numel() for offset, param in zip(self.offsets, self.params, strict=True)]
-        gaps = [start - end for end, start in zip(ends, [*self.offsets[1:], self.size], strict=True)]
-        sizes = [size for sizes in zip(map(torch.Tensor.numel, self.params), gaps, strict=True) for size in sizes]
-        kinds = [(size, index % 2 == 0) for index, size in enumerate(sizes) if size]
-        self._pieces = [size for size, _ in kinds]
-        self._places_of_params = [place for place, (_, is_param) in enumerate(kinds) if is_param]
-        self._places_of_gaps = [place for place, (_, is_param) in enumerate(kinds) if not is_param]
+        # Of the whole bucket and of this rank's slice: lengths of parameters and gaps, and which of these a parameter is.
+        self._pieces, self._places = self._cut(0, self.size)
+        self._gaps = set(range(len(self._pieces))).difference(self._places.values())
+        self._own_pieces, self._own_places = self._cut(self.bounds[rank], self.bounds[rank + 1])
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.data: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
@@ -181,8 +182,6 @@ class FlatParameters:
             for p in self.params
         ]
         self._shapes = [tuple(order.shape) if order.is_contiguous() else None for order in self._orders]
-        self._overlaps: dict[int, list[tuple[int, int]]] = {}  # see `overlap`
-        self._cuts: dict[int, tuple[list[int], dict[int, int]]] = {}  # see `_cut`
         self.gradient = None
         self.reduced: set[int] = set()
         self._stale: set[int] = set()  # not in `reduced`, with what a gradient left behind
@@ -198,14 +197,28 @@ class FlatParameters:
 
     def overlap(self, index: int, rank: int) -> tuple[int, int]:
         """Return (start, stop) of the elements of `params[index]`, in memory order, that are in the slice of `rank`."""
-        if rank not in self._overlaps:
-            begin, end = self.bounds[rank], self.bounds[rank + 1]
-            found = []
-            for offset, length in zip(self.offsets, map(torch.Tensor.numel, self.params), strict=True):
-                start = min(max(begin - offset, 0), length)
-                found.append((start, max(min(end - offset, length), start)))
-            self._overlaps[rank] = found
-        return self._overlaps[rank][index]
+        return self._overlap(index, self.bounds[rank], self.bounds[rank + 1])
+
+    def _overlap(self, index: int, begin: int, end: int) -> tuple[int, int]:
+        offset, length = self.offsets[index], self.params[index].numel()
+        start = min(max(begin - offset, 0), length)
+        return start, max(min(end - offset, length), start)
+
+    def _cut(self, begin: int, end: int) -> tuple[list[int], dict[int, int]]:
+        """Return the lengths of parameters and gaps from `begin` to `end`, and the place among them of each index."""
+        sizes: list[int] = []
+        places = {}
+        filled = begin
+        for index, offset in enumerate(self.offsets):
+            start, stop = self._overlap(index, begin, end)
+            # Nothing empty is among them: a view costs as much as a call, also when it is freed.
+            if start == stop:
+                continue
+            gap = offset + start - filled
+            sizes += [gap, stop - start] if gap else [stop - start]
+            places[index] = len(sizes) - 1
+            filled = offset + stop
+        return [*sizes, end - filled] if filled < end else sizes, places
 
     def slice_of(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """Return the slice of `rank` of a flat `tensor` of this size."""
@@ -227,11 +240,9 @@ class FlatParameters:
     def zero_gaps(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Zero the elements of a flat `tensor` of this size between parameters; returns `view` of every index."""
         pieces = tensor.split_with_sizes(self._pieces)
-        if not self._places_of_gaps:
-            return pieces
-        for place in self._places_of_gaps:
+        for place in self._gaps:
             pieces[place].zero_()
-        return [pieces[place] for place in self._places_of_params]
+        return [pieces[place] for place in self._places.values()]
 
     @torch.no_grad()
     def flatten_params(self) -> list[torch.Tensor]:
@@ -269,35 +280,34 @@ class FlatParameters:
             moved.append(param)
         return moved
 
-    def grad_shard(self, index: int, rank: int) -> torch.Tensor | None:
+    def grad_shard(self, index: int) -> torch.Tensor | None:
         """Return this rank's shard of the gradient of `params[index]`, 1-dim, perhaps empty; None if it has no gradient."""
-        return self._grad_shard(index, rank) if index in self.reduced else None
+        return self._grad_shard(index) if index in self.reduced else None
 
-    def grad_shards(self, rank: int) -> Mapping[int, torch.Tensor]:
+    def grad_shards(self) -> Mapping[int, torch.Tensor]:
         """Return `grad_shard` by index, of those that have one which is not empty."""
         if not self.reduced:
             return {}
-        shards = self._grad_shards(rank)
+        shards = self._grad_shards()
         if len(self.reduced) == len(self.params):
             return shards
         return {index: shard for index, shard in shards.items() if index in self.reduced}
 
-    def add_gradient(self, own: torch.Tensor, indices: set[int], rank: int) -> None:
+    def add_gradient(self, own: torch.Tensor, indices: set[int]) -> None:
         """Add `own`, this rank's slice, which is zero outside of the parameters at `indices`; it may be kept and written to."""
         # Of one pass it is the sum already: no copy.
         if self.gradient is None:
             self.gradient = own
         else:
-            self._clear(self._stale, rank)
+            self._clear(self._stale)
             self.gradient.add_(own)
         self.reduced |= indices
 
-    def start_gradient(self, index: int, rank: int) -> None:
+    def start_gradient(self, index: int) -> None:
         """Give `params[index]`, which has none, a gradient of zeros."""
         if self.gradient is None:
-            size = self.bounds[rank + 1] - self.bounds[rank]
-            self.gradient = torch.zeros(size, dtype=self.dtype, device=self.device)
-        self._clear(self._stale & {index}, rank)
+            self.gradient = torch.zeros(sum(self._own_pieces), dtype=self.dtype, device=self.device)
+        self._clear(self._stale & {index})
         self.reduced.add(index)
 
     def clear_gradient(self, index: int) -> None:
@@ -322,46 +332,27 @@ class FlatParameters:
         for index in [index for index in self.reduced if id(self.params[index]) in ids]:
             self.clear_gradient(index)
 
-    def _clear(self, indices: set[int], rank: int) -> None:
+    def _clear(self, indices: set[int]) -> None:
         for index in indices:
-            self._grad_shard(index, rank).zero_()
+            self._grad_shard(index).zero_()
         self._stale = self._stale - indices
 
-    def _grad_shard(self, index: int, rank: int) -> torch.Tensor:
-        shard = self._grad_shards(rank).get(index)
+    def _grad_shard(self, index: int) -> torch.Tensor:
+        shard = self._grad_shards().get(index)
         return self.gradient[:0] if shard is None else shard  # type: ignore[index]
 
-    def _grad_shards(self, rank: int) -> dict[int, torch.Tensor]:
+    def _grad_shards(self) -> dict[int, torch.Tensor]:
         if self._shards is None:  # all at once, since most are asked for, and twice in a step
-            sizes, places = self._cut(rank)
+            sizes = self._own_pieces
             pieces: Any = self.gradient.split_with_sizes(sizes) if sizes else ()  # type: ignore[union-attr]
-            self._shards = {index: pieces[place] for index, place in places.items()}
+            self._shards = {index: pieces[place] for index, place in self._own_places.items()}
         return self._shards
-
-    def _cut(self, rank: int) -> tuple[list[int], dict[int, int]]:
-        """Return the lengths of shards and gaps in the slice of `rank`, and the place among them of each index's shard."""
-        if rank not in self._cuts:
-            sizes: list[int] = []
-            places = {}
-            filled = 0
-            for index, offset in enumerate(self.offsets):
-                start, stop = self.overlap(index, rank)
-                # Nothing empty is among them: a view costs as much as a call, also when it is freed.
-                if start == stop:
-                    continue
-                gap = offset + start - self.bounds[rank] - filled
-                sizes += [gap, stop - start] if gap else [stop - start]
-                places[index] = len(sizes) - 1
-                filled += gap + stop - start
-            rest = self.bounds[rank + 1] - self.bounds[rank] - filled
-            self._cuts[rank] = [*sizes, rest] if rest else sizes, places
-        return self._cuts[rank]
 
     def gather(self, group: dist.ProcessGroup) -> list[Any]:
         """Give every rank the slices of all others, asynchronously; returns what to wait for."""
         data: Any = self.data
         if self.by_elements:
-            return [all_gather_flat(data, self.slice_of(data, dist.get_rank(group)), group=group, async_op=True)]
+            return [all_gather_flat(data, self.slice_of(data, self.rank), group=group, async_op=True)]
         ranks = [rank for rank in range(len(self.bounds) - 1) if self.bounds[rank] < self.bounds[rank + 1]]
         return [dist.broadcast(self.slice_of(data, r), group=group, group_src=r, async_op=True) for r in ranks]
 
@@ -404,7 +395,8 @@ class ModuleBuckets:
         self._by_tensors |= whole
         owners = _deal(fresh, self.world_size) if whole else {}
         for members in bucketed(fresh, self._bucket_bytes):
-            bucket = FlatParameters(members, self.world_size, [owners[p] for p in members] if whole else None)
+            dealt = [owners[param] for param in members] if whole else None
+            bucket = FlatParameters(members, self.world_size, self.rank, dealt)
             self.buckets.append(bucket)
             self._places |= {param: (bucket, index) for index, param in enumerate(bucket.params)}
         # Backward fills the bucket with the model's first parameter last.

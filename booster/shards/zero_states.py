@@ -36,23 +36,26 @@ class BucketSlot(NamedTuple):
             for rank in range(world_size)
         )
 
-    def has_shape_of_shard(self, value: torch.Tensor, rank: int) -> bool:
-        start, stop = self.bucket.overlap(self.position, rank)
+    @property
+    def span(self) -> tuple[int, int]:
+        """Return (start, stop) of the elements of the parameter, in memory order, that this rank has."""
+        return self.bucket.overlap(self.position, self.bucket.rank)
+
+    def has_shape_of_shard(self, value: torch.Tensor) -> bool:
+        start, stop = self.span
         return self.bucket.by_elements and value.dim() == 1 and value.numel() == stop - start
 
-    def empty_shard(self, dtype: torch.dtype, rank: int, device: torch.device) -> FlatShard:
-        """Return memory without values for what `rank` holds of a tensor like the parameter."""
-        start, stop = self.bucket.overlap(self.position, rank)
+    def empty_shard(self, dtype: torch.dtype, device: torch.device) -> FlatShard:
+        """Return memory without values for what this rank holds of a tensor like the parameter."""
+        start, stop = self.span
         values = torch.empty(stop - start, dtype=dtype, device=device)
         return FlatShard(values, start, self.param.shape, self.param.stride())
 
-    def flat_shard(self, value: Any, rank: int) -> Any:
-        """Return `value`, an entry of the state that `rank` has, as a `FlatShard` where it is a shard, else as it is."""
-        if not isinstance(value, torch.Tensor) or not value.dim() or not self.param.dim():
+    def flat_shard(self, value: Any) -> Any:
+        """Return `value`, an entry of this rank's state, as a `FlatShard` where it is a shard, else as it is."""
+        if not isinstance(value, torch.Tensor) or not self.param.dim() or not self.has_shape_of_shard(value):
             return value
-        if not self.has_shape_of_shard(value, rank):
-            return value
-        return FlatShard(value, self.bucket.overlap(self.position, rank)[0], self.param.shape, self.param.stride())
+        return FlatShard(value, self.span[0], self.param.shape, self.param.stride())
 
 
 class SteppedShard(NamedTuple):
@@ -107,12 +110,11 @@ def gather_states(
     in the parameter's, others are those of the rank that has them. Collectives: two small ones for what there is, then all
     bytes one after another in messages of at most `MESSAGE` bytes.
     """
-    rank = dist.get_rank(group)
     # In columns and without a container for each entry: with many, most of the time is the garbage collector's.
     columns: list[list[Any]] = [[], [], [], [], []]
     for key, own in states.items():
         for name, value in own.items():
-            for column, entry in zip(columns, (key, name, *_describe(value, slots[key], rank)), strict=True):
+            for column, entry in zip(columns, (key, name, *_describe(value, slots[key])), strict=True):
                 column.append(entry)
     # They arrive in host memory, because together they are what does not fit on a device.
     found: dict[Key, State] = {}
@@ -129,7 +131,7 @@ def gather_states(
             part = _enter(found[key], name, kind, dtype, content, slots[key], holder)
             if part is not None:
                 kept[holder].append(part)
-                if holder == rank:
+                if holder == dist.get_rank(group):
                     sent.append(states[key][name])
     device = next((slot.param.device for slot in slots.values()), torch.device("cpu"))
     _exchange_bytes(sent, kept, communication_device(device, group), group)
@@ -137,11 +139,11 @@ def gather_states(
     return {key: found[key] for key in sorted(found, key=position.__getitem__)}
 
 
-def _describe(value: Any, slot: BucketSlot, rank: int) -> tuple[str, str, Any]:
+def _describe(value: Any, slot: BucketSlot) -> tuple[str, str, Any]:
     if not isinstance(value, torch.Tensor):
         return "number", type(value).__name__, value
     dtype = str(value.dtype).removeprefix("torch.")
-    if value.dim() and slot.has_shape_of_shard(value, rank):
+    if slot.has_shape_of_shard(value):
         return "shard", dtype, None
     return ("scalar", dtype, value.item()) if value.dim() == 0 else ("tensor", dtype, list(value.shape))
 
@@ -240,7 +242,6 @@ class ZeroStates(ShardStates):
     def __init__(self, shards: Any, *maps: Any, layout: ModuleBuckets | None, reduced: bool) -> None:
         super().__init__(shards, *maps)
         self._layout, self._reduced = layout, reduced
-        self._rank = 0 if layout is None else layout.rank
 
     def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
         """Return state by parameter, but of this rank's shard: 1-dim where that is not all of the parameter."""
@@ -271,7 +272,7 @@ class ZeroStates(ShardStates):
     def sharded(self, entries: Entries, params: Mapping[Any, torch.Tensor]) -> Entries:
         slots = {key: None if (param := params.get(key)) is None else self.shards.slot_of(param) for key in entries}
         return {
-            key: {name: slot.flat_shard(value, self._rank) for name, value in own.items()} if slot else dict(own)
+            key: {name: slot.flat_shard(value) for name, value in own.items()} if slot else dict(own)
             for (key, own), slot in zip(entries.items(), slots.values(), strict=True)
         }
 
@@ -291,7 +292,7 @@ class ZeroStates(ShardStates):
         slot = self.shards.slot_of(param)
         if slot is None or not param.dim():
             return None
-        return slot.empty_shard(dtype, self._rank, device or param.device)
+        return slot.empty_shard(dtype, device or param.device)
 
     def full_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         wide = {param: value for shard, value in masters.items() if (param := self.by_shard.get(shard, shard)) is shard}

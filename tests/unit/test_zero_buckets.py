@@ -20,25 +20,25 @@ class Calls(TorchDispatchMode):
 
 
 def bucket_with_gradient(value):
-    bucket = FlatParameters([torch.zeros(5), torch.zeros(3)], world_size=1)
-    bucket.add_gradient(torch.full((bucket.size,), value), {0, 1}, 0)
+    bucket = FlatParameters([torch.zeros(5), torch.zeros(3)], world_size=1, rank=0)
+    bucket.add_gradient(torch.full((bucket.size,), value), {0, 1})
     return bucket
 
 
 def test_a_gradient_that_is_dropped_is_not_added_to_later_ones():
     bucket = bucket_with_gradient(2.0)
     bucket.clear_gradient(0)
-    assert bucket.grad_shard(0, 0) is None
-    bucket.add_gradient(torch.full((bucket.size,), 3.0), {0, 1}, 0)
-    assert bucket.grad_shard(0, 0).tolist() == [3.0] * 5
-    assert bucket.grad_shard(1, 0).tolist() == [5.0] * 3
+    assert bucket.grad_shard(0) is None
+    bucket.add_gradient(torch.full((bucket.size,), 3.0), {0, 1})
+    assert bucket.grad_shard(0).tolist() == [3.0] * 5
+    assert bucket.grad_shard(1).tolist() == [5.0] * 3
 
 
 def test_a_gradient_that_is_dropped_and_started_again_is_zero():
     bucket = bucket_with_gradient(2.0)
     bucket.clear_gradient(0)
-    bucket.start_gradient(0, 0)
-    assert bucket.grad_shard(0, 0).tolist() == [0.0] * 5
+    bucket.start_gradient(0)
+    assert bucket.grad_shard(0).tolist() == [0.0] * 5
 
 
 def test_dropping_all_gradients_frees_their_memory_and_writes_nothing():
@@ -50,7 +50,7 @@ def test_dropping_all_gradients_frees_their_memory_and_writes_nothing():
 
 
 def test_gaps_between_parameters_are_cleared_and_nothing_else():
-    bucket = FlatParameters([torch.zeros(5), torch.zeros(64), torch.zeros(3)], world_size=3)
+    bucket = FlatParameters([torch.zeros(5), torch.zeros(64), torch.zeros(3)], world_size=3, rank=0)
     values = torch.ones(bucket.size)
     places = bucket.zero_gaps(values)
     assert [place.sum().item() for place in places] == [5.0, 64.0, 3.0]
@@ -60,25 +60,25 @@ def test_gaps_between_parameters_are_cleared_and_nothing_else():
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_parts_of_a_gradient_lie_where_those_of_parameters_do(rank):
-    bucket = FlatParameters([torch.zeros(5), torch.zeros(70, 3), torch.zeros(64), torch.zeros(3)], 3)
+    bucket = FlatParameters([torch.zeros(5), torch.zeros(70, 3), torch.zeros(64), torch.zeros(3)], 3, rank)
     whole = torch.arange(float(bucket.size))
-    bucket.add_gradient(bucket.slice_of(whole, rank).clone(), set(range(4)), rank)
+    bucket.add_gradient(bucket.slice_of(whole, rank).clone(), set(range(4)))
     for index in range(4):
         start, stop = bucket.overlap(index, rank)
-        assert torch.equal(bucket.grad_shard(index, rank), bucket.view(whole, index)[start:stop])
+        assert torch.equal(bucket.grad_shard(index), bucket.view(whole, index)[start:stop])
     bucket.clear_gradients()
-    bucket.add_gradient(bucket.slice_of(-whole, rank).clone(), {1}, rank)  # of other memory
+    bucket.add_gradient(bucket.slice_of(-whole, rank).clone(), {1})  # of other memory
     start, stop = bucket.overlap(1, rank)
-    assert torch.equal(bucket.grad_shard(1, rank), bucket.view(-whole, 1)[start:stop])
-    assert bucket.grad_shard(0, rank) is None
+    assert torch.equal(bucket.grad_shard(1), bucket.view(-whole, 1)[start:stop])
+    assert bucket.grad_shard(0) is None
 
 
 def test_views_are_made_of_parts_that_a_rank_has_and_of_nothing_else():
-    bucket = FlatParameters([torch.zeros(64) for _ in range(8)], world_size=2)
-    bucket.add_gradient(torch.ones(256), set(range(8)), 1)
-    bucket.grad_shard(0, 1)
+    bucket = FlatParameters([torch.zeros(64) for _ in range(8)], world_size=2, rank=1)
+    bucket.add_gradient(torch.ones(256), set(range(8)))
+    bucket.grad_shard(0)
     views = [each for each in gc.get_objects() if type(each) is torch.Tensor and each._base is bucket.gradient]
     assert sorted(view.numel() for view in views if view.numel()) == [64] * 4
-    assert list(bucket.grad_shards(1)) == [4, 5, 6, 7]
+    assert list(bucket.grad_shards()) == [4, 5, 6, 7]
     bucket.clear_gradient(5)
-    assert list(bucket.grad_shards(1)) == [4, 6, 7]
+    assert list(bucket.grad_shards()) == [4, 6, 7]

@@ -209,12 +209,14 @@ class TorchDDPPlugin(Plugin):
     def make_shards(self, optimizer: Optimizer) -> Shards:
         if self.group is None:
             return Shards(optimizer)
-        return ReplicatedShards(optimizer, self._sync_trackers, self._reducers, self._replica_ranks)
+        return ReplicatedShards(optimizer, **self._replica_options)
 
     @property
-    def _replica_ranks(self) -> dist.ProcessGroup | None:
-        """The ranks with equal weights; None under a hook of the user, after which gradients may differ, as in local SGD."""
-        return self._ranks if self._comm_hook is None else None
+    def _replica_options(self) -> dict[str, Any]:
+        """The options of `ReplicatedShards`."""
+        # After a hook of the user gradients may differ, as in local SGD, and so weights.
+        ranks = self._ranks if self._comm_hook is None else None
+        return {"sync_trackers": self._sync_trackers, "reducers": self._reducers, "ranks": ranks}
 
     def _register_comm_hook(self, placed: DistributedDataParallel, device: torch.device) -> None:
         """Register the hook by which gradients of `placed` are averaged, if torch's own way is not used."""
