@@ -32,7 +32,7 @@ def pool() -> dict[str, Any]:
     module = nn.Linear(2, 2)
     return {
         **{repr(v): v for v in (None, True, False, 0, 1, 2, -1, 7, 2**70, 0.5, 1.5, -0.5, 3 + 0j)},
-        **{repr(v): v for v in (math.nan, math.inf, -math.inf)},
+        **{repr(v): v for v in (math.nan, math.inf, -math.inf, 1e300, 1e-300)},
         **{repr(v): v for v in ("", "1", "no", "True", "auto", b"x")},
         **{repr(v): v for v in ([], [1], ["x"], [None], (), (1, 2), {}, {"a": 1}, {3})},
         "object()": object(),

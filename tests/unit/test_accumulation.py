@@ -208,16 +208,6 @@ def test_backward_for_a_part_of_the_group_s_optimizers_is_refused():
             booster.backward(cross_entropy(model(x), y), [optimizer, stranger])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"num_micro_batches": 0}, "num_micro_batches=0"), ({"num_micro_batches": 2, "num_tokens": 0}, "num_tokens=0")],
-)
-def test_sizes_below_one_are_refused(arguments, message):
-    booster, model, optimizer = make()
-    with pytest.raises(ValueError, match=message):
-        booster.accumulate(model, optimizer, **arguments)
-
-
 def test_the_reason_of_a_skip_is_found_in_any_micro_batch():
     booster, model, optimizer = make("fp16")
     x, y = batch(4)

@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import math
 
 import pytest
 import torch
@@ -91,8 +90,6 @@ def test_an_override_that_a_level_allows_replaces_its_default(level, override, v
     ("arguments", "error", "message"),
     [
         ({"opt_level": "o1"}, RuntimeError, "Unexpected optimization level o1.*the letter O, not the number zero"),
-        ({"opt_level": "01"}, RuntimeError, "Unexpected optimization level"),
-        ({"opt_level": None}, RuntimeError, "Unexpected optimization level None"),
         (
             {"opt_level": "O1", "cast_model_type": torch.float16},
             RuntimeError,
@@ -121,27 +118,14 @@ def test_an_override_that_a_level_allows_replaces_its_default(level, override, v
             "should only be set by selecting opt_level='O1'",
         ),
         ({"opt_level": "O2", "keep_batchnorm_fp32": "yes"}, AssertionError, "keep_batchnorm_fp32 must be a boolean"),
-        ({"opt_level": "O2", "keep_batchnorm_fp32": 1}, AssertionError, "keep_batchnorm_fp32 must be a boolean"),
         ({"opt_level": "O2", "loss_scale": "big"}, ValueError, "loss_scale='big'"),
-        ({"cast_model_outputs": "half"}, ValueError, "cast_model_outputs='half'"),
-        ({"num_losses": 0}, ValueError, "num_losses=0"),
-        ({"scale_window": 0}, ValueError, "scale_window=0"),
-        ({"min_loss_scale": -1.0}, ValueError, "min_loss_scale=-1.0"),
-        ({"max_loss_scale": 0.0}, ValueError, "max_loss_scale=0.0"),
-        ({"max_loss_scale": None}, ValueError, "max_loss_scale=None is not legal; it must be a number above 0"),
-        ({"max_loss_scale": math.nan}, ValueError, "max_loss_scale=nan"),
-        ({"max_loss_scale": "8"}, TypeError, "max_loss_scale='8' is not legal; it must be a number"),
-        ({"min_loss_scale": math.nan}, ValueError, "min_loss_scale=nan"),
         ({"loss_scale": 0}, ValueError, "loss_scale=0 is not legal; a static one must be a finite number above 0"),
-        ({"loss_scale": -1.0}, ValueError, "loss_scale=-1.0"),
         ({"loss_scale": "nan"}, ValueError, "loss_scale='nan'"),
-        ({"loss_scale": math.inf}, ValueError, "loss_scale=inf"),
         (
             {"opt_level": "O1", "loss_scale": 0, "master_weights": True},
             RuntimeError,
             "It doesn't make sense to use master_weights with O1",
         ),
-        ({"backend": "nvidia"}, ValueError, "backend='nvidia'"),
     ],
 )
 def test_an_illegal_option_raises_what_apex_raises(arguments, error, message):

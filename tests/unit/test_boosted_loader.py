@@ -110,12 +110,6 @@ def test_a_loop_that_breaks_early_is_followed_by_a_whole_epoch():
     assert flat(loader) == expected[1]
 
 
-@pytest.mark.parametrize("wrong", [-1, 1.5, True, None])
-def test_an_epoch_that_is_no_whole_number_is_refused(wrong):
-    with pytest.raises(ValueError, match="epoch=.*whole number"):
-        boosted().epoch = wrong
-
-
 def test_attributes_are_the_loader_s():
     loader = boosted()
     assert loader.batch_size == 2

@@ -1195,9 +1195,3 @@ def test_a_loss_scale_with_a_rule_on_the_host_is_refused_by_name():
 def test_several_ranks_are_refused_by_name():
     with pytest.raises(RuntimeError, match="TorchDDPPlugin has several ranks: what sends their gradients keeps nodes"):
         check([], plugin="TorchDDPPlugin", several_ranks=True)
-
-
-@pytest.mark.parametrize("count", [0, -1, 1.5, "2"])
-def test_max_graphs_is_a_count(count):
-    with pytest.raises((TypeError, ValueError), match="max_graphs"):
-        Run(False).booster.capture(lambda: None, max_graphs=count)

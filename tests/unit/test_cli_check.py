@@ -82,11 +82,6 @@ def test_a_precision_that_is_hundreds_of_times_slower_is_not_told_to_have_no_spe
     assert [line.split()[-1] for line in lines if " convolution " in line] == ["1.00x", "0.004x"]
 
 
-def test_an_unknown_option_of_check_is_a_usage_error(capsys):
-    assert main(["check", "--xml"]) == 2
-    assert "--xml" in capsys.readouterr().err
-
-
 def make_package(root, files, metadata):
     for name in files:
         (root / "apex" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -68,8 +68,3 @@ def test_the_table_has_every_line_of_the_json(capsys):
         for name, value in found[group].items():
             if value is not None:
                 assert any(line.split()[0] == name and str(value) in line for line in table.splitlines()), name
-
-
-def test_an_unknown_option_of_env_is_a_usage_error(capsys):
-    assert main(["env", "--xml"]) == 2
-    assert "--xml" in capsys.readouterr().err

@@ -99,11 +99,6 @@ def test_an_option_that_it_makes_itself_is_refused_with_the_fix(name):
         prepare_dataloader(numbers(), 2, rank=0, world_size=2, **{name: None})
 
 
-def test_an_unknown_option_is_refused():
-    with pytest.raises(TypeError, match="num_wrokers"):
-        prepare_dataloader(numbers(), 2, rank=0, world_size=2, num_wrokers=2)
-
-
 def test_options_of_the_dataloader_are_passed_on():
     loader = prepare_dataloader(numbers(), 2, rank=0, world_size=2, collate_fn=list, timeout=0)
     assert loader.collate_fn is list

@@ -111,8 +111,3 @@ def test_frozen_bases_with_adapters_show_form_file_and_bytes(tmp_path):
         "bytes",
     ]
     assert lines[2].split() == ["embed", "Embedding", "float32", "bfloat16", "as", "its", "input", "2,048"]
-
-
-def test_what_is_no_module_is_refused():
-    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, boosted or not, got 3|got int 3"):
-        describe(3)

@@ -106,32 +106,6 @@ def test_equal_bounds_make_the_scale_static(place):
     assert set(trajectory(scaler, [True, False, True, True, False])) == {128.0}
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("init_scale", 0.0),
-        ("init_scale", -1.0),
-        ("init_scale", float("inf")),
-        ("init_scale", float("nan")),
-        ("init_scale", 1e39),
-        ("init_scale", 1e-60),
-        ("growth_factor", 1.0),
-        ("growth_factor", float("nan")),
-        ("backoff_factor", 1.0),
-        ("backoff_factor", 0.0),
-        ("growth_interval", 0),
-        ("growth_interval", 1.5),
-        ("hysteresis", 0),
-        ("min_scale", 2.0**17),
-        ("min_scale", 0.0),
-        ("max_scale", 2.0**15),
-    ],
-)
-def test_an_option_out_of_range_is_refused_by_name(option, value):
-    with pytest.raises(ValueError, match=f"{option}="):
-        DynamicScale(**{option: value})
-
-
 @HYPOTHESIS
 @given(before=PATTERNS, after=PATTERNS, interval=st.integers(1, 6), hysteresis=st.integers(1, 3))
 def test_saving_and_loading_in_between_changes_nothing(before, after, interval, hysteresis):

@@ -223,10 +223,3 @@ def test_a_scale_and_options_of_another_are_refused_together(precision, options)
     (name,) = options
     with pytest.raises(ValueError, match=rf"scale=StaticScale\(...\) was given together with {name}="):
         precision(scale=StaticScale(4.0), **options)
-
-
-@with_a_scale
-@pytest.mark.parametrize("wrong", [1024.0, "dynamic", DynamicScale])
-def test_what_is_no_scale_is_refused(precision, wrong):
-    with pytest.raises(TypeError, match=r"^scale=.* is not legal; it must be a LossScaler, such as DynamicScale"):
-        precision(scale=wrong)

@@ -275,11 +275,7 @@ def test_a_schedule_continues_from_last_epoch():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda o: StepLR(o, 0), r"total_steps=0 is not legal; it must be a whole number of at least 1"),
-        (lambda o: ExponentialLR(o, 2.5), r"total_steps=2.5"),
-        (lambda o: LinearWarmupLR(o, True), r"total_steps=True"),
         (lambda o: PolynomialWarmupLR(o, 10, 11), r"warmup_steps=11 .* from 0 to 10, of total_steps"),
-        (lambda o: MultiStepWarmupLR(o, 10, -1, milestones=[5]), r"warmup_steps=-1"),
         (lambda o: MultiStepLR(o, 10), r"milestones=None .* the steps at which the rate decays"),
         (lambda o: MultiStepWarmupLR(o, 10, 2), r"milestones=None"),
         (lambda o: MultiStepLR(o, 10, milestones=[]), r"milestones=\[\]"),
@@ -287,10 +283,6 @@ def test_a_schedule_continues_from_last_epoch():
         (lambda o: MultiStepLR(o, 10, milestones=[5, 5]), r"increasing order, each once"),
         (lambda o: MultiStepLR(o, 10, milestones=[11]), r"milestones=11 .* from 0 to 10"),
         (lambda o: MultiStepWarmupLR(o, 10, 4, milestones=[3]), r"milestones=3 .* from 4 to 10"),
-        (lambda o: FlatAnnealingLR(o, 10, pct_start=1.5), r"pct_start=1.5 .* at most 1"),
-        (lambda o: CosineAnnealingLR(o, 10, eta_min=-1.0), r"eta_min=-1.0 .* a finite number of at least 0"),
-        (lambda o: PolynomialLR(o, 10, end_lr=math.nan), r"end_lr=nan"),
-        (lambda o: StepLR(o, 10, step_size=0), r"step_size=0"),
         (
             lambda o: OneCycleLR(o, 10, anneal_strategy="cosine"),
             r"'cosine' is not legal; choose 'cos' or 'linear'",
@@ -300,14 +292,3 @@ def test_a_schedule_continues_from_last_epoch():
 def test_an_illegal_value_is_named_with_what_is_legal(make, message):
     with pytest.raises(ValueError, match=message):
         make(make_optimizer())
-
-
-@pytest.mark.parametrize("cls", [LambdaLR, MultiplicativeLR])
-def test_a_factor_that_is_not_a_function_is_refused(cls):
-    with pytest.raises(TypeError, match=r"lr_lambda=0.5 .* a function of the step"):
-        cls(make_optimizer(), 10, 0.5)
-
-
-def test_what_is_not_an_optimizer_is_refused():
-    with pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer, got Linear"):
-        LinearWarmupLR(torch.nn.Linear(1, 1), 10)

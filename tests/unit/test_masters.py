@@ -460,8 +460,3 @@ def test_a_sparse_gradient_of_a_half_parameter_raises_with_the_way_out():
 def test_options_that_are_not_legal_raise(options, message):
     with pytest.raises(ValueError, match=message):
         MasterOptions(**options)
-
-
-def test_register_elementwise_wants_an_optimizer_class():
-    with pytest.raises(TypeError, match="needs a subclass of torch.optim.Optimizer"):
-        booster.register_elementwise(copy)

@@ -274,21 +274,6 @@ def test_accumulated_gradients_step_once(name):
     assert optimizer.num_applied == 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        (FP16NaiveMixedPrecision, {"hysteresis": 0}, "hysteresis=0 is not legal"),
-        (FP16NaiveMixedPrecision, {"min_scale": 2.0**20}, "min_scale=1048576.0 is not legal"),
-        (BF16NaiveMixedPrecision, {"clip_grad_norm": -1.0}, "clip_grad_norm=-1.0 is not legal"),
-        (BF16NaiveMixedPrecision, {"master_weights": "half"}, "master_weights='half' is not legal"),
-        (BF16NaiveMixedPrecision, {"sdpa_fp32": "yes"}, "sdpa_fp32='yes' is not legal"),
-    ],
-)
-def test_options_that_are_not_legal_raise(kind, options, message):
-    with pytest.raises(ValueError, match=message):
-        kind(**options)
-
-
 def test_options_may_be_given_in_the_documented_order():
     precision = FP16NaiveMixedPrecision(False, 2.0**10, 1, 2, 0.5, 1000, 2, 2.0**32, 0.0, False, True, False)
     assert precision.make_scaler().scale == 2.0**10

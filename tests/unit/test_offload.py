@@ -283,8 +283,6 @@ def test_a_precision_with_an_update_of_its_own_is_refused_when_the_booster_is_ma
 
     with pytest.raises(ValueError, match="Own steps parameters in its own way.*leave out offload_states=True"):
         Booster("cpu", Own(), offload_states=True)
-    with pytest.raises(TypeError, match="offload_states"):
-        Booster("cpu", offload_states="yes")
 
 
 def test_every_other_precision_takes_it():

@@ -636,10 +636,6 @@ def test_a_refusal_of_packed_states_names_no_option_that_the_precision_lacks(pre
 
 
 def test_states_that_are_not_legal_raise():
-    with pytest.raises(ValueError, match="states='4bit' is not legal; choose 'fp32', 'bf16' or '8bit'"):
-        BF16NaiveMixedPrecision(states="4bit")
-    with pytest.raises(TypeError, match="states must be a mapping"):
-        booster.register_elementwise(optim.SGD, states=["exp_avg"])
     with pytest.raises(ValueError, match=r"states\['exp_avg'\]='positive' is not legal"):
         booster.register_elementwise(optim.SGD, states={"exp_avg": "positive"})
 

@@ -277,10 +277,3 @@ def test_a_failing_replay_is_told_and_does_not_end_the_training(caplog):
     with caplog.at_level(logging.WARNING, "booster.numerics"):
         assert not run.step()[1]
     assert "could not be replayed: RuntimeError: only once" in caplog.text
-
-
-def test_diagnose_says_what_is_legal():
-    with pytest.raises(ValueError, match="diagnose='last'"):
-        Booster("cpu", diagnose="last")
-    with pytest.raises(ValueError, match="diagnose=0"):
-        Booster("cpu", diagnose=0)

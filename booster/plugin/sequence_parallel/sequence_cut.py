@@ -203,8 +203,9 @@ def shard_batch(
     shift_labels a collective over them.
     """
     names = [name for name, _ in entries(batch)]
-    for given, option in ((labels, "labels"), *((name, "whole") for name in whole)):
-        if given is not None and given not in names:
+    asked = [*([] if labels is None else [(labels, "labels")]), *((name, "whole") for name in whole)]
+    for given, option in asked:
+        if given not in names:
             raise ValueError(f"{option} names {given!r}, which is no entry of this batch; it has {names}")
     is_mapping = isinstance(batch, Mapping)
     named: Any = dict(batch) if is_mapping else batch
