@@ -101,8 +101,8 @@ class KernelPass(InBackwardPass):
             self.gradients.clip_by(self.in_backward.max_norm, self.gradients.norm)
 
     def _set_norm_along(self) -> None:
-        gradients, device, sums = self.gradients, self.gradients.norms.device, [look.sums for look in self._readings]
-        sums = sums or [torch.zeros(1, dtype=torch.float64, device=device)]
+        gradients, device = self.gradients, self.gradients.norms.device
+        sums = [reading.sums for reading in self._readings] or [torch.zeros(1, dtype=torch.float64, device=device)]
         found_inf, total = self.decision.found_inf_in_part, torch.cat(sums) if len(sums) > 1 else sums[0]
         scale = self.decision.steps.factor_on("current_scale", gradients.scale, device)
         norms = torch.empty(2, dtype=torch.float64, device=device)

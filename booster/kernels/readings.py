@@ -138,21 +138,22 @@ class TorchReading:
 
 
 class PassReadings:
-    """What a pass read of its gradients, a look at a time.
+    """What a pass read of its gradients, some at a time.
 
-    sums: of squares of all of them. found: 1 where they are not finite, 0 where they are, 0-dim; None where it is not known."""
+    sums: of squares of all of them. found_inf: 1 where they are not finite, 0 where they are, 0-dim; None: it is not
+    known."""
 
-    def __init__(self, looks: Sequence[Any], sums: torch.Tensor, found_inf: torch.Tensor | None) -> None:
-        self._readings, self.sums, self.found_inf = looks, sums, found_inf
+    def __init__(self, readings: Sequence[Any], sums: torch.Tensor, found_inf: torch.Tensor | None) -> None:
+        self._readings, self.sums, self.found_inf = readings, sums, found_inf
 
     def map_tensors(self, copy: Copy) -> PassReadings:
         """The same, of copies of the norms by parameter."""
-        return PassReadings([look.map_tensors(copy) for look in self._readings], self.sums, self.found_inf)
+        return PassReadings([each.map_tensors(copy) for each in self._readings], self.sums, self.found_inf)
 
     @property
     def params(self) -> list[torch.Tensor]:
         """Whose gradients were read."""
-        return [param for look in self._readings for param in look.params]
+        return [param for each in self._readings for param in each.params]
 
     @cached_property
     def total(self) -> torch.Tensor:
@@ -163,8 +164,8 @@ class PassReadings:
     def each(self) -> torch.Tensor:
         """The norms of `params`; waits for the device."""
         squares: dict[torch.Tensor, float] = {}
-        for look in self._readings:
-            squares |= look.squares()
+        for reading in self._readings:
+            squares |= reading.squares()
         return torch.tensor([squares.get(param, 0.0) for param in self.params], dtype=torch.float64).sqrt()
 
 

@@ -13,21 +13,6 @@ MOST_NUMBERS = 8
 MOST_STATES = 3
 
 
-def no_flags(group: Group) -> tuple[bool, ...]:
-    """Nothing of a `group`."""
-    return ()
-
-
-def never(group: Group) -> bool:
-    """In no `group`."""
-    return False
-
-
-def nothing(optimizer: Optimizer) -> None:
-    """No `optimizer` is refused."""
-    return
-
-
 @dataclass(frozen=True)
 class Rule:
     """How optimizers of exactly the class `optimizer` update an element.
@@ -50,10 +35,10 @@ class Rule:
     numbers: Callable[[Group], tuple[float, ...]]
     prepare: Any
     body: Any
-    flags: Callable[[Group], tuple[bool, ...]] = no_flags
+    flags: Callable[[Group], tuple[bool, ...]] = lambda group: ()
     counts: bool = True
-    begins_by_torch: Callable[[Group], bool] = never
-    refuses: Callable[[Optimizer], str | None] = nothing
+    begins_by_torch: Callable[[Group], bool] = lambda group: False
+    refuses: Callable[[Optimizer], str | None] = lambda optimizer: None
 
     def refusal(self, optimizer: Optimizer) -> str | None:
         """Return why kernels cannot step `optimizer` by this rule; None if they can."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
 
 import torch
 
@@ -32,9 +31,10 @@ class SupportedParams:
 
     def tables(self, params: list[torch.Tensor]) -> Tables | None:
         """Return the tables of the gradients of `params`, all that are there; None where this step is not for kernels."""
-        if any(step_hooks(self._optimizer)):
-            return None
-        return self.steps.tables(params, self._layout(params), self._shards, self._collect)
+        return None if any(step_hooks(self._optimizer)) else self._whole_tables(params)
+
+    def _whole_tables(self, params: list[torch.Tensor]) -> Tables | None:
+        return self.partial_tables(self.steps, params)
 
     def reading_tables(self, readings: KernelSteps, params: list[torch.Tensor]) -> Tables | None:
         """Return those of `readings` of the gradients of `params`, which are only read."""
@@ -47,26 +47,15 @@ class SupportedParams:
 
     def partial_tables(self, steps: KernelSteps, params: list[torch.Tensor]) -> Tables | None:
         """Return those of `steps` of the gradients of `params`, which are stepped before the others of their step."""
-        only = {id(param) for param in params}
 
         def collect(segments: Segments) -> None:
+            only = {id(param) for param in params}
             for index, group in enumerate(self._optimizer.param_groups):
                 for param in group["params"]:
                     if id(param) in only:
                         segments.add(index, param)
 
         return steps.tables(params, (), self._shards, collect)
-
-    def _collect(self, segments: Segments) -> None:
-        """Add what is to be stepped. Raises Unsupported."""
-        for index, group in enumerate(self._optimizer.param_groups):
-            for param in group["params"]:
-                if param.grad is not None:
-                    segments.add(index, param)
-
-    def _layout(self, params: list[torch.Tensor]) -> Any:
-        """What is compared, by identity, to know whether segments are what they were."""
-        return ()
 
     @property
     def rng(self) -> RoundingRNG | None:
@@ -96,6 +85,12 @@ class SupportedMasters(SupportedParams):
         self._whole.refuse_sparse(self._buckets)
         return steps.tables(params, tuple(self._buckets), self._shards, self._collect)
 
+    def _whole_tables(self, params: list[torch.Tensor]) -> Tables | None:
+        if any(map(_SPARSE, map(_GRAD, params))):
+            return self.steps.tables(params, (), self._shards, self._collect)  # which says why it has none
+        self._plain, self._buckets = self._whole.prepare()
+        return self.steps.tables(params, tuple(self._buckets), self._shards, self._collect)
+
     def _collect(self, segments: Segments) -> None:
         for index, params in enumerate(self._plain):
             for param in params:
@@ -103,12 +98,6 @@ class SupportedMasters(SupportedParams):
                     segments.add(index, param)
         for bucket in self._buckets:
             segments.add_bucket(bucket)
-
-    def _layout(self, params: list[torch.Tensor]) -> Any:
-        if any(map(_SPARSE, map(_GRAD, params))):
-            return ()
-        self._plain, self._buckets = self._whole.prepare()
-        return tuple(self._buckets)
 
     @property
     def rng(self) -> RoundingRNG | None:

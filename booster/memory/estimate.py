@@ -27,7 +27,6 @@ from booster.plugin import base
 from booster.plugin.sequence_parallel import shard_batch
 from booster.plugin.zero import check_gathers
 from booster.tensors import trees
-from booster.tensors.grads import PIECE
 from booster.update.context import UpdateOptions
 
 Plugin = Literal["single", "ddp", "zero1", "zero2", "fsdp"]
@@ -197,7 +196,7 @@ def estimate(
     if release_gradients:
         # A norm or an overflow is known after a first pass only; the second one steps.
         twice = release_gradients == "exact" and (clips or own.make_scaler().enabled)
-        in_backward = StepsInBackward(twice, PIECE, step_of)
+        in_backward = StepsInBackward(twice, step_of)
     shards = world_size if fully_sharded else None
     passes = run_passes(model, own, batch, criterion, device, shards, ep_size, cut, in_backward, arrivals_of)
     divisor = 1 if fully_sharded else state_shards  # shards of `fully_shard` were counted as such
@@ -208,7 +207,7 @@ def estimate(
         precision=precision if isinstance(precision, str) else "fp32" if precision is None else type(own).__name__,
         plugin=plugin,
         world_size=world_size,
-        weights=passes.weights + passes.buffers,
+        weights=passes.weights,
         masters=step.masters,
         gradients=gradients,
         states=step.states,

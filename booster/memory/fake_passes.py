@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -15,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from booster.common.misuse import where_raised
 from booster.common.torch_internals import tensor_internals
-from booster.memory.measured_memory import StorageTracker
+from booster.memory.measured_memory import StorageTracker, storage_bytes
 from booster.memory.pass_memory import FullySharded, GradientArrivals, Sizes, StepsInBackward
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.configure import wrap_criterion
@@ -33,7 +32,7 @@ class Passes:
     """Bytes, and what the optimizer is to step.
 
     Attributes:
-        weights, buffers, inputs: of tensors that are there before.
+        weights, inputs: of tensors that are there before, buffers among the weights.
         gradients: that are there after backward.
         activations: alive between forward and backward.
         highest: above what is there before, at the highest point.
@@ -43,7 +42,6 @@ class Passes:
     """
 
     weights: int
-    buffers: int
     inputs: int
     gradients: int
     activations: int
@@ -124,22 +122,17 @@ def run_passes(
             if precision.conversion is not None:
                 precision.conversion.drop_weights()
         gradients = [param.grad for param in params if param.grad is not None]
-    found = Passes(
-        weights=_bytes(params),
-        buffers=_bytes(buffers),
-        inputs=_bytes(inputs),
-        gradients=_bytes(gradients),
+    stepped = trained if sharded is None else []
+    return Passes(
+        weights=storage_bytes(buffers) + (storage_bytes(params) if sharded is None else sharded.weights),
+        inputs=storage_bytes(inputs),
+        gradients=storage_bytes(gradients if sharded is None else sharded.gradients),
         activations=activations,
         highest=tracker.highest,
-        sizes=tuple((param.dtype, param.numel()) for param in trained),
-        shapes=tuple(tuple(param.shape) for param in trained),
-        idle=tuple(param not in reached for param in trained),
+        sizes=tuple((param.dtype, param.numel()) for param in trained) if sharded is None else sharded.sizes,
+        shapes=tuple(tuple(param.shape) for param in stepped),
+        idle=tuple(param not in reached for param in stepped),
     )
-    if sharded is None:
-        return found
-    weights, gradients = sharded.weights, list(sharded.gradients)
-    own = {"weights": weights, "gradients": _bytes(gradients), "sizes": sharded.sizes, "shapes": (), "idle": ()}
-    return dataclasses.replace(found, **own)  # type: ignore[arg-type]
 
 
 class _GroupedProducts(TorchFunctionMode):
@@ -199,8 +192,3 @@ def _make_fake(model: nn.Module, device: torch.device) -> None:
                     # With the tensor, which must live as long as its identifier is asked for.
                     known[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_param else fake, tensor
                 store[name] = known[id(tensor)][0]
-
-
-def _bytes(tensors: Any) -> int:
-    parts = (part for tensor in tensors for part in tensor_internals.dense_parts(tensor))
-    return sum({id(s): s.nbytes() for s in [part.untyped_storage() for part in parts]}.values())

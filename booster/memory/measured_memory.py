@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.common.torch_internals.optimizer_internals import unhooked
-from booster.common.torch_internals.tensor_internals import TorchDispatchMode, dense_parts
+from booster.common.torch_internals.tensor_internals import TorchDispatchMode, dense_parts, storage_key
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.masters.formats import MasterOptions
 from booster.masters.offload import can_offload
@@ -67,19 +67,20 @@ def measure(model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
     After a step, with gradients there, it compares with what `estimate` said."""
     params = list(model.parameters())
     seen: set[int] = set()
-    weights = _bytes([*params, *model.buffers()], seen)
-    gradients = _bytes([param.grad for param in params if param.grad is not None], seen)
+    weights = storage_bytes([*params, *model.buffers()], seen)
+    gradients = storage_bytes([param.grad for param in params if param.grad is not None], seen)
     update = update_of(optimizer)
     # Inside, the groups hold the shards, with gradients of their own memory.
     with update.shards.local():
-        gradients += _bytes([param.grad for param in update.gradients.params() if param.grad is not None], seen)
+        own = [param.grad for param in update.gradients.params() if param.grad is not None]
+        gradients += storage_bytes(own, seen)
     device = next((param.device for param in params), torch.device("cpu"))
     masters, of_optimizer = kept_tensors(optimizer)
     # Counters of no dimensions are on the host by torch's own choice, and are not what was offloaded.
     away = [t for t in (*masters, *of_optimizer) if t.dim() and t.device.type != device.type]
     # First, so that the two below count what is left.
-    host = _bytes(away, seen)
-    kept, states = _bytes(masters, seen), _bytes(of_optimizer, seen)
+    host = storage_bytes(away, seen)
+    kept, states = storage_bytes(masters, seen), storage_bytes(of_optimizer, seen)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return Measured(weights, kept, gradients, states, peak, host)
 
@@ -93,14 +94,16 @@ def kept_tensors(optimizer: OptimizerWrapper) -> tuple[list[torch.Tensor], list[
     return [*kept.master_tensors(), *kept.scratch_tensors()], states
 
 
-def _bytes(tensors: Iterable[Any], seen: set[int]) -> int:
-    total = 0
+def storage_bytes(tensors: Iterable[Any], seen: set[int] | None = None) -> int:
+    """Return the bytes of the storages of `tensors`, fake ones too, each counted once. seen: those that were counted before,
+    to which these are added."""
+    seen, total = set() if seen is None else seen, 0
     for tensor in tensors:
         for part in dense_parts(local_shard(tensor.detach())):
-            storage = part.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                total += storage.nbytes()
+            key = storage_key(part)
+            if key not in seen:
+                seen.add(key)
+                total += part.untyped_storage().nbytes()
     return total
 
 

@@ -39,6 +39,7 @@ from booster.plugin.fsdp.shard_module import dtype_at_rest
 from booster.shards.fp8_gather import pack, unpack
 from booster.shards.zero_buckets import bucketed
 from booster.tensors import trees
+from booster.tensors.grads import PIECE
 from booster.tensors.trees import HALF_DTYPES
 
 if TYPE_CHECKING:
@@ -89,12 +90,10 @@ class StepsInBackward:
 
     Attributes:
         twice: the graph is gone through for the norm of the gradients before.
-        piece: elements of half-precision gradients that are cast to float32 at a time for the norm.
         step_of: what stepping parameters of these dtypes and sizes takes.
     """
 
     twice: bool
-    piece: int
     step_of: Callable[[Sizes], StepMemory]
 
     def run(self, loss: torch.Tensor, arrivals: GradientArrivals, device: torch.device) -> None:
@@ -107,7 +106,7 @@ class StepsInBackward:
 
         def add_to_norm(gradient: CompleteGradient) -> None:
             is_cast = gradient.dtype in HALF_DTYPES and gradient.size > 0
-            scratch = empty(min(gradient.size, self.piece) * 4 * is_cast)
+            scratch = empty(min(gradient.size, PIECE) * 4 * is_cast)
             gradient.free()
             gradient.memory.clear()
             del scratch

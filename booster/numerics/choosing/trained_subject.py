@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 
 from booster.common import arguments
 from booster.common.devices import clock
-from booster.common.torch_internals.tensor_internals import dense_parts
 from booster.interface.optimizer import update_of
 from booster.memory import Measured, measure
-from booster.memory.measured_memory import StorageTracker, kept_tensors
+from booster.memory.measured_memory import StorageTracker, kept_tensors, storage_bytes
 from booster.mixed_precision import MixedPrecision
 from booster.plugin import SingleDevice
 from booster.tensors.trees import MicroBatch, map_tensors, tensors
@@ -123,8 +122,7 @@ class Subject:
         for kept in kept_tensors(self.optimizer):
             known += kept
         known += list(tensors((self._batch.args, self._batch.kwargs, self._batch.target)))
-        parts = [part for tensor in known for part in dense_parts(tensor)]
-        before = sum({(s := part.untyped_storage()).data_ptr(): s.nbytes() for part in parts}.values())
+        before = storage_bytes(known)
         # The highest point is counted by storages, as operations make and free them.
         with StorageTracker(known) as tracker:
             self.backward()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,11 +41,12 @@ def in_float32(module: nn.Module | None, device_type: str, *, same_dtypes: bool 
         return
     # In the instances' dicts, because assigning an attribute of a Module goes through its `__setattr__`.
     before = {child: child.__dict__.get("forward") for child in module.modules()}
-    switch = _Switch()
+    whole = _Float32Forward(module, device_type, same_dtypes)
     for child in before:
         if child._parameters:
-            child.__dict__["forward"] = partial(_forward_with_float32_weights, child, child.forward, switch)
-    module.__dict__["forward"] = _Float32Forward(module, module.forward, switch, device_type, same_dtypes)
+            child.__dict__["forward"] = partial(_forward_with_float32_weights, child, child.forward, whole)
+    whole.forward = module.forward
+    module.__dict__["forward"] = whole
     try:
         yield
     finally:
@@ -55,23 +56,18 @@ def in_float32(module: nn.Module | None, device_type: str, *, same_dtypes: bool 
                 child.__dict__["forward"] = forward
 
 
-class _Switch:
-    """Whether weights are cast to float32 at present."""
-
-    is_on = False
-
-    def turned(self, on: bool) -> AbstractContextManager[None]:
-        return attributes([self], is_on=on)
-
-
 class _Float32Forward:
-    """The forward of a module in float32; see `in_float32`."""
+    """The forward of a module in float32; see `in_float32`.
 
-    def __init__(
-        self, module: nn.Module, forward: Callable[..., Any], switch: _Switch, device_type: str, same_dtypes: bool
-    ) -> None:
-        self._module, self._forward, self._switch = module, forward, switch
-        self._device_type, self._same_dtypes = device_type, same_dtypes
+    Attributes:
+        forward: what it calls, in which the modules inside cast their weights while `casts` is set.
+    """
+
+    forward: Callable[..., Any]
+
+    def __init__(self, module: nn.Module, device_type: str, same_dtypes: bool) -> None:
+        self._module, self._device_type, self._same_dtypes = module, device_type, same_dtypes
+        self.casts = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Asked now: sharded weights are gathered, in half precision, for the time of a call.
@@ -81,26 +77,26 @@ class _Float32Forward:
                 return cast_floats(self._in_float32(args, kwargs), half)
             before = random_state()
             # Once as before, only to see which dtypes it returns; random numbers are put back afterwards.
-            with torch.no_grad(), self._switch.turned(False):
-                dtypes = iter([tensor.dtype for tensor in tensors(self._forward(*args, **kwargs))])
+            with torch.no_grad(), attributes([self], casts=False):
+                dtypes = iter([tensor.dtype for tensor in tensors(self.forward(*args, **kwargs))])
             set_random_state(before)
             return map_tensors(lambda tensor: tensor.to(next(dtypes)), self._in_float32(args, kwargs))
         except (RuntimeError, TypeError, ValueError):  # as `keep_fp32` would find out too
-            with self._switch.turned(False):
-                return self._forward(*args, **kwargs)
+            with attributes([self], casts=False):
+                return self.forward(*args, **kwargs)
 
     def _in_float32(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_on = torch.is_autocast_enabled(self._device_type)
         autocast = torch.autocast(self._device_type, enabled=False) if is_on else nullcontext()
-        with autocast, disabled(CastMode), self._switch.turned(True):
-            return self._forward(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
+        with autocast, disabled(CastMode), attributes([self], casts=True):
+            return self.forward(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
 
 
 def _forward_with_float32_weights(
-    module: nn.Module, forward: Callable[..., Any], switch: _Switch, *args: Any, **kwargs: Any
+    module: nn.Module, forward: Callable[..., Any], whole: _Float32Forward, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call `forward` of `module`; the module's own half-precision parameters are float32 meanwhile, if the switch is on."""
-    if not switch.is_on:
+    """Call `forward` of `module`; the module's own half-precision parameters are float32 meanwhile, if `whole` casts."""
+    if not whole.casts:
         return forward(*args, **kwargs)
     own: dict[str, Any] = module._parameters
     before = dict(own)
@@ -285,9 +281,7 @@ def power_of_two(value: float) -> str:
     return f"2**{exponent - 1}" if mantissa == 0.5 else f"{value:g}"
 
 
-def diagnose(
-    replay: Replay, *, group: dist.ProcessGroup | None, device: torch.device, notes: tuple[str, ...] = ()
-) -> Diagnosis:
+def diagnose(replay: Replay, *, group: dist.ProcessGroup | None, device: torch.device) -> Diagnosis:
     """Replay the step, name the first bad number, and try what helps.
 
     A collective: all ranks of `group` call it alike.
@@ -302,10 +296,10 @@ def diagnose(
             f"Every number that reached the loss or a gradient was finite, the largest gradient {largest}. "
             "What made the step bad is not in this computation, or not with these random numbers."
         )
-        return Diagnosis(kind=None, **known, notes=(finite, *notes))
+        return Diagnosis(kind=None, **known, notes=(finite,))
     if cause is None:
         untraced = "The loss or a gradient is not finite, but no operation of the replay made it so."
-        return Diagnosis(kind=None, **known, notes=(untraced, *notes))
+        return Diagnosis(kind=None, **known, notes=(untraced,))
     kind, remedies = cause.kind, []
     if kind == "overflow" and cause.direction == "backward" and replay.scale > 1.0:
         scale = trials.largest_scale(cause)
@@ -326,7 +320,6 @@ def diagnose(
         "remedies": tuple(remedies),
         "certain": certain,
         "advice": _advice(cause, kind),
-        "notes": notes,
     }
     return Diagnosis(**{field.name: getattr(cause, field.name) for field in dataclasses.fields(Diagnosis)} | known)
 

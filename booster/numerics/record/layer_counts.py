@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from booster.common.arguments import dtype_name
-from booster.common.devices import HostCopy
 from booster.common.torch_internals.autograd_internals import graph_task
 from booster.interface.model import ModelWrapper
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
@@ -30,7 +29,7 @@ from booster.mixed_precision.low_precision.operands import low, padded_and_rotat
 from booster.mixed_precision.low_precision.recipes import GemmConfig, HighPrecision
 from booster.model.modules import matcher
 from booster.model.params import local_shard
-from booster.numerics.record.samples import NUM_COUNTS, count_exponents, exponents_of
+from booster.numerics.record.samples import NUM_COUNTS, PendingRows, count_exponents, exponents_of
 from booster.tensors.trees import tensors
 
 Line = dict[str, Any]
@@ -45,18 +44,15 @@ class PendingCounts:
     """Counts of one step, on their way to the host. line_of: makes a line of a row's place, its key and its numbers."""
 
     def __init__(self, rows: Mapping[Key, torch.Tensor], line_of: Callable[[int, Key, list[float]], Line]) -> None:
-        self._rows = {key: HostCopy(row) for key, row in rows.items()}
-        self._line_of = line_of
+        self._keys, self._rows, self._line_of = list(rows), PendingRows(rows.values()), line_of
 
     def ready(self) -> bool:
         """Whether `lines` would not wait for a device."""
-        return all(row.ready() for row in self._rows.values())
+        return self._rows.ready()
 
     def lines(self) -> list[Line]:
         """The lines of the record, without optimizer and step."""
-        return [
-            self._line_of(place, key, copy.tensor().tolist()) for place, (key, copy) in enumerate(self._rows.items())
-        ]
+        return list(map(self._line_of, range(len(self._keys)), self._keys, self._rows.rows()))
 
 
 class Labels:

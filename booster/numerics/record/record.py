@@ -15,13 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from booster.common import arguments
-from booster.common.devices import HostCopy
 from booster.common.installed import version_of
 from booster.common.snapshot import attributes
 from booster.interface.model import ModelWrapper
@@ -29,7 +28,7 @@ from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.mixed_precision import MixedPrecision
 from booster.numerics.record.layer_counts import ActivationCounts, OperandCounts, PendingCounts, check_patterns
 from booster.numerics.record.record_file import SCHEMA, LineFile
-from booster.numerics.record.samples import Sample
+from booster.numerics.record.samples import PendingRows, Sample
 from booster.plugin import Plugin
 from booster.ranks.agreement import DistCoordinator
 from booster.update.context import StepListener
@@ -230,26 +229,27 @@ class _PendingStep:
     line: what is known.
     numbers: 0-dim tensors by key.
     result: asked, once they are there, for what only a skip has.
-    sample: of this step, if there is one.
+    sample, layers: what was counted in this step, if it was sampled.
     """
 
     def __init__(
-        self, line: Line, numbers: Mapping[str, torch.Tensor], result: StepResult, sample: _Sampled | None
+        self,
+        line: Line,
+        numbers: Mapping[str, torch.Tensor],
+        result: StepResult,
+        sample: Sample | None,
+        layers: Sequence[PendingCounts],
     ) -> None:
-        self._line = line
+        self._line, self._result, self._sample, self._layers = line, result, sample, layers
         self._keys = list(numbers)
-        flat = [number.detach().double().reshape(1) for number in numbers.values()]
-        if len({number.device for number in flat}) == 1:
-            flat = [torch.cat(flat)]  # so that one copy leaves the device
-        self._copies = [HostCopy(packed) for packed in flat]
-        self._result = result
-        self._sample = sample
+        self._numbers = PendingRows(number.detach().double().reshape(1) for number in numbers.values())
 
     def ready(self) -> bool:
-        return all(copy.ready() for copy in self._copies) and (self._sample is None or self._sample.ready())
+        counted = all(each.ready() for each in self._layers) and (self._sample is None or self._sample.ready())
+        return self._numbers.ready() and counted
 
     def lines(self) -> list[Line]:
-        values = [value for copy in self._copies for value in copy.tensor().tolist()]
+        values = [value for (value,) in self._numbers.rows()]
         line = {**self._line, **dict(zip(self._keys, values, strict=True))}
         result = self._result
         line["applied"] = result.applied
@@ -263,23 +263,9 @@ class _PendingStep:
         # A clip that did not bind is left out, as a step without one.
         if line.get("clip") == 1.0:
             del line["clip"]
-        if self._sample is None:
-            return [line]
-        place = {key: line[key] for key in ("optimizer", "step")}
-        return [line, *({**sample, **place} for sample in self._sample.lines(line["applied"]))]
-
-
-class _Sampled(NamedTuple):
-    """What was counted in one step."""
-
-    gradients: Sample
-    layers: Sequence[PendingCounts]
-
-    def ready(self) -> bool:
-        return self.gradients.ready() and all(each.ready() for each in self.layers)
-
-    def lines(self, applied: bool) -> list[Line]:
-        return [*self.gradients.lines(applied), *(line for each in self.layers for line in each.lines())]
+        counted = [] if self._sample is None else self._sample.lines(line["applied"])
+        counted += [own for each in self._layers for own in each.lines()]
+        return [line, *({**own, "optimizer": line["optimizer"], "step": line["step"]} for own in counted)]
 
 
 class _RecordListener(StepListener):
@@ -290,7 +276,8 @@ class _RecordListener(StepListener):
         self._name = name
         self._losses: list[torch.Tensor] = []
         self._clip: Any = None
-        self._sample: _Sampled | None = None
+        self._sample: Sample | None = None
+        self._layers: Sequence[PendingCounts] = ()
         self._first = True
 
     @property
@@ -307,18 +294,19 @@ class _RecordListener(StepListener):
         self._clip = update.gradients.factors[1]
         record = self._record
         if record.is_sampled(update, number, self._first):
-            sample = Sample(update, lambda param: record.format_of(update, param))
-            self._sample = _Sampled(sample, record.collect(update.gradients.factors[2]))
+            self._sample = Sample(update, lambda param: record.format_of(update, param))
+            self._layers = record.collect(update.gradients.factors[2])
         self._first = False
 
     def after_step(self, update: Update, number: int, result: StepResult) -> None:
         losses, self._losses = self._losses, []
         clip, self._clip = self._clip, None
         sample, self._sample = self._sample, None
+        layers, self._layers = self._layers, ()
         if self._record.closed:
             return
         if sample is not None:
-            sample.gradients.after(result.decision)
+            sample.after(result.decision)
         # Layers count while the next forward runs, so they have to know before it begins.
         self._record.expect(self._name, self._record.is_sampled(update, number + 1, False))
         line: Line = {"kind": "step", "optimizer": self._name, "step": number, "time": time.time()}
@@ -340,7 +328,7 @@ class _RecordListener(StepListener):
         # Reading it would wait for the device in every step.
         if not any(isinstance(rate, torch.Tensor) and rate.is_cuda for rate in rates):
             line["lr"] = [_rate(rate) for rate in rates]
-        self._record.add(_PendingStep(line, numbers, result.without_loss(), sample))
+        self._record.add(_PendingStep(line, numbers, result.without_loss(), sample, layers))
 
 
 def _header(ranks: DistCoordinator, precision: MixedPrecision, plugin: Plugin, device: torch.device) -> Line:

@@ -33,22 +33,6 @@ _LONGEST = 2**23  # bytes of a line
 _MOST = 2**63
 _MOST_COUNTS = 256  # exponents of float32
 _FORMATS = ("float16", "bfloat16", "float32", "float64")
-# Keys with a number, and a text where it is not finite, which JSON cannot say.
-_NUMBERS = frozenset(
-    (
-        "loss",
-        "loss_scale",
-        "grad_norm",
-        "clip",
-        "norm",
-        "largest",
-        "scale",
-        "update_norm",
-        "weight_norm",
-        "noise",
-        "ahead",
-    )
-)
 
 
 def check_line(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,6 +133,8 @@ _FORMS: dict[str, dict[str, JsonForm]] = {
         "stored?": TEXT,
     },
 }
+# Keys with a number, and a text where it is not finite, which JSON cannot say.
+_NUMBERS = {key.rstrip("?") for forms in _FORMS.values() for key, form in forms.items() if form is _NUMBER}
 
 
 class CutLine(NamedTuple):

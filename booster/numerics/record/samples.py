@@ -16,9 +16,11 @@ that numbers were computed in, and the room above them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -122,6 +124,21 @@ def exponents_of(counts: list[float]) -> Exponents:
     return Exponents(int(zeros), int(counts[255]), first - _BIAS, tuple(by_exponent[first : last + 1]))
 
 
+class PendingRows:
+    """Rows of numbers on their way to the host. Neighbours on one device, which have one length, leave it as one copy."""
+
+    def __init__(self, rows: Iterable[torch.Tensor]) -> None:
+        self._copies = [HostCopy(torch.stack(list(own))) for _, own in groupby(rows, attrgetter("device"))]
+
+    def ready(self) -> bool:
+        """Whether `rows` would not wait for a device."""
+        return all(copy.ready() for copy in self._copies)
+
+    def rows(self) -> list[list[float]]:
+        """Return the numbers, in the order in which they were given."""
+        return [row for copy in self._copies for row in copy.tensor().tolist()]
+
+
 Line = dict[str, Any]
 _MOST_WEIGHTS = 2**16  # elements of a parameter that are compared before and after a step
 
@@ -167,8 +184,7 @@ class Sample:
                 if value.shape == param.shape and is_dense(param):
                     self._nonzero[param] = _spread_out(flat_like(value, param)) != 0
             self._before = _stored(update, self._nonzero)
-        self._rows = [HostCopy(packed) for packed in _stacked(rows)]
-        self._after: list[HostCopy] = []
+        self._rows, self._after = PendingRows(rows), PendingRows([])
 
     @torch.no_grad()
     def after(self, decision: bool | torch.Tensor) -> None:
@@ -195,19 +211,17 @@ class Sample:
                 rows.append(torch.stack([still.double(), nonzero.sum().double(), moved, weight]))
         for line, param in zip(self._lines, self._params, strict=True):
             line["stored"] = now[param].format if param in now else None
-        self._after = [HostCopy(packed) for packed in _stacked(rows)]
+        self._after = PendingRows(rows)
         self._before, self._nonzero = {}, {}
 
     def ready(self) -> bool:
         """Whether `lines` would not wait for a device."""
-        return all(copy.ready() for copy in (*self._rows, *self._after))
+        return self._rows.ready() and self._after.ready()
 
     def lines(self, applied: bool) -> list[Line]:
         """The lines of the record, without optimizer and step."""
-        rows = [row for copy in self._rows for row in copy.tensor().tolist()]
-        after = [row for copy in self._after for row in copy.tensor().tolist()]
-        found = []
-        for index, (line, row) in enumerate(zip(self._lines, rows, strict=True)):
+        after, lines = self._after.rows(), []
+        for index, (line, row) in enumerate(zip(self._lines, self._rows.rows(), strict=True)):
             norm, largest, scale, shift = row[NUM_COUNTS:]
             spread = exponents_of(row[:NUM_COUNTS])
             # Gradients that were unscaled already are counted as they came out of the backward pass.
@@ -224,16 +238,15 @@ class Sample:
                 }
             else:
                 line = {**line, "stored": None}
-            found.append({**line, **own})
-        return found
+            lines.append({**line, **own})
+        return lines
 
 
-class _Stored:
+class _Stored(NamedTuple):
     """What keeps the weights of one parameter: the format's name, and evenly spread elements, float32 or wider."""
 
-    def __init__(self, format: str, values: torch.Tensor) -> None:
-        self.format = format
-        self.values = values
+    format: str
+    values: torch.Tensor
 
 
 def _stored(update: Update, wanted: Mapping[torch.Tensor, Any]) -> dict[torch.Tensor, _Stored]:
@@ -259,17 +272,6 @@ def _stored(update: Update, wanted: Mapping[torch.Tensor, Any]) -> dict[torch.Te
     for param in wanted:
         if param not in found:
             found[param] = _Stored(dtype_name(param.dtype), _spread_out(flat_like(param.detach(), param)).clone())
-    return found
-
-
-def _stacked(rows: list[torch.Tensor]) -> list[torch.Tensor]:
-    """`rows` in order, as few tensors, each of one device."""
-    found: list[torch.Tensor] = []
-    start = 0
-    for stop in range(1, len(rows) + 1):
-        if stop == len(rows) or rows[stop].device != rows[start].device:
-            found.append(torch.stack(rows[start:stop]))
-            start = stop
     return found
 
 
