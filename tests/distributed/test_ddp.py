@@ -1,6 +1,5 @@
 """TorchDDPPlugin on gloo ranks: training equals one process on the whole batch, and ranks never drift apart."""
 
-import copy
 import os
 from contextlib import contextmanager
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pool import RankPool, RanksFailed
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.utils.data import DataLoader, TensorDataset
@@ -123,16 +121,6 @@ def test_an_optimizer_that_reads_losses_reads_their_mean_over_the_ranks(ranks2):
     assert (first_params - params).abs().max() <= 1e-3
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_clipping_uses_the_norm_of_one_process(ranks2, precision):
-    losses, params, _, norms = train(0, 1, precision, 0.2)
-    for other_losses, other_params, _, other_norms in ranks2(train, precision, 0.2):
-        assert other_norms.tolist() == pytest.approx(norms.tolist(), rel=4 * TOLERANCE[precision])
-        assert (other_params - params).abs().max() <= TOLERANCE[precision]
-        assert (other_losses - losses).abs().max() <= TOLERANCE[precision]
-    assert (norms > 0.2).any(), "nothing was clipped"
-
-
 @pytest.mark.parametrize(
     "options", [{"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str
 )
@@ -145,49 +133,6 @@ def test_options_do_not_change_the_result(ranks2, options):
 
 
 # ---- overflow on one rank ----
-
-
-def overflow(rank, world_size, precision, where, bad_rank, clip):
-    if precision == "skip_nonfinite":
-        model = net()
-        booster = Booster("cpu", None, TorchDDPPlugin(), skip_nonfinite=True)
-        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    else:
-        booster, model, optimizer = boost(precision, world_size)
-    history = []
-    for step in range(4):
-        x, y = shard(rank, world_size, *data(step))
-        loss = F.cross_entropy(model(x), y)
-        bad = step == 1 and rank == bad_rank
-        if bad and where == "loss":
-            loss = loss * float("inf")
-        booster.backward(loss, optimizer)
-        if bad and where == "gradient":  # after the reduction: this rank alone sees it
-            next(iter(model.parameters())).grad[0, 0] = float("nan")
-        if clip:
-            optimizer.clip_grad_by_norm(1.0)
-        result = optimizer.step()
-        optimizer.zero_grad()
-        history.append((result.applied, result.skipped_reason, optimizer.loss_scale, flat(model)))
-    return history
-
-
-@pytest.mark.crossed
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize("where", ["loss", "gradient"])
-@pytest.mark.parametrize("precision", ["fp16", "skip_nonfinite"])
-def test_an_inf_on_one_rank_makes_all_ranks_skip(ranks2, precision, where, bad_rank, clip):
-    first, second = ranks2(overflow, precision, where, bad_rank, clip)
-    assert [entry[0] for entry in first] == [entry[0] for entry in second] == [True, False, True, True]
-    assert [entry[2] for entry in first] == [entry[2] for entry in second]
-    assert all(torch.equal(a[3], b[3]) for a, b in zip(first, second, strict=True))
-    assert torch.equal(first[0][3], first[1][3]), "the skipped step changed the parameters"
-    assert not torch.equal(first[1][3], first[2][3])
-    assert first[-1][3].isfinite().all()
-    if precision == "fp16":
-        assert [entry[2] for entry in first] == [SCALE, SCALE / 2, SCALE / 2, SCALE / 2]
-    assert (first, second)[bad_rank][1][1] == ("nonfinite_loss" if where == "loss" else "nonfinite_grad")
 
 
 def two_optimizers_overflow(rank, world_size):
@@ -209,33 +154,6 @@ def test_optimizers_of_one_loss_skip_together_on_all_ranks(ranks2):
 
 
 # ---- synchronisation ----
-
-
-def unsynchronised(rank, world_size, precision):
-    booster, model, optimizer = boost(precision, world_size)
-    x, y = data(rows=BATCH)
-    first, second = (x[: BATCH // 2], y[: BATCH // 2]), (x[BATCH // 2 :], y[BATCH // 2 :])
-    with booster.no_sync(model, optimizer):
-        a, b = shard(rank, world_size, *first)
-        booster.backward(F.cross_entropy(model(a), b) / 2, optimizer)
-    optimizer.unscale_grads()
-    local = grads(model)
-    a, b = shard(rank, world_size, *second)
-    booster.backward(F.cross_entropy(model(a), b) / 2, optimizer)
-    optimizer.unscale_grads()
-    return local, grads(model)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_gradients_stay_local_under_no_sync_and_meet_in_the_next_backward(ranks2, precision):
-    booster, model, optimizer = boost(precision, 1)
-    x, y = data()
-    booster.backward(F.cross_entropy(model(x), y), optimizer)
-    optimizer.unscale_grads()
-    (local0, total0), (local1, total1) = ranks2(unsynchronised, precision)
-    assert not torch.equal(local0, local1)
-    assert torch.equal(total0, total1)
-    assert (total0 - grads(model)).abs().max() <= ROUNDING[precision] * grads(model).abs().max()
 
 
 def accumulate(rank, world_size, precision, compiled=False):
@@ -269,14 +187,6 @@ def accumulate_reference(precision):
     return history
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_accumulation_with_a_short_last_group_equals_the_whole_batch(ranks2, precision):
-    expected = accumulate_reference(precision)
-    for history in ranks2(accumulate, precision):
-        for params, wanted in zip(history, expected, strict=True):
-            assert (params - wanted).abs().max() <= TOLERANCE[precision]
-
-
 def forwards_first(rank, world_size):
     booster, model, optimizer = boost("fp32", world_size)
     x, y = shard(rank, world_size, *data())
@@ -289,23 +199,6 @@ def forwards_first(rank, world_size):
 
 def test_running_all_forwards_of_a_group_first_raises(ranks2):
     ranks2(forwards_first)
-
-
-def tokens(rank, world_size, precision, counts):
-    """Sums over tokens; rank r sees counts[r][m] tokens in micro-batch m."""
-    booster, model, optimizer = boost(precision, world_size)
-    x, y = data(rows=64)
-    mine = counts[rank]
-    start = sum(sum(row) for row in counts[:rank])
-    total = booster.reduce(sum(mine), "sum")
-    with booster.accumulate(model, optimizer, num_micro_batches=len(mine), num_tokens=total):
-        for count in mine:
-            loss = F.cross_entropy(model(x[start : start + count]), y[start : start + count], reduction="sum")
-            booster.backward(loss, optimizer)
-            start += count
-    norm = optimizer.clip_grad_by_norm(1e6)
-    optimizer.step()
-    return norm, flat(model)
 
 
 def own_tokens(rank, world_size, counts):
@@ -324,19 +217,6 @@ def test_tokens_of_each_rank_alone_are_not_taken_for_those_of_all(ranks2, counts
         Exception, match=r"(?s)num_tokens=.* on rank .*over all micro-batches and all data-parallel ranks"
     ):
         ranks2(own_tokens, counts)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_token_counts_that_differ_between_ranks_give_the_mean_over_all_tokens(ranks2, precision):
-    counts = [[7, 1], [3, 13]]
-    booster, model, optimizer = boost(precision, 1)
-    x, y = data(rows=64)
-    booster.backward(F.cross_entropy(model(x[:24]), y[:24]), optimizer)
-    norm = optimizer.clip_grad_by_norm(1e6)
-    optimizer.step()
-    for other_norm, params in ranks2(tokens, precision, counts):
-        assert other_norm.item() == pytest.approx(norm.item(), rel=4 * TOLERANCE[precision])
-        assert (params - flat(model)).abs().max() <= TOLERANCE[precision]
 
 
 # ---- options reach DistributedDataParallel ----
@@ -366,30 +246,6 @@ def options_seen(rank, world_size):
 def test_options_reach_ddp(ranks2):
     expected = ("DistributedDataParallel", [False, True, True, True], [True, False, False, False], [3, 25])
     assert ranks2(options_seen) == [expected] * 2
-
-
-class Unused(Net):
-    def __init__(self):
-        super().__init__()
-        self.spare = nn.Linear(2, 2)
-
-    def forward(self, x):
-        return super().forward(x)
-
-
-def with_unused(rank, world_size):
-    booster, model, optimizer = boost("fp16", world_size, Unused(), find_unused_parameters=True)
-    for step in range(3):
-        x, y = shard(rank, world_size, *data(step))
-        booster.backward(F.cross_entropy(model(x), y), optimizer)
-        assert optimizer.step().applied
-        optimizer.zero_grad()
-    return flat(model)
-
-
-def test_unused_parameters_are_no_obstacle_where_asked_for(ranks2):
-    first, second = ranks2(with_unused)
-    assert torch.equal(first, second)
 
 
 def buffers(rank, world_size, broadcast):
@@ -618,31 +474,6 @@ def test_gradients_are_found_in_any_container(ranks2):
     ranks2(dataclass_method)
 
 
-def copies(rank, world_size):
-    booster, model, optimizer = boost("fp16", world_size)
-    ema = copy.deepcopy(model)
-    start = flat(ema)
-    for step in range(3):
-        x, y = shard(rank, world_size, *data(step))
-        booster.backward(F.cross_entropy(model(x), y), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        assert torch.equal(flat(ema), start)
-        for a, b in zip(ema.parameters(), model.parameters(), strict=True):
-            a.lerp_(b, 0.5)
-        out = ema.eval()(data()[0])
-    assert list(ema.state_dict()) == list(model.state_dict())
-    return out, flat(ema)
-
-
-def test_a_deep_copy_of_a_boosted_ddp_model_works(ranks2):
-    (out0, params0), (out1, params1) = ranks2(copies)
-    assert out0.dtype == torch.float32
-    assert torch.equal(out0, out1)
-    assert torch.equal(params0, params1)
-
-
 def frozen(rank, world_size):
     torch.manual_seed(rank)
     teacher = Net().requires_grad_(False)
@@ -656,74 +487,3 @@ def test_a_frozen_model_is_served_and_equal_on_all_ranks(ranks2):
     (out0, params0), (out1, params1) = ranks2(frozen)
     assert torch.equal(params0, params1)
     assert torch.equal(out0, out1)
-
-
-def resume(rank, world_size, path):
-    def steps(pieces, first, last):
-        booster, model, optimizer = pieces
-        for step in range(first, last):
-            x, y = shard(rank, world_size, *data(step))
-            booster.backward(F.cross_entropy(model(x), y), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    straight = boost("fp16", world_size)
-    steps(straight, 0, 8)
-    half = boost("fp16", world_size)
-    steps(half, 0, 4)
-    if rank == 0:
-        torch.save({"model": half[1].state_dict(), "optimizer": half[2].state_dict()}, path)
-    dist.barrier()
-    state = torch.load(path, weights_only=True)
-    again = boost("fp16", world_size, net(7))
-    again[1].load_state_dict(state["model"])
-    again[2].load_state_dict(state["optimizer"])
-    steps(again, 4, 8)
-    return torch.equal(flat(again[1]), flat(straight[1])), again[2].loss_scale == straight[2].loss_scale
-
-
-def test_resuming_under_ddp_is_bitwise(ranks2, tmp_path):
-    assert ranks2(resume, str(tmp_path / "state.pt")) == [(True, True)] * 2
-
-
-def gan(rank, world_size):
-    booster = make("fp16", world_size)
-    torch.manual_seed(0)
-    generator, critic = nn.Linear(4, DIM), nn.Linear(DIM, 1)
-    generator, g_opt, *_ = booster.boost(generator, torch.optim.SGD(generator.parameters(), lr=0.01))
-    critic, c_opt, *_ = booster.boost(critic, torch.optim.SGD(critic.parameters(), lr=0.01))
-    for step in range(3):
-        noise = shard(rank, world_size, torch.randn(8, 4, generator=torch.Generator().manual_seed(step)))[0]
-        real = shard(rank, world_size, *data(step))[0]
-        fake = generator(noise)
-        booster.backward(critic(fake.detach()).mean() - critic(real).mean(), c_opt)
-        assert c_opt.step().applied
-        c_opt.zero_grad()
-        booster.backward(-critic(fake).mean(), g_opt)
-        assert g_opt.step().applied
-        g_opt.zero_grad()
-        c_opt.zero_grad()
-    return flat(generator), flat(critic)
-
-
-def test_a_gan_keeps_its_ranks_equal(ranks2):
-    (g0, c0), (g1, c1) = ranks2(gan)
-    assert torch.equal(g0, g1)
-    assert torch.equal(c0, c1)
-
-
-def accumulate_without_sync(rank, world_size):
-    booster, model, optimizer = boost("fp32", world_size)
-    x, y = shard(rank, world_size, *data())
-    with booster.accumulate(model, optimizer, num_micro_batches=3):
-        booster.backward(F.cross_entropy(model(x), y), optimizer)
-
-
-def test_leaving_a_group_early_raises_on_every_rank():
-    pool = RankPool(2)  # its own: the failure ends it
-    try:
-        with pytest.raises(RanksFailed, match="left after 1 of num_micro_batches=3") as info:
-            pool.run(accumulate_without_sync)
-        assert len(info.value.tracebacks) == 2
-    finally:
-        pool.close()

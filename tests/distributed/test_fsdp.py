@@ -1,7 +1,6 @@
 """TorchFSDPPlugin on gloo ranks: training equals one process, and every rank holds its share and no more."""
 
 import functools
-import io
 import math
 
 import pytest
@@ -397,30 +396,6 @@ def test_frozen_parameters_stay_and_half_ones_take_half_the_memory(ranks2, preci
         assert dtypes["blocks.1.up.weight"] == torch.float32
 
 
-def unfrozen(rank, world_size, precision):
-    """A block that is frozen as a whole at first, and joins in later."""
-    model = transformer()
-    model.blocks[0].requires_grad_(False)
-    booster, model, optimizer = boost(world_size, precision, model, sgd)
-    losses = []
-    for step in range(8):
-        if step == 3:
-            model.blocks[0].requires_grad_(True)
-            optimizer.add_param_group({"params": list(model.blocks[0].parameters())})
-        losses.append(one_step(booster, model, optimizer, step, rank, world_size)[0])
-    return torch.stack(losses), whole(model.blocks[0].up.weight)
-
-
-@pytest.mark.slow_cases("fp32")
-@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
-def test_a_frozen_block_trains_once_it_is_unfrozen(ranks2, precision):
-    losses, weight = unfrozen(0, 1, precision)
-    assert not torch.equal(weight, transformer().blocks[0].up.weight)
-    for other, other_weight in ranks2(unfrozen, precision):
-        assert (other - losses).abs().max() <= tolerance(precision)
-        assert (other_weight - weight).abs().max() <= tolerance(precision)
-
-
 def nothing_to_train(rank, world_size):
     model = transformer().requires_grad_(False)
     expected = model(data(0)[0])
@@ -519,9 +494,6 @@ def test_a_hook_on_a_part_is_called_where_torch_calls_it_and_refused_where_it_ne
     assert ranks2(hooked_later, precision) == [[True]] * 2
 
 
-# ---- overflow ----
-
-
 # ---- synchronisation ----
 
 
@@ -576,32 +548,6 @@ def test_zero_grad_forgets_gradients_that_were_never_reduced(ranks2):
     assert ranks2(forgotten) == [True, True]
 
 
-def leftovers(rank, world_size, options):
-    """Forward passes without backward, with and without gradients, change nothing in training."""
-    flats = []
-    for extra in (False, True):
-        booster, model, optimizer = boost(world_size, "fp32", make=sgd, options=options)
-        for step in range(3):
-            x, y = data(step, rank, world_size)
-            booster.backward(loss_of(model(x), y), optimizer)
-            if extra:
-                model(x)
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                if extra:
-                    model(x)
-                    assert options or all(isinstance(param, DTensor) for param in model.parameters())
-        flats.append(flat(model))
-    return torch.equal(*flats)
-
-
-@pytest.mark.slow_cases("{}")
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
-def test_a_forward_without_backward_leaves_no_stale_parameters(ranks2, options):
-    assert ranks2(leftovers, options) == [True, True]
-
-
 # ---- what a rank holds ----
 
 
@@ -639,29 +585,6 @@ def test_parameters_gradients_and_states_divide_by_the_ranks(ranks2, ranks4, pre
 # ---- checkpoints ----
 
 
-def resume(rank, world_size, precision):
-    booster, model, optimizer = boost(world_size, precision)
-    for step in range(3):
-        one_step(booster, model, optimizer, step, rank, world_size)
-    file = io.BytesIO()
-    torch.save((dict(model.state_dict()), optimizer.state_dict()), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=False)  # written just now
-    assert all(isinstance(value, DTensor) for value in saved[0].values())
-    expected = [one_step(booster, model, optimizer, step, rank, world_size)[0] for step in range(3, 6)]
-    other_booster, other, other_optimizer = boost(world_size, precision, transformer(5))
-    other.load_state_dict(saved[0])
-    other_optimizer.load_state_dict(saved[1])
-    losses = [one_step(other_booster, other, other_optimizer, step, rank, world_size)[0] for step in range(3, 6)]
-    return torch.equal(torch.stack(losses), torch.stack(expected)), torch.equal(flat(other), flat(model))
-
-
-@pytest.mark.slow_cases("fp32", "bf16_naive")
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive", "fp16_naive split"])
-def test_training_goes_on_from_a_checkpoint_to_the_bit(ranks2, precision):
-    assert ranks2(resume, precision) == [(True, True)] * 2
-
-
 def whole_checkpoint(rank, world_size):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -681,42 +604,6 @@ def whole_checkpoint(rank, world_size):
 
 def test_a_checkpoint_of_the_whole_model_loads_and_torch_writes_one(ranks2):
     ranks2(whole_checkpoint)
-
-
-# ---- groups, schedulers, gathering ----
-
-
-def groups_and_schedulers(rank, world_size):
-    model = transformer()
-    model.head.requires_grad_(False)
-    params = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW([{"params": params[:5], "lr": 1e-3}, {"params": params[5:]}], lr=3e-3)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    booster = Booster("cpu", "bf16_naive", TorchFSDPPlugin() if world_size > 1 else None)
-    model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
-    losses = []
-    for step in range(6):
-        if step == 3:
-            model.head.requires_grad_(True)
-            optimizer.add_param_group({"params": list(model.head.parameters()), "lr": 1e-2})
-        loss, _, result = one_step(booster, model, optimizer, step, rank, world_size)
-        assert result.applied
-        scheduler.step()
-        losses.append(loss)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    moved = not torch.equal(whole(model.head.weight), transformer().head.weight)
-    rows = booster.gather(torch.full((2,), float(rank)))
-    return torch.stack(losses), rates, moved, rows.tolist(), isinstance(booster.unwrap(model), Transformer)
-
-
-def test_groups_schedulers_and_late_parameters_follow_the_sharded_model(ranks2):
-    losses, rates, *_ = groups_and_schedulers(0, 1)
-    for other, other_rates, moved, rows, unwrapped in ranks2(groups_and_schedulers):
-        assert (other - losses).abs().max() <= 1e-2
-        assert other_rates == rates
-        assert moved
-        assert rows == [0.0, 0.0, 1.0, 1.0]
-        assert unwrapped
 
 
 # ---- the meta device ----

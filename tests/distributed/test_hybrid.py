@@ -1,7 +1,6 @@
 """HybridParallelPlugin with what a training loop uses besides: accumulation, checkpoints, loaders, frozen and tied weights."""
 
 import contextlib
-import copy
 import gc
 import os
 import sys
@@ -18,7 +17,7 @@ from torch.utils.data import TensorDataset
 from benchmarks.allocations import alive
 from benchmarks.scaling.bytes import high_level
 from booster import Booster
-from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision, FP16TorchMixedPrecision
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision
 from booster.plugin import HybridParallelPlugin, SingleDevice, TorchFSDPPlugin
 
 LAYOUTS = [(2, 1), (1, 2)]  # (tp_size, pp_size), with two data-parallel ranks each
@@ -70,91 +69,6 @@ def check_close(found, expected, tolerance):
         torch.testing.assert_close(
             found[name], expected[name], rtol=0, atol=tolerance, msg=lambda text, name=name: name + text
         )
-
-
-# ---------------------------------------------------------------------- accumulation
-
-
-def accumulate(rank, world_size, tp_size=2, zero_stage=0):
-    # Not Adam, which makes a step of the noise that is the gradient of a key's bias.
-    booster, model, made, criterion = built(
-        rank, world_size, optimizer=torch.optim.SGD, lr=0.05, tp_size=tp_size, zero_stage=zero_stage
-    )
-    for step in range(3):
-        inputs, targets = batch(step, booster)
-        with booster.accumulate(model, made, num_micro_batches=2):
-            for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True):
-                booster.backward(criterion(model(x), y), made)
-        made.step()
-        made.zero_grad()
-    return weights(model)
-
-
-@pytest.mark.slow_cases("1")
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
-def test_accumulated_micro_batches_equal_one_process(run_on_ranks, zero_stage):
-    found = run_on_ranks(accumulate, 4, 2, zero_stage)
-    check_close(merged(found), accumulate(0, 1), 2e-5)
-
-
-# ---------------------------------------------------------------------- checkpoints
-
-
-def interrupted(rank, world_size, precision, options):
-    """Losses of steps 3 and 4, weights and scale after them: straight through, and by a state dict in fresh objects."""
-
-    def go_on(booster, model, made, criterion):
-        return steps(booster, model, made, criterion, 3, 5), weights(model), made.loss_scale
-
-    parts = built(rank, world_size, precision(), **options)
-    steps(*parts, 0, 3)
-    saved_model = {name: value.clone() for name, value in parts[1].state_dict().items()}
-    saved = copy.deepcopy(parts[2].state_dict())
-    through = go_on(*parts)
-    parts = built(rank, world_size, precision(), lr=1.0, **options)
-    steps(*parts, 7, 8)
-    parts[1].load_state_dict(saved_model)
-    parts[2].load_state_dict(saved)
-    return through, go_on(*parts)
-
-
-def scaled():
-    return FP16TorchMixedPrecision(init_scale=2.0**10, growth_interval=2)
-
-
-def half():
-    return BF16NaiveMixedPrecision(master_weights="split")
-
-
-@pytest.mark.slow_cases("1-2", "half-0")
-@pytest.mark.crossed
-@pytest.mark.parametrize(
-    ("precision", "zero_stage"),
-    [(scaled, 2), (half, 0), *(pytest.param(*rest, marks=pytest.mark.slow) for rest in ((scaled, 0), (half, 2)))],
-)
-@pytest.mark.parametrize(("tp_size", "pp_size"), LAYOUTS)
-def test_a_resumed_run_continues_to_the_bit(run_on_ranks, precision, tp_size, pp_size, zero_stage):
-    options = {"tp_size": tp_size, "pp_size": pp_size, "zero_stage": zero_stage}
-    for through, resumed in run_on_ranks(interrupted, 4, precision, options):
-        (losses, held, scale), (other_losses, other_held, other_scale) = through, resumed
-        assert losses == other_losses
-        assert scale == other_scale
-        assert all(torch.equal(held[name], other_held[name]) for name in held)
-
-
-def loaded_whole(rank, world_size, state):
-    booster, model, made, criterion = built(rank, world_size)
-    made.load_state_dict(state)
-    states = made.state_dict()["state"]
-    return [whole(entry["exp_avg"]).float() for entry in states.values()]
-
-
-def test_the_state_of_one_process_loads_into_shards(run_on_ranks):
-    booster, model, made, criterion = built(0, 1)
-    steps(booster, model, made, criterion, 0, 2)
-    expected = [entry["exp_avg"] for entry in made.state_dict()["state"].values()]
-    for found in run_on_ranks(loaded_whole, 4, made.state_dict()):
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 # ---------------------------------------------------------------------- models

@@ -437,31 +437,6 @@ def test_what_is_registered_before_the_blocks_and_used_after_them_is_on_the_last
     assert parts == [{"embedding", "project_in", "blocks"}, {"blocks", "norm", "project_out", "head"}]
 
 
-def opt_models(rank, world_size):
-    (transformers,) = packages("transformers")
-    ids, _ = text()
-    batch = {"input_ids": ids, "labels": ids}
-    sizes = {
-        "vocab_size": WORDS,
-        "num_hidden_layers": 4,
-        "hidden_size": DIM,
-        "num_attention_heads": HEADS,
-        "ffn_dim": 32,
-    }
-    for projected in (DIM, DIM // 2):  # to and from the embeddings; the norm comes with DIM only
-        torch.manual_seed(0)
-        config = transformers.OPTConfig(
-            **sizes, word_embed_proj_dim=projected, dropout=0, max_position_embeddings=LENGTH
-        )
-        model = transformers.OPTForCausalLM(config)
-        compare(model, batch, rank, world_size, "1f1b", lambda output, target: output.loss)
-
-
-@pytest.mark.slow
-def test_so_it_is_in_opt(ranks2, transformers):
-    ranks2(opt_models)
-
-
 # ---------------------------------------------------------------------------------------------- precision
 
 

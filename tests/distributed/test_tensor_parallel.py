@@ -178,74 +178,17 @@ def other_widths():
     return model, (torch.randn(3, 5, DIM), torch.randn(3, TIME, 6), torch.randn(3, TIME, 10)), {}
 
 
-def llama(**options):
-    transformers = package("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=DIM,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        max_position_embeddings=TIME,
-        initializer_range=0.3,
-        use_cache=False,
-        **options,
-    )
-    return transformers.LlamaForCausalLM(config), (ids(),), {"labels": ids()}
-
-
-def tied_llama():
-    return llama(tie_word_embeddings=True)
-
-
-def mixtral():
-    transformers = package("transformers")
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=VOCAB,
-        hidden_size=DIM,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        max_position_embeddings=TIME,
-        initializer_range=0.3,
-        use_cache=False,
-    )
-    return transformers.MixtralForCausalLM(config), (ids(),), {"labels": ids()}
-
-
-def gpt2():
-    transformers = package("transformers")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB,
-        n_embd=DIM,
-        n_layer=2,
-        n_head=HEADS,
-        n_positions=TIME,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        initializer_range=0.3,
-        use_cache=False,
-    )
-    model = transformers.GPT2LMHeadModel(config)
-    for name, param in model.named_parameters():
-        if name.endswith("bias"):
-            nn.init.normal_(param, std=0.3)
-    return model, (ids(),), {"labels": ids()}
-
-
 def tied_gpt():
     return gpt(tied=True)
 
 
 SMALL = {"vocab_size": VOCAB, "initializer_range": 0.3, "use_cache": False}
 DEEP = {"num_hidden_layers": 2, "num_attention_heads": HEADS}
+SIDES = {
+    f"{side}_{key}": value
+    for side in ("encoder", "decoder")
+    for key, value in {"layers": 2, "attention_heads": HEADS, "ffn_dim": 24}.items()
+}
 # model type: model class, options of its configuration
 HUGGING_FACE = {
     "bert": ("BertForMaskedLM", {**SMALL, **DEEP, "hidden_size": DIM, "intermediate_size": 24}),
@@ -260,6 +203,7 @@ HUGGING_FACE = {
         {**SMALL, **DEEP, "hidden_size": DIM, "ffn_dim": 24, "word_embed_proj_dim": 8, "init_std": 0.3},
     ),
     "bloom": ("BloomForCausalLM", {**SMALL, "hidden_size": DIM, "n_layer": 2, "n_head": HEADS}),
+    "gpt2": ("GPT2LMHeadModel", {**SMALL, "n_embd": DIM, "n_layer": 2, "n_head": HEADS}),
     "gptj": ("GPTJForCausalLM", {**SMALL, "n_embd": DIM, "n_layer": 2, "n_head": HEADS, "rotary_dim": 2}),
     "gpt_neo": (
         "GPTNeoForCausalLM",
@@ -271,6 +215,17 @@ HUGGING_FACE = {
             "attention_types": [[["global", "local"], 1]],
         },
     ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {
+            **SMALL,
+            **DEEP,
+            "hidden_size": DIM,
+            "intermediate_size": 24,
+            "num_key_value_heads": 2,
+            "num_local_experts": 4,
+        },
+    ),
     "t5": (
         "T5ForConditionalGeneration",
         {**SMALL, "d_model": DIM, "d_kv": 4, "num_heads": HEADS, "num_layers": 2, "d_ff": 24},
@@ -280,11 +235,7 @@ HUGGING_FACE = {
         {
             **SMALL,
             "d_model": DIM,
-            **{
-                f"{side}_{key}": value
-                for side in ("encoder", "decoder")
-                for key, value in {"layers": 2, "attention_heads": HEADS, "ffn_dim": 24}.items()
-            },
+            **SIDES,
             "init_std": 0.3,
         },
     ),
@@ -293,11 +244,7 @@ HUGGING_FACE = {
         {
             **SMALL,
             "d_model": DIM,
-            **{
-                f"{side}_{key}": value
-                for side in ("encoder", "decoder")
-                for key, value in {"layers": 2, "attention_heads": HEADS, "ffn_dim": 24}.items()
-            },
+            **SIDES,
             "num_mel_bins": 4,
             "max_source_positions": TIME,
             "init_std": 0.3,
@@ -329,14 +276,14 @@ HUGGING_FACE = {
 }
 
 
-def hugging_face(name, dropout=0.0):
+def hugging_face(name, dropout=0.0, **more):
     transformers = package("transformers")
     class_name, options = HUGGING_FACE[name]
     config = transformers.AutoConfig.for_model(name)
     for key in [key for key in config.to_dict() if "drop" in key]:
         setattr(config, key, dropout)
     ids_ = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    for key, value in (options | (ids_ if "vocab_size" in options else {})).items():
+    for key, value in (options | (ids_ if "vocab_size" in options else {}) | more).items():
         setattr(config, key, value)
     torch.manual_seed(0)
     model = getattr(transformers, class_name)(config)
@@ -374,15 +321,9 @@ CASES = {
     "seq2seq": (seq2seq, None, False),
     "seq2seq sequence": (seq2seq, None, True),
     "attention": (other_widths, {"attn": "colwise", "attn.out_proj": "rowwise"}, False),
-    "llama": (llama, None, False),
-    "llama sequence": (llama, None, True),
-    "llama tied": (tied_llama, None, False),
-    "mixtral": (mixtral, None, False),
-    "gpt2": (gpt2, None, False),
-    "gpt2 sequence": (gpt2, None, True),
-    **{name: (partial(hugging_face, name), None, False) for name in HUGGING_FACE if name != "llama"},
-    "bloom sequence": (partial(hugging_face, "bloom"), None, True),
-    "gptj sequence": (partial(hugging_face, "gptj"), None, True),
+    "llama tied": (partial(hugging_face, "llama", tie_word_embeddings=True), None, False),
+    **{name: (partial(hugging_face, name), None, False) for name in HUGGING_FACE},
+    **{f"{name} sequence": (partial(hugging_face, name), None, True) for name in ("llama", "gpt2", "bloom", "gptj")},
 }
 
 
@@ -584,7 +525,7 @@ def check_tied(rank, world_size):
     divide(model, tp_mesh(world_size), STRINGS)
     assert model.embed.weight is model.head.weight is not before
     assert isinstance(model.embed.weight, DTensor)
-    model, args, kwargs = tied_llama()
+    model, args, kwargs = hugging_face("llama", tie_word_embeddings=True)
     divide(model, tp_mesh(world_size))
     assert model.lm_head.weight is model.model.embed_tokens.weight
 

@@ -177,102 +177,6 @@ def test_every_fused_optimizer_equals_ddp_to_the_bit(ranks2, optimizer, precisio
         assert same(state, of_ddp)
 
 
-def four_beside_ddp(rank, world_size, precision, stage):
-    ddp = Job(precision, TorchDDPPlugin(**SMALL)).train(range(STEPS), rank, world_size)
-    job = Job(precision, zero(stage)).train(range(STEPS), rank, world_size)
-    return job.losses, job.weights(), ddp.losses, ddp.weights()
-
-
-@pytest.mark.crossed
-@stages
-@pytest.mark.parametrize("precision", ["fp32", "fp16_naive"])
-def test_on_four_ranks_only_the_order_of_summation_differs_from_ddp(ranks4, precision, stage):
-    results = ranks4(four_beside_ddp, precision, stage)
-    for losses, weights, of_ddp, weights_of_ddp in results:
-        assert same(weights, results[0][1]), "ranks agree to the bit"
-        assert torch.stack(losses) == pytest.approx(torch.stack(of_ddp), abs=TOLERANCE[precision])
-        for name, weight in weights.items():
-            assert (weight.float() - weights_of_ddp[name].float()).abs().max() <= TOLERANCE[precision], name
-        if stage == 1:
-            assert same(weights, weights_of_ddp), (
-                "stage 1 leaves the reduction to DDP, and its order depends on its buckets"
-            )
-
-
-# ---- equal to one process ----
-
-
-def in_one_process(precision, steps, clip=None, num_splits=1, make=FUSED["AdamW"]):
-    """Whole-batch losses, norms and weights of one process; half gradients are averaged over parts, as ranks do."""
-    job = Job(precision, None, make=make)
-    losses = []
-    for step in range(steps):
-        for part in range(num_splits):
-            job.backward(*batch(step, part, num_splits), factor=1 / num_splits)
-        losses.append(torch.stack(job.losses[-num_splits:]).mean())
-        job.step(clip)
-    return torch.stack(losses), [norm for _, norm in job.results], job.weights(), job.optimizer.loss_scale
-
-
-def train_and_reduce(rank, world_size, precision, stage, clip, optimizer):
-    job = Job(precision, zero(stage), make=FUSED[optimizer]).train(range(STEPS), rank, world_size, clip)
-    losses = job.booster.reduce(torch.stack(job.losses))
-    return losses, [norm for _, norm in job.results], job.weights(), job.optimizer.loss_scale
-
-
-@pytest.mark.crossed
-@pytest.mark.parametrize("world_size", [2, 4])
-@precisions
-@stages
-def test_training_with_clipping_equals_one_process(run_on_ranks, precision, stage, world_size):
-    splits = 2 if precision.endswith("naive") else 1
-    losses, norms, weights, scale = in_one_process(precision, STEPS, 0.5, splits, FUSED["SGD"])
-    assert losses[-1] < losses[0]
-    assert any(norm > 0.5 for norm in norms), "something was clipped"
-    for one in run_on_ranks(train_and_reduce, world_size, precision, stage, 0.5, "SGD"):
-        assert (one[0] - losses).abs().max() <= TOLERANCE[precision]
-        assert [float(n) for n in one[1]] == pytest.approx([float(n) for n in norms], rel=4 * TOLERANCE[precision])
-        assert all((one[2][n].float() - w.float()).abs().max() <= TOLERANCE[precision] for n, w in weights.items())
-        assert one[3] == scale
-
-
-# ---- overflow in one rank's part ----
-
-
-def overflow(rank, world_size, precision, stage, optimizer, when):
-    """Put an inf into the gradient of one rank's part, after the gradients were reduced."""
-    options = {} if precision.startswith("fp16") else {"skip_nonfinite": True}
-    job = Job(precision, zero(stage), make=FUSED[optimizer], **options)
-    before, shards = job.weights(), job.optimizer._update.shards
-    for step in range(4):
-        job.backward(*batch(step, rank, world_size))
-        if step == when:
-            before = job.weights()
-            with shards.local():
-                mine = [p for p in job.optimizer.param_groups[0]["params"] if p.grad is not None]
-                if rank == world_size - 1:
-                    mine[len(mine) // 2].grad.view(-1)[-1] = float("inf")
-        result = job.optimizer.step()
-        assert result.applied == (step != when)
-        if step == when:
-            assert same(job.weights(), before), "nothing was written"
-            assert result.culprit, "named on every rank"
-        job.optimizer.zero_grad()
-    assert all(weight.isfinite().all() for weight in job.weights().values())
-    assert max(float(w.float().abs().max()) for w in job.weights().values()) < 10, "sound after the skip"
-    return job.weights(), job.optimizer.loss_scale, job.optimizer.num_skipped
-
-
-@pytest.mark.crossed
-@stages
-@pytest.mark.parametrize(("precision", "when"), [(p, 2) for p in PRECISIONS] + [("fp16", 0), ("fp16_naive", 0)])
-def test_an_inf_in_one_ranks_part_makes_all_skip(ranks2, precision, when, stage):
-    first, second = ranks2(overflow, precision, stage, "AdamW", when)
-    assert same(first, second), "weights and scales agree"
-    assert first[1] == (SCALE / 2 if precision.startswith("fp16") else 1.0)
-    assert first[2] == 1
-
-
 # ---- between backward and step ----
 
 
@@ -317,36 +221,6 @@ def whole_gradients(rank, world_size, stage, make_scale_differ):
 @pytest.mark.parametrize("make_scale_differ", ["no", "unscale", "value"])
 def test_gradients_are_those_of_ddp_when_read_clamped_or_added_to(ranks2, stage, make_scale_differ):
     ranks2(whole_gradients, stage, make_scale_differ)
-
-
-def accumulating(rank, world_size, precision, stage, how):
-    jobs = [Job(precision, TorchDDPPlugin()), Job(precision, zero(stage))]
-    for step in range(4):
-        micro = [batch(4 * step + index, rank, world_size) for index in range(3)]
-        for job in jobs:
-            if how == "accumulate":
-                with job.booster.accumulate(job.model, job.optimizer, num_micro_batches=3):
-                    for x, y in micro:
-                        job.backward(x, y)
-            else:
-                with job.booster.no_sync(job.model, job.optimizer):
-                    for x, y in micro[:2]:
-                        job.backward(x, y)
-                grads = [param.grad.clone() for param in job.model.parameters() if param.grad is not None]
-                mine, other = [torch.empty_like(grads[-1]) for _ in range(2)], grads[-1]
-                torch.distributed.all_gather(mine, other)
-                assert not torch.equal(*mine), "gradients are those of one rank until they are synchronised"
-                job.backward(*micro[2])
-            job.step()
-        assert same(*(job.weights() for job in jobs)), f"step {step}"
-
-
-@pytest.mark.crossed
-@stages
-@pytest.mark.parametrize("precision", ["fp32", "fp16_naive"])
-@pytest.mark.parametrize("how", ["accumulate", "no_sync"])
-def test_accumulated_gradients_equal_ddp_to_the_bit(ranks2, stage, precision, how):
-    ranks2(accumulating, precision, stage, how)
 
 
 def added_to_used_gradients(rank, world_size, precision, stage, optimizer, clip):
@@ -574,35 +448,6 @@ def test_optimizers_of_whole_tensors_get_whole_tensors(ranks2, precision, stage,
     assert same(weights, other_weights)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-@pytest.mark.parametrize("dim", [0, 1])
-def test_muon_on_halves_of_tensors_is_beyond_what_is_allowed(dim):
-    def trained(halved):
-        torch.manual_seed(0)
-        model = PerTensor()
-        weights = [layer.weight for layer in model.layers]
-        start = [weight.detach().clone() for weight in weights]
-        parts = [[nn.Parameter(p.clone()) for p in w.detach().chunk(2, dim)] if halved else [w] for w in weights]
-        optimizer = torch.optim.Muon([part for each in parts for part in each], lr=1e-2)
-        for step in range(STEPS):
-            x, y = batch(step)
-            model.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            for weight, each in zip(weights, parts if halved else [], strict=halved):
-                for part, grad in zip(each, weight.grad.chunk(2, dim), strict=True):
-                    part.grad = grad.clone()
-            optimizer.step()
-            with torch.no_grad():
-                for weight, each in zip(weights, parts if halved else [], strict=halved):
-                    weight.copy_(torch.cat(each, dim))
-        return [weight.detach() for weight in weights], start
-
-    (wrong, start), (right, _) = trained(True), trained(False)
-    for own, wanted, before in zip(wrong, right, start, strict=True):
-        assert (own - wanted).norm() > 2 * OF_MUON * (wanted - before).norm()
-
-
 class Unknown(torch.optim.SGD):
     pass
 
@@ -682,84 +527,7 @@ def test_a_state_dict_resumes_bitwise_here_and_under_ddp_and_in_one_process(rank
         assert (weight.float() - weights[name].float()).abs().max() <= TOLERANCE[precision], name
 
 
-@pytest.mark.crossed
-@stages
-@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
-def test_state_of_other_optimizers_resumes_too(ranks2, optimizer, stage):
-    assert same(*ranks2(interrupted, "fp16_naive", stage, optimizer))
-
-
-def from_four_to_two(rank, world_size, stage, saved):
-    job = Job("fp16_naive", zero(stage), net(seed=1))
-    if saved is None:
-        job.train(range(4), rank, world_size)
-    else:
-        job.model.load_state_dict(saved[0])
-        job.optimizer.load_state_dict(saved[1])
-    return copy.deepcopy((job.model.state_dict(), job.optimizer.state_dict()))
-
-
-@stages
-def test_a_state_dict_of_four_ranks_loads_on_two(run_on_ranks, stage):
-    saved = run_on_ranks(from_four_to_two, 4, stage, None)[0]
-    for loaded in run_on_ranks(from_four_to_two, 2, stage, saved):
-        assert same(loaded, saved)
-
-
-def of_whole_tensors(rank, world_size, stage):
-    def job():
-        torch.manual_seed(0)
-        model = PerTensor()
-        return Job(
-            "fp16_naive", zero(stage), model, make=lambda _: torch.optim.Adafactor([p.weight for p in model.layers])
-        )
-
-    first = job().train(range(3), rank, world_size)
-    second = job()
-    second.model.load_state_dict(first.model.state_dict())
-    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
-    for each in (first, second):
-        each.train(range(3, 6), rank, world_size)
-    assert same(first.weights(), second.weights())
-    assert same(first.optimizer.state_dict(), second.optimizer.state_dict())
-
-
-@stages
-def test_states_of_whole_tensors_in_shapes_of_their_own_resume_bitwise(ranks2, stage):
-    ranks2(of_whole_tensors, stage)
-
-
 # ---- weights that somebody else writes ----
-
-
-def written_weights(rank, world_size, precision, stage):
-    jobs = [Job(precision, TorchDDPPlugin()), Job(precision, zero(stage))]
-    for job in jobs:
-        job.train(range(2), rank, world_size)
-        job.model.load_state_dict({name: value * 0.5 for name, value in job.model.state_dict().items()})
-        job.train(range(2, 4), rank, world_size)
-    assert same(*(job.weights() for job in jobs))
-    before = jobs[1].weights()
-    for param in jobs[1].model.parameters():  # as weight averages do that are swapped in and out
-        param.data = param.detach().clone() * 2
-    jobs[1].train(range(1), rank, world_size)
-    for name, weight in jobs[1].weights().items():
-        assert (weight - 2 * before[name]).abs().max() <= 0.02, name
-    return jobs[1].weights()
-
-
-@stages
-@pytest.mark.parametrize("precision", ["fp32", "bf16_naive", "fp16_naive"])
-def test_weights_that_are_loaded_or_replaced_are_taken_over(ranks2, precision, stage):
-    assert same(*ranks2(written_weights, precision, stage))
-
-
-def changed_dtype(rank, world_size, stage):
-    job = Job("fp16_naive", zero(stage))
-    job.backward(*batch(0, rank, world_size))
-    job.model.float()
-    with pytest.raises(RuntimeError, match="Convert the model before boost"):
-        job.optimizer.step()
 
 
 def kept_graph(rank, world_size, stage):
@@ -775,11 +543,6 @@ def kept_graph(rank, world_size, stage):
 @stages
 def test_a_graph_kept_over_a_step_is_stale_on_every_rank(ranks2, stage):
     ranks2(kept_graph, stage)
-
-
-@stages
-def test_a_model_converted_after_boost_is_refused(ranks2, stage):
-    ranks2(changed_dtype, stage)
 
 
 # ---- memory ----
@@ -916,19 +679,6 @@ def sparse_gradient(rank, world_size, stage):
 @quick_stages
 def test_sparse_gradients_are_refused(ranks2, stage):
     ranks2(sparse_gradient, stage)
-
-
-def frozen_then_not(rank, world_size, stage):
-    job = Job("fp32", zero(stage))
-    job.model.frozen.requires_grad_(True)
-    job.backward(*batch(0, rank, world_size))
-    with pytest.raises(RuntimeError, match=r"frozen when the model was boosted.*requires_grad_\(\) before boost"):
-        job.optimizer.step()
-
-
-@stages
-def test_a_parameter_that_was_frozen_at_boost_cannot_be_trained_unsynchronised(ranks2, stage):
-    ranks2(frozen_then_not, stage)
 
 
 # ---- unusual backward passes ----

@@ -1,10 +1,8 @@
 """fp16 and bf16 on torch.autocast: what runs in which dtype, and that training is what it should be."""
 
-import lzma
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -395,24 +393,6 @@ def test_recomputing_pinned_modules_gives_the_same_gradients_to_the_bit(precisio
     assert all(torch.equal(recomputed[name], expected[name]) for name in expected)
 
 
-@both
-@pytest.mark.parametrize("use", [reentrant, not_reentrant])
-def test_recomputing_under_a_backward_for_two_optimizers_gives_the_same_gradients(precision, use):
-    expected, _ = gradients(precision, plain, optimizers=2)
-    recomputed, _ = gradients(precision, use, optimizers=2)
-    assert all(torch.equal(recomputed[name], expected[name]) for name in expected)
-
-
-@both
-def test_optimizer_backward_recomputes_under_the_precision_too(precision):
-    block = Block(use=not_reentrant)
-    model, optimizer, *_ = make(precision, sdpa_fp32=True).boost(block, torch.optim.SGD(block.parameters(), lr=0.1))
-    loss = model(torch.randn(2, 4, 16)).square().mean()
-    with Dtypes() as ops:
-        optimizer.backward(loss)
-    assert ops.of("scaled_dot_product") == {torch.float32}
-
-
 # ---- keep_fp32 ----
 
 
@@ -745,25 +725,6 @@ def test_two_boosters_in_one_process_do_not_touch_each_other():
     assert [o.loss_scale for o in optimizers] == [256.0, 1.0, 1.0]
 
 
-def test_a_model_of_one_booster_inside_that_of_another_keeps_its_precision():
-    inner_net, outer_net = nn.Linear(4, 4), nn.Linear(4, 4)
-    seen = watch_outputs(inner_net)
-    outer_seen = watch_outputs(outer_net)
-    inner = Booster("cpu").boost(inner_net)[0]
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.outer, self.inner = outer_net, inner
-
-        def forward(self, x):
-            return self.inner(self.outer(x))
-
-    make("bf16").boost(Outer())[0](torch.ones(1, 4))
-    assert outer_seen == [torch.bfloat16]
-    assert seen == [torch.float32]  # and the half activations are widened on their way in
-
-
 @pytest.mark.parametrize("outer", ["fp16", "bf16", "fp16_naive", "bf16_naive"])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_float32_model_takes_the_activations_of_a_half_one_in_float32(outer, training):
@@ -794,71 +755,6 @@ def test_a_model_with_half_weights_under_fp32_computes_in_them():
 
 
 # ---- curves ----
-
-IMAGES = Path(__file__).parents[2] / "examples" / "data" / "fashion_mnist_subset"
-
-
-@pytest.fixture(scope="module")
-def images():
-    def read(name, header):
-        with lzma.open(IMAGES / f"t10k-{name}-ubyte.xz") as file:
-            return torch.frombuffer(bytearray(file.read()[header:]), dtype=torch.uint8)
-
-    x = read("images-idx3", 16).view(-1, 28, 28).float().div(255).sub(0.286).div(0.353)
-    y = read("labels-idx1", 8).long()
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
-    return x[order], y[order]
-
-
-class TinyViT(nn.Module):
-    def __init__(self, dim=32, depth=2):
-        super().__init__()
-        self.patch = nn.Conv2d(1, dim, 7, stride=7)
-        self.position = nn.Parameter(torch.randn(1, 16, dim) * 0.02)
-        self.blocks = nn.Sequential(*(Block(dim, 4) for _ in range(depth)))
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, 10)
-
-    def forward(self, x):
-        x = self.patch(x[:, None]).flatten(2).transpose(1, 2) + self.position
-        return self.head(self.norm(self.blocks(x)).mean(1))
-
-
-def curve(precision, images, steps=80):
-    torch.manual_seed(0)
-    x, y = images
-    net = TinyViT()
-    booster = Booster("cpu", precision, half_products="native")
-    model, optimizer, criterion, *_ = booster.boost(
-        net, torch.optim.AdamW(net.parameters(), lr=3e-3), nn.CrossEntropyLoss()
-    )
-    losses = []
-    for step in range(steps):
-        batch = slice(step * 48, (step + 1) * 48)
-        loss = criterion(model(x[batch]), y[batch])
-        booster.backward(loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return torch.tensor(losses), optimizer.num_skipped
-
-
-@pytest.mark.slow
-def test_half_precision_learns_a_real_problem_along_the_float32_curve(images):
-    exact, _ = curve("fp32", images)
-    assert exact[-10:].mean() < 0.55 * exact[0], "the problem itself must be learnt"
-    deviations = {}
-    for precision, half in HALF.items():
-        losses, skipped = curve(precision, images)
-        assert skipped == 0
-        deviations[precision] = (losses - exact).abs()
-        eps = torch.finfo(half).eps
-        # One forward pass rounds a handful of times; the error then grows along the trajectory.
-        assert deviations[precision][0] < eps * exact[0]
-        assert deviations[precision].mean() < eps
-        assert deviations[precision].max() < 4 * eps
-    assert deviations["fp16"].mean() < deviations["bf16"].mean()
-    assert deviations["fp16"].max() > 0
 
 
 class OfData(MixedPrecision):

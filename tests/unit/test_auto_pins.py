@@ -206,6 +206,7 @@ def test_a_model_that_is_bad_in_float32_is_told():
         ("fp16_apex", {}, TypeError, "FP16ApexMixedPrecision takes no keep_fp32"),
         ("nothing", {}, ValueError, "unknown; choose one of"),
         (FP8MixedPrecision(emulate=True, compute_dtype=torch.float32), {}, ValueError, "says nothing under"),
+        ("bf16", {"bound": 0.0}, ValueError, "bound"),
     ],
 )
 def test_wrong_arguments_are_errors_that_name_them(precision, options, error, says):

@@ -224,23 +224,6 @@ def test_batches_arrive_on_the_device_in_their_containers():
     assert type(got[1]) is Pair
 
 
-@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), torch.nn.functional.cross_entropy])
-def test_a_training_loop_runs(criterion):
-    torch.manual_seed(0)
-    booster = fp16()
-    model = net()
-    optimizer = sgd(model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    model, optimizer, criterion, data, scheduler = booster.boost(model, optimizer, criterion, loader(), scheduler)
-    for _ in range(2):
-        for x, y in data:
-            booster.backward(criterion(model(x), y), optimizer)
-            assert optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-    assert scheduler.get_last_lr() == [0.025]
-
-
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_plain_python_with_the_ddp_plugin_is_one_process(precision):
     def run(plugin):
@@ -579,35 +562,6 @@ def test_two_optimizers_of_one_model_step_as_torch_steps_them(kind):
             optimizer.zero_grad()
     for param, other in zip(raw.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(param, other, atol=1e-6)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "fp16_naive", "bf16_naive"])
-def test_an_overflow_under_one_of_two_optimizers_skips_both(precision):
-    raw = net()
-    booster = Booster("cpu", precision, skip_nonfinite=True)
-    model, optimizers, *_ = booster.boost(raw, halves(raw))
-    before = [param.detach().clone() for param in raw.parameters()]
-    handle = raw[2].bias.register_hook(lambda grad: grad * float("inf"))
-    booster.backward(model(torch.ones(8, 4)).mean(), optimizers)
-    results = [optimizer.step() for optimizer in optimizers]
-    assert [result.applied for result in results] == [False, False]
-    assert {result.culprit for result in results} == {("2.bias",)}
-    assert all(torch.equal(param, old) for param, old in zip(raw.parameters(), before, strict=True))
-    handle.remove()
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    booster.backward(model(torch.ones(8, 4)).mean(), optimizers)
-    assert all(optimizer.step() for optimizer in optimizers)
-
-
-def test_two_optimizers_accumulate_together():
-    raw = net()
-    booster = Booster("cpu", "fp16")
-    model, optimizers, *_ = booster.boost(raw, halves(raw))
-    with booster.accumulate(model, optimizers, 2), booster.no_sync(model, optimizers):
-        for _ in range(2):
-            booster.backward(model(torch.ones(8, 4)).mean(), optimizers)
-    assert all(optimizer.step() for optimizer in optimizers)
 
 
 class Named:

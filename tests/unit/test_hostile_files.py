@@ -33,7 +33,7 @@ from booster.checkpoint.manifest import Chunk, File, Manifest, Tensor, _are_the_
 from booster.checkpoint.tensor_file import entries_of
 from booster.cli import main
 from booster.cli.hosts import read_hostfile
-from booster.common.untrusted_files import json_cost, open_regular, parse_json
+from booster.common.untrusted_files import json_cost, parse_json
 
 TENSORS = "tensors-00000.safetensors"
 
@@ -376,13 +376,6 @@ def test_weights_that_are_no_file_are_refused_at_once(kind, name, tmp_path):
             list(read_weights(path))
         with pytest.raises((CheckpointError, OSError)):
             load_weights(nn.Linear(2, 2), path)
-
-
-@pytest.mark.parametrize("kind", [pipe, device, sock, as_folder])
-def test_what_is_no_regular_file_is_named_with_its_kind(kind, tmp_path):
-    kind(tmp_path / "x")
-    with pytest.raises(OSError, match=r"is a (named pipe|device|socket|folder), and no regular file"):
-        open_regular(tmp_path / "x")
 
 
 @pytest.mark.parametrize("kind", [pipe, device, sock, as_folder])

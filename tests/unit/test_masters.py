@@ -339,43 +339,6 @@ def test_a_closure_of_an_elementwise_optimizer_runs_once_and_its_clip_counts():
     assert same(run.values(), twin.values())
 
 
-def test_masters_follow_weights_that_somebody_else_wrote_and_keep_the_others():
-    run = Run(ELEMENTWISE["SGD"], BF16, "fp32", shapes=[(100, 700)])
-    run.train(2)
-    before = run.values()[0]
-    with torch.no_grad():
-        run.params[0][:50].fill_(300.0)
-        run.params[0][50:].copy_(run.params[0][50:].clone())  # written, but to what it was
-    twin = copy.deepcopy(run.params[0].detach())
-    after = run.values()[0]
-    assert (after[:50] == 300.0).all()
-    assert torch.equal(after[50:], before[50:])
-    assert torch.equal(run.params[0], twin)
-
-
-@pytest.mark.parametrize("form", ["fp32", "split", "none"])
-def test_a_step_starts_from_weights_that_somebody_else_wrote(form):
-    run = Run(ELEMENTWISE["SGD"], BF16, form, shapes=[(100, 700)])
-    run.train(2)
-    with torch.no_grad():
-        run.params[0].fill_(300.0)
-    run.train(1)
-    assert (run.params[0] - 300.0).abs().max() <= 2.0  # one ulp: a split master keeps what lay below the old weight
-
-
-def test_a_new_group_gets_masters_of_its_own():
-    run = Run(ELEMENTWISE["AdamW"], BF16, "split")
-    run.train(1)
-    extra = torch.nn.Parameter(torch.ones(50, dtype=BF16))
-    run.optimizer.add_param_group({"params": [extra], "lr": 0.5})
-    run.params.append(extra)
-    run.train(1)
-    assert len(run.inner.param_groups) == 2
-    assert not torch.equal(run.masters.master_of(extra), torch.ones(50))
-    assert run.optimizer.state[extra]["step"] == 1
-    assert run.optimizer.state[run.params[0]]["step"] == 2
-
-
 def test_zero_grad_clears_working_gradients_and_a_step_leaves_them_with_their_scale():
     run = Run(ELEMENTWISE["AdamW"], FP16, scale=2.0**4)
     run.backward()
@@ -385,48 +348,6 @@ def test_zero_grad_clears_working_gradients_and_a_step_leaves_them_with_their_sc
     assert same([param.grad for param in run.params], before)
     run.optimizer.zero_grad()
     assert all(param.grad is None for param in run.params)
-
-
-@pytest.mark.parametrize("clip", [None, 0.25])
-def test_gradients_that_are_kept_after_a_step_add_up_at_the_right_scale(clip):
-    scaler = DynamicScale(init_scale=2.0**4, growth_interval=1)
-    run = Run(lambda p: optim.SGD(p, lr=1.0), FP16, "fp32", shapes=[(4,)])
-    run.optimizer._update.gradients.scaler = scaler
-    start = run.values()[0]
-    for _ in range(2):  # the scale doubles in between, and the first gradient stays
-        run.optimizer.backward(loss_with(run.params, [1.0]))
-        if clip is not None:
-            run.optimizer.clip_grad_by_norm(clip)
-        run.optimizer.step()
-    first = 1.0 if clip is None else clip / 2
-    second = first + 1.0 if clip is None else clip / 2
-    torch.testing.assert_close(run.values()[0], start - first - second, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("layout", ["channels last", "gaps"])
-def test_any_memory_layout_trains_the_same(layout):
-    make = ELEMENTWISE["AdamW"]
-    run = Run(make, BF16, "split", shapes=[(8, 3, 4, 4)])
-    other = Run(make, BF16, "split", shapes=[(8, 3, 4, 4)])
-    param = torch.nn.Parameter(other.params[0].detach().clone())
-    if layout == "channels last":
-        param.data = param.detach().to(memory_format=torch.channels_last)
-    else:
-        wide = torch.zeros(8, 3, 4, 8, dtype=BF16)
-        wide[..., ::2] = param.detach()
-        param.data = wide[..., ::2]
-    other.params, other.inner = [param], make([param])
-    switch_to_fused(other.inner)
-    other.masters = Masters(
-        other.inner, {param: "p"}, MasterOptions(master_weights="split"), sources={param: other.sources[0]}
-    )
-    other.optimizer = OptimizerWrapper(
-        UpdateContext(optimizer=other.inner, scaler=NoScale()),
-        lambda job: choose_master_update(job, masters=other.masters),
-    )
-    for each in (run, other):
-        each.train(5)
-    torch.testing.assert_close(run.values()[0], other.values()[0], rtol=1e-6, atol=1e-7)
 
 
 def test_no_float32_copy_of_the_model_is_held_by_a_split_master_at_rest():

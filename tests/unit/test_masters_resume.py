@@ -70,30 +70,6 @@ class Run:
             getattr(self, name).load_state_dict(copy.deepcopy(state[name]))
 
 
-CASES = [(precision, "AdamW") for precision in PRECISIONS] + [
-    (precision, name) for precision in ("fp16, fp32 masters", "bf16, split") for name in ("SGD", "Adagrad", "ASGD")
-]
-
-
-@pytest.mark.slow_cases("4-fp16, fp32 masters-Adagrad", "4-bf16, none-AdamW")
-@pytest.mark.crossed
-@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")], ids=" then ".join)
-@pytest.mark.parametrize(("precision", "optimizer"), [*CASES, ("bf16, fp32 masters", "Adafactor")])
-@pytest.mark.parametrize("at", [4, 11])
-def test_resuming_is_bitwise_the_run_without_interruption(precision, optimizer, order, at):
-    whole = Run(precision, optimizer)
-    whole.train(range(20))
-    first = Run(precision, optimizer)
-    first.train(range(at))
-    second = Run(precision, optimizer)
-    second.load(first.save(), order)
-    assert same(second.save(), first.save())
-    second.train(range(at, 20))
-    assert same(second.save(), whole.save())
-    assert second.optimizer.num_skipped == whole.optimizer.num_skipped
-    assert whole.optimizer.num_skipped >= (1 if precision.startswith("fp16") else 0)
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_state_dict_has_the_format_of_the_optimizer_on_float32_parameters(optimizer):
     run = Run("bf16, fp32 masters", optimizer)

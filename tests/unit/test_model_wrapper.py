@@ -343,18 +343,6 @@ def test_a_deep_copy_shares_the_precision():
     assert copy.deepcopy(model)(torch.ones(1, 4)).dtype == torch.float32
 
 
-def test_averaged_model_of_torch_averages_the_boosted_model():
-    net = Net()
-    model = boosted(net)
-    average = AveragedModel(model)
-    with torch.no_grad():
-        net.head.weight += 1.0
-    average.update_parameters(model)
-    average.update_parameters(model)
-    assert average(torch.ones(1, 4)).dtype == torch.float32
-    assert {key.removeprefix("module.") for key in average.state_dict()} - {"n_averaged"} == set(net.state_dict())
-
-
 @pytest.mark.parametrize("precision", ["bf16_naive", "fp16_naive"])
 def test_an_average_of_the_model_before_boost_moves_and_one_of_half_weights_does_not(precision):
     def lerp(average, weight, _):
@@ -441,27 +429,6 @@ def test_a_method_keeps_its_name_and_signature():
     model = boosted(Generator())
     assert model.generate.__name__ == "generate"
     assert list(inspect.signature(model.generate).parameters) == ["x", "steps"]
-
-
-class Switching(nn.Module):
-    """Runs without gradients first and with them later, in one forward: as self-conditioning does."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(4, 4)
-
-    def forward(self, x):
-        with torch.no_grad():
-            guess = self.net(x)
-        return self.net(x + guess)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_weights_used_first_without_gradients_and_then_with_them_are_trained(precision):
-    net = Switching()
-    boosted(net, precision)(torch.ones(2, 4)).sum().backward()
-    assert net.net.weight.grad is not None
-    assert net.net.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -940,26 +907,6 @@ def gpt2(transformers):
         vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1
     )
     return transformers.GPT2LMHeadModel(config)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_transformers_model_trains_and_returns_its_model_output(gpt2, precision):
-    booster = Booster(device="cpu", mixed_precision=precision)
-    model, optimizer, *_ = booster.boost(gpt2, torch.optim.AdamW(gpt2.parameters(), lr=1e-3))
-    ids = torch.randint(0, 32, (2, 8))
-    losses = []
-    for _ in range(4):
-        output = model(input_ids=ids, labels=ids)
-        assert type(output).__name__ == "CausalLMOutputWithCrossAttentions"
-        assert output.logits is output["logits"]
-        assert output.logits.dtype == output.loss.dtype == torch.float32
-        assert output[0] is output.loss
-        booster.backward(output.loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(output.loss.item())
-    assert losses[-1] < losses[0]
-    assert model.config is gpt2.config
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

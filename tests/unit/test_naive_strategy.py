@@ -1,7 +1,6 @@
 """fp16_naive and bf16_naive: half parameters, the Megatron scaler, and what step() does and reports."""
 
 import logging
-import math
 
 import pytest
 import torch
@@ -111,35 +110,6 @@ def test_keep_fp32_pins_modules_and_their_parameters_keep_every_bit(name):
 
 
 @both
-def test_training_equals_a_handwritten_loop_on_float32_masters(name):
-    dtype = KINDS[name][1]
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    weights = [param.detach().clone() for param in model.parameters()]
-    twin = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
-    reference = [nn.Parameter(weight.clone()) for weight in weights]
-    plain = torch.optim.SGD(reference, lr=0.1, momentum=0.9)
-    scale = 2.0**10 if name == "fp16_naive" else 1.0
-    precision = FP16NaiveMixedPrecision(initial_scale=scale) if scale > 1 else BF16NaiveMixedPrecision()
-    booster, model, optimizer, criterion = boost(
-        precision, model, optimizer=lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9)
-    )
-    for index in range(10):
-        step(booster, model, optimizer, criterion, seed=index)
-        with torch.no_grad():
-            for half, master in zip(twin.parameters(), reference, strict=True):
-                half.copy_(master)
-        x, y = batch(index)
-        twin.zero_grad()
-        (criterion(twin(x.to(dtype)).float(), y) * scale).backward()
-        for half, master in zip(twin.parameters(), reference, strict=True):
-            master.grad = half.grad.float() / scale
-        plain.step()
-    for ours, theirs in zip(masters(optimizer).values(), reference, strict=True):
-        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-7)
-
-
-@both
 @pytest.mark.parametrize("form", ["fp32", "split"])
 def test_an_optimizer_that_has_stepped_before_keeps_its_state_in_float32(name, form):
     model = net()
@@ -179,28 +149,6 @@ def test_the_hysteresis_trace_of_the_megatron_rule_is_reproduced():
         scaler.update(bool(found))
         trace.append(int(scaler.scale) // 1024)
     assert trace == [64, 64, 64, 64, 32, 16, 16, 16, 16, 32, 32, 16]
-
-
-def test_a_static_scale_stays_and_overflows_are_still_skipped():
-    precision = FP16NaiveMixedPrecision(initial_scale=256.0, dynamic_grad_scale=False, growth_interval=1)
-    booster, model, optimizer, criterion = boost(precision)
-    assert step(booster, model, optimizer, criterion)
-    result = step(booster, model, optimizer, criterion, factor=math.inf)
-    assert (result.applied, result.skipped_reason) == (False, "nonfinite_loss")
-    assert optimizer.loss_scale == 256.0
-
-
-def test_a_skipped_step_changes_neither_masters_nor_weights_nor_state():
-    booster, model, optimizer, criterion = boost("fp16_naive", optimizer=torch.optim.AdamW)
-    step(booster, model, optimizer, criterion)
-    before = [*masters(optimizer).values(), *(p.detach().clone() for p in model.parameters())]
-    counts = [state["step"].item() for state in optimizer.state.values()]
-    result = step(booster, model, optimizer, criterion, factor=math.inf)
-    assert not result
-    assert "0.weight" in result.culprit
-    after = [*masters(optimizer).values(), *model.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert [state["step"].item() for state in optimizer.state.values()] == counts
 
 
 @both
@@ -261,17 +209,6 @@ def test_a_step_leaves_the_gradients_of_pinned_modules_with_their_scale_as_those
     before = {name: param.grad.clone() for name, param in model.named_parameters()}
     assert optimizer.step()
     assert all(torch.equal(param.grad, before[name]) for name, param in model.named_parameters())
-
-
-@both
-def test_accumulated_gradients_step_once(name):
-    booster, model, optimizer, criterion = boost(name)
-    x, y = batch()
-    with booster.accumulate(model, optimizer, num_micro_batches=2):
-        for part in (slice(0, 8), slice(8, 16)):
-            booster.backward(criterion(model(x[part]), y[part]), optimizer)
-    assert optimizer.step()
-    assert optimizer.num_applied == 1
 
 
 def test_options_may_be_given_in_the_documented_order():

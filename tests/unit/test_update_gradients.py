@@ -116,17 +116,6 @@ def test_what_a_joint_skip_leaves_in_grad_keeps_its_meaning_for_the_next_backwar
 
 # ---------------------------------------------------------------------- which gradients
 @both
-def test_a_bare_backward_under_a_scale_is_detected_with_the_fix(decides):
-    params = parameters(4)
-    optimizer = sgd(params, decides, 2.0**8)
-    loss_with(params, [1.0]).backward()
-    for call in (optimizer.step, optimizer.unscale_grads, lambda: optimizer.clip_grad_by_norm(1.0)):
-        with pytest.raises(RuntimeError, match=r"Call b.backward\(loss, optimizer\) instead"):
-            call()
-    assert torch.equal(params[0], torch.ones(4))
-
-
-@both
 def test_a_bare_backward_is_detected_after_the_gradients_of_another_were_zeroed(decides):
     params = parameters(4)
     optimizer = sgd(params, decides, 2.0**8)
