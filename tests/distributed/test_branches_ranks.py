@@ -140,15 +140,15 @@ def trained(rank, world_size, seeds, plugin, precision):
                     booster.backward(loss if accumulates else loss / len(of_step), optimizer)
             assert optimizer.step().applied
             optimizer.zero_grad()
-        worst[seed] = largest_error(booster.unwrap(model), before, program, precision)
+        worst[seed] = largest_error(booster.unwrap(model), before, change_alone(program), precision)
     return worst
 
 
-def largest_error(model, before, program, precision):
+def largest_error(model, before, right, precision):
     """The largest error of the change of a weight of `model`, in units of what `precision` allows, and its name."""
-    right, found = change_alone(program), (0.0, "")
+    found = 0.0, ""
     # Each of some ten products of a pass, and each sum of gradients, rounds by half a unit; a half weight once more.
-    unit = torch.finfo(torch.float32 if precision == "fp32" else torch.bfloat16).eps
+    unit = torch.finfo({"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)).eps
     largest = max(float(change.norm()) for change in right.values())
     for name, param in model.named_parameters():
         now = (param.full_tensor() if isinstance(param, DTensor) else param).detach().float()
@@ -186,7 +186,7 @@ def staged(rank, world_size, seeds, style, zero_stage, precision):
             booster.execute_pipeline(iter([(x, x)]), model, lambda out, _: out.float().square().mean(), optimizer)
             assert optimizer.step().applied
             optimizer.zero_grad()
-        worst[seed] = largest_error(booster.unwrap(model), before, program, precision)
+        worst[seed] = largest_error(booster.unwrap(model), before, change_alone(program), precision)
     return worst
 
 

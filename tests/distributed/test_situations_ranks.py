@@ -5,9 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from test_branches_ranks import PLUGINS, PRECISIONS
+from test_branches_ranks import PLUGINS, PRECISIONS, largest_error
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
@@ -216,15 +215,7 @@ def error_of(situation, make, precision, rank, world_size):
                 booster.backward(value, optimizer)
         assert optimizer.step().applied
         optimizer.zero_grad()
-    right, found = change_alone(situation, world_size), (0.0, "")
-    unit = torch.finfo({"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)).eps
-    largest = max(float(change.norm()) for change in right.values())
-    for name, param in bare.named_parameters():
-        now = (param.full_tensor() if isinstance(param, DTensor) else param).detach().float()
-        error = float((now - start[name] - right[name]).norm())
-        allowed = unit * (32 * float(right[name].norm()) + 4 * largest + float(now.norm()))
-        found = max(found, (error / allowed, name))
-    return found
+    return largest_error(bare, start, change_alone(situation, world_size), precision)
 
 
 def errors(rank, world_size, plugin, precision):
