@@ -116,14 +116,17 @@ class Format(ABC):
     """A way to keep masters; the module docstring says what is read and written.
 
     Attributes:
+        residual_dtype: of `residual`, a number for each element; None: nothing is kept.
         needs_values: `residual` is not float32, so that `values` must be scratch.
     """
 
+    residual_dtype: torch.dtype | None = None
     needs_values = True
 
-    @abstractmethod
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         """Return a `residual` for `size` elements with working weights of `dtype`."""
+        kept = self.residual_dtype
+        return None if kept is None else torch.zeros(size, dtype=kept, device=device)
 
     @abstractmethod
     def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
@@ -141,10 +144,8 @@ class Format(ABC):
 class Float32Master(Format):
     """Keeps the master itself. 4 bytes an element."""
 
+    residual_dtype = torch.float32
     needs_values = False
-
-    def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.float32, device=device)
 
     def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         if residual is not values:
@@ -157,24 +158,10 @@ class Float32Master(Format):
         round_nearest(working, values, scratch)
 
 
-class Same(Format):
-    """Of float32 weights, which are their own masters; they are stepped in scratch. 0 bytes."""
-
-    def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        return None
-
-    def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
-        torch._foreach_copy_(pieces_like(values, working), list(working))
-
-    def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
-        torch._foreach_copy_(list(working), pieces_like(values, working))
-
-
 class SplitBFloat16(Format):
     """Keeps the lower half of the master, as a signed number; the weight is the upper half. 2 bytes an element, exact."""
 
-    def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int16, device=device)
+    residual_dtype = torch.int16
 
     def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
@@ -198,8 +185,7 @@ class SplitFloat16(Format):
     2**-38. Masters beyond float16's largest number become infinite, as their weights do.
     """
 
-    def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int16, device=device)
+    residual_dtype = torch.int16
 
     def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
@@ -221,14 +207,15 @@ class SplitFloat16(Format):
 class Nearest(Format):
     """Keeps nothing: the update is added to the weight in float32, and rounded. Updates below half an ulp are lost."""
 
-    def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        return None
-
     def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         torch._foreach_copy_(pieces_like(values, working), list(working))
 
     def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         round_nearest(working, values, scratch)
+
+
+class Same(Nearest):
+    """Of float32 weights, which are their own masters and need no rounding; they are stepped in scratch. 0 bytes."""
 
 
 class Stochastic(Nearest):
@@ -312,15 +299,14 @@ STEP = 2.0**-8  # ulp of the weight
 class Split24(Format):
     """Keeps one int8 an element."""
 
+    residual_dtype = torch.int8
+
     def __init__(self, rng: RoundingRNG) -> None:
         self._rng = rng
 
     def random_bits(self, device: torch.device) -> RoundingBits:
         """Return the random numbers of this step."""
         return self._rng.random_bits(WEIGHTS, device)
-
-    def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int8, device=device)
 
 
 class Split24BFloat16(Split24):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
-from booster.masters.masters import Masters
-from booster.masters.states import state_of_bucket
-from booster.model.params import dtensor_around, local_shard
+from booster.masters.masters import Masters, replaced_params
+from booster.masters.states import copy_masters, state_of_bucket, write_pieces
+from booster.model.params import local_shard
 from booster.shards.base import State
-from booster.tensors.flat import flat_like, shaped_like
 
 
 class MasterParams:
@@ -32,9 +32,8 @@ class MasterParams:
         self._masters, self._state, self._scale = masters, masters.optimizer.state, grad_scale
         self._copies = {bucket: bucket.copy_masters() for bucket in masters.buckets}
         self._flat = [bucket for bucket in masters.buckets if not bucket.whole]
-        self._lists: list[list[Any]] = [group["params"] for group in masters.optimizer.param_groups]
-        self._params = [list(params) for params in self._lists]
-        self._plain: list[Any] = [p for params in self._lists for p in masters.outside(params) if p.grad is not None]
+        groups = masters.optimizer.param_groups
+        self._plain: list[Any] = [p for each in groups for p in masters.outside(each["params"]) if p.grad is not None]
         self._before = [param.detach().clone() for param in self._plain if grad_scale is not None]
         self._tensors = self._make_params()
         states = masters.states_of(self._flat)
@@ -42,13 +41,12 @@ class MasterParams:
         self._written: dict[torch.Tensor, State] = {}
         self._state.update({self._tensors[param]: own for param, own in states.items()})
         self._grads = self._give_gradients()
-        for params in self._lists:
-            params[:] = [self._tensors.get(param, param) for param in params]
+        self._in_groups = ExitStack()
+        self._in_groups.enter_context(replaced_params(masters.optimizer, self._tensors))
 
     def restore_groups(self) -> None:
         """Have groups, states and gradients as they were, but for what the method wrote to gradients."""
-        for params, held in zip(self._lists, self._params, strict=True):
-            params[:] = held
+        self._in_groups.close()
         for param, (grad, given) in self._grads.items():
             self._set_gradient(param, grad, given, self._tensors.get(param, param).grad)
         for tensor in self._tensors.values():
@@ -61,12 +59,7 @@ class MasterParams:
             if bucket.whole:
                 bucket.detach()
                 continue
-            for piece, copy_masters in zip(bucket.pieces, bucket.pieces_of(values), strict=True):
-                copy_masters.copy_(
-                    flat_like(local_shard(self._tensors[piece.param]).detach(), local_shard(piece.param))[
-                        piece.start : piece.stop
-                    ]
-                )
+            write_pieces(bucket, values, [self._tensors[param] for param in bucket.params], None, None)
 
     def changed(self) -> bool:
         """Return whether weights or masters were written."""
@@ -114,19 +107,14 @@ class MasterParams:
     def _make_params(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the float32 parameter of each parameter that has a master."""
         made: dict[torch.Tensor, torch.Tensor] = {}
-        pieces: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = {}
+        wholes: dict[torch.Tensor, torch.Tensor] = {}
         for bucket, values in self._copies.items():
             if bucket.whole:
                 bucket.attach(values, None)
                 made |= zip(bucket.params, bucket.handles, strict=True)
-                continue
-            for piece, own in zip(bucket.pieces, bucket.pieces_of(values), strict=True):
-                pieces.setdefault(piece.param, []).append((piece.start, own))
-        for param, found in pieces.items():
-            own = torch.cat([values for _, values in sorted(found, key=lambda piece: piece[0])])
-            whole = dtensor_around(shaped_like(own, local_shard(param)), param)
-            made[param] = nn.Parameter(whole, requires_grad=param.requires_grad)
-        return made
+            else:
+                copy_masters(bucket, values, wholes)
+        return made | {p: nn.Parameter(whole, requires_grad=p.requires_grad) for p, whole in wholes.items()}
 
     def _give_gradients(self) -> dict[torch.Tensor, tuple[Any, torch.Tensor]]:
         """Give these parameters unscaled gradients; return, by the user's parameter, its own gradient and the one given."""

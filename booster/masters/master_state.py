@@ -6,30 +6,33 @@ Float32 weights that `load_state_dict` of a model brought for half-precision par
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from booster.masters.formats import Split24, Stochastic
-from booster.masters.masters import Masters, Weights, has_half_elements
+from booster.masters.masters import Masters, Weights, has_half_elements, replaced_params
 from booster.masters.rounding import rounded
-from booster.masters.states import Places, StateView, give_back, places_of, state_of_bucket, state_of_params
+from booster.masters.states import (
+    Places,
+    StateView,
+    copy_masters,
+    give_back,
+    places_of,
+    state_of_bucket,
+    state_of_params,
+)
 from booster.model.modules import parameter_names
 from booster.model.optimizers import lies_flat, load_states
-from booster.model.params import is_dtensor, local_shard
+from booster.model.params import is_dtensor
 from booster.shards import Shards
 from booster.shards.base import State
-from booster.tensors.flat import flat
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.context import Fill, OptimizerState, UpdateContext
 from booster.update.state_dict import IN_MODEL
-
-if TYPE_CHECKING:
-    from booster.masters.masters import Masters, Weights
 
 FULL_DTYPES = (torch.float32, torch.float64)
 
@@ -239,12 +242,9 @@ class MasterState(OptimizerState):
         self.masters.register_params()
         weights: dict[torch.Tensor, torch.Tensor] = {}
         for bucket in self.masters.buckets:
-            if bucket.residual is None:
-                continue
-            for piece, values in zip(bucket.pieces, bucket.pieces_of(bucket.masters()), strict=True):
-                whole = weights.setdefault(piece.param, torch.empty_like(piece.param, dtype=torch.float32))
-                flat(local_shard(whole))[piece.start : piece.stop] = values
-        state: dict[str, Any] = {"weights": {self.masters.name_of(p): whole.detach() for p, whole in weights.items()}}
+            if bucket.residual is not None:
+                copy_masters(bucket, bucket.masters(), weights)
+        state: dict[str, Any] = {"weights": {self.masters.name_of(p): whole for p, whole in weights.items()}}
         rounding = self.rounding_state()
         return state | ({"rounding": rounding} if rounding else {})
 
@@ -286,10 +286,7 @@ class MasterState(OptimizerState):
         while self.masters.buckets:
             bucket = self.masters.buckets.pop(0)
             if bucket.dtype in HALF_DTYPES:
-                for piece, master in zip(bucket.pieces, bucket.pieces_of(bucket.masters()), strict=True):
-                    if piece.param not in values:
-                        values[piece.param] = torch.empty_like(piece.param, dtype=torch.float32).detach()
-                    flat(local_shard(values[piece.param]))[piece.start : piece.stop] = master
+                copy_masters(bucket, bucket.masters(), values)
             if bucket.whole:
                 states |= {
                     piece.param: state.pop(handle)
@@ -386,7 +383,7 @@ class MasterState(OptimizerState):
             early = {key: {name: own[name] for name in own.keys() - late[key].keys()} for key, own in given.items()}
             state_dict = {**state_dict, "state": early}
         # Masters and handles stay.
-        with self._replaced(proxies):
+        with replaced_params(optimizer, proxies):
             load_states(optimizer, state_dict)
         held = (param for group in optimizer.param_groups for param in group["params"])
         return {
@@ -398,18 +395,6 @@ class MasterState(OptimizerState):
     def _params_with_masters(self) -> list[torch.Tensor]:
         """Return the parameters of the groups that have a place in a bucket, or would have if they were trained."""
         return [p for group in self.optimizer.param_groups for p in group["params"] if self.masters.may_have(p)]
-
-    @contextmanager
-    def _replaced(self, replacements: Weights) -> Iterator[None]:
-        lists: list[list[torch.Tensor]] = [group["params"] for group in self.optimizer.param_groups]
-        before = [list(params) for params in lists]
-        for params in lists:
-            params[:] = [replacements.get(p, p) for p in params]
-        try:
-            yield
-        finally:
-            for params, old in zip(lists, before, strict=True):
-                params[:] = old
 
     def _adopt(self, states: MutableMapping[torch.Tensor, State], masters: Weights, fill: Fill | None) -> None:
         """Make these the states and masters of half parameters; masters that are not given stay as they are."""

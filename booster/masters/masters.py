@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import filterfalse
 from operator import attrgetter
@@ -57,6 +57,7 @@ class Masters:
         buckets: of all parameters with masters, in the order of the groups.
         layouts: by parameter with a master, the memory order that its bucket knows, as a meta tensor.
         gradient_of: what a step takes for the gradient of a parameter, in any floating dtype; its `.grad` by default.
+        half_only: whether buckets hold half-precision parameters alone.
         loaded_weights: gives, once, float32 values that `load_state_dict` brought for half-precision parameters, or None.
         hosts: the host memory of each device with offloaded states.
         num_removed: how many parameters with masters were in no group of the optimizer when `register_params` ran last.
@@ -85,6 +86,7 @@ class Masters:
         self.scratch: Any = None  # of the last step, where that kept it
         self.rng = RoundingRNG()
         self.quantizer = options.make_quantizer(optimizer, self.rng)
+        self.half_only = self.quantizer is None and not options.offload
         self.hosts: dict[torch.device, HostMemory] = {}
         self.formats: dict[torch.dtype, Format] = {}
         self.num_removed = 0
@@ -94,11 +96,6 @@ class Masters:
         self.register_params(sources)
 
     # ------------------------------------------------------------------ which parameters
-
-    @property
-    def half_only(self) -> bool:
-        """Whether buckets hold half-precision parameters alone."""
-        return self.quantizer is None and not self.options.offload
 
     def offloads(self, device: torch.device) -> bool:
         """Return whether residual bits and states of parameters on `device` are kept in the host's memory."""
@@ -154,7 +151,6 @@ class Masters:
         if loaded:
             self._adopt_loaded(loaded)
         fresh: list[list[torch.Tensor]] = []
-        half_only = self.quantizer is None and not self.options.offload  # the property would be a call in each step
         self.num_removed = len(self.layouts)
         for group in self.optimizer.param_groups:
             found = []
@@ -162,7 +158,7 @@ class Masters:
                 if p in self.layouts:
                     self.num_removed -= 1
                     continue
-                if half_only and p.dtype not in HALF_DTYPES:
+                if self.half_only and p.dtype not in HALF_DTYPES:
                     continue
                 if self.is_stepped(p) and self.may_have(p):
                     found.append(p)
@@ -371,6 +367,21 @@ class Masters:
                 if seen[param] != seen[bucket.pieces[0].param]:
                     return False
         return True
+
+
+@contextmanager
+def replaced_params(optimizer: Optimizer, replacements: Weights) -> Iterator[None]:
+    """Inside, groups of `optimizer` hold `replacements` in the place of the parameters that are its keys."""
+    # In the lists themselves: LBFGS keeps one of them.
+    lists = [group["params"] for group in optimizer.param_groups]
+    before = [list(params) for params in lists]
+    for params in lists:
+        params[:] = [replacements.get(param, param) for param in params]
+    try:
+        yield
+    finally:
+        for params, held in zip(lists, before, strict=True):
+            params[:] = held
 
 
 def _packed(params: Sequence[torch.Tensor], size: int) -> list[list[Piece]]:

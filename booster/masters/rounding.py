@@ -52,10 +52,7 @@ def round_into(halves: torch.Tensor, values: torch.Tensor, scratch: torch.Tensor
     """Write float32 `values` to `halves`, rounded to nearest, and return them; `scratch` may be `values`."""
     if halves.dtype != torch.bfloat16:
         return halves.copy_(values)
-    bits = scratch.view(torch.int32)
-    # Half of the last place that stays, added in whole numbers; ties go away from zero.
-    torch.add(values.view(torch.int32), 0x8000, out=bits).bitwise_right_shift_(16)
-    halves.view(torch.int16).copy_(bits)
+    halves.view(torch.int16).copy_(high_bits(values, scratch.view(torch.int32)))
     return halves
 
 
@@ -67,15 +64,14 @@ def high_half(bits: torch.Tensor, working: Views, out: torch.Tensor) -> None:
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return float32 or float64 `values` as the half weights that a step would make of such masters; NaN stays NaN."""
     values = values.float()
-    if dtype != torch.bfloat16:
-        return values.to(dtype)
-    nearest = high_bits(values).to(torch.int16).view(dtype)
+    nearest = round_into(torch.empty_like(values, dtype=dtype), values, torch.empty_like(values))
     return torch.where(values.isnan(), values.to(dtype), nearest)
 
 
-def high_bits(values: torch.Tensor) -> torch.Tensor:
+def high_bits(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return the bits of float32 `values` rounded to bfloat16, as int32."""
-    return torch.add(values.view(torch.int32), 0x8000).bitwise_right_shift_(16)
+    # Half of the last place that stays, added in whole numbers; ties go away from zero.
+    return torch.add(values.view(torch.int32), 0x8000, out=out).bitwise_right_shift_(16)
 
 
 def canonical_nan_(values: torch.Tensor) -> None:

@@ -265,6 +265,14 @@ def write_pieces(
         torch._foreach_copy_(here, given)
 
 
+def copy_masters(bucket: Bucket, values: torch.Tensor, into: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Copy flat `values`, the masters of `bucket`, to where they belong in `into`: by parameter, in its shape, made anew."""
+    for piece, own in zip(bucket.pieces, bucket.pieces_of(values), strict=True):
+        if piece.param not in into:
+            into[piece.param] = torch.empty_like(piece.param, dtype=torch.float32).detach()
+        flat(local_shard(into[piece.param]))[piece.start : piece.stop] = own
+
+
 def state_of_bucket(
     bucket: Bucket, states: Mapping[torch.Tensor, State], fill: Fill | None = None
 ) -> dict[torch.Tensor, State]:

@@ -26,18 +26,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import repeat
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from booster.common.torch_internals.optimizer_internals import mark_step_called, step_hooks, unhooked
 from booster.masters.bucket import Bucket
 from booster.masters.master_params import MasterParams
-from booster.masters.masters import Masters
+from booster.masters.masters import Masters, replaced_params
 from booster.masters.offload import HostMemory, Prefetch
 from booster.model.optimizers import OPTIMIZERS
 from booster.tensors.flat import SMALLEST_BUCKET, has_same_layout, is_dense, pack, split_by_device
@@ -48,7 +47,6 @@ from booster.update.application import (
     StepScalars,
     honours_grad_scale,
     laid_like,
-    lay_states,
     start_late_momentum,
 )
 from booster.update.context import KEPT_FLOAT32, SPARSE
@@ -69,7 +67,6 @@ class MasterStep:
 
     def __init__(self, masters: Masters) -> None:
         self.masters = masters
-        self._layouts = StateLayouts()
         self._kernel = FusedKernel(masters.optimizer, masters.names)
         self._bare: Callable[..., Any] = bare_step  # the optimizer's `step` without hooks, found once in a step
         self._muon = distributed_muon(masters.optimizer)
@@ -165,7 +162,7 @@ class MasterStep:
         return plain, buckets
 
     def refresh_params(self) -> list[list[torch.Tensor]]:
-        """Give masters to parameters that have none yet, and states the memory order of their parameters. Returns `plain`.
+        """Give masters to parameters that have none yet; see `check_plain` for the others. Returns `plain`.
 
         Raises RuntimeError where groups lack what has a master."""
         self.masters.register_params()
@@ -175,11 +172,10 @@ class MasterStep:
         plain = self.plain()
         if any(plain):
             self.check_plain(plain)
-            self._layouts.update([param for params in plain for param in params], self.masters.optimizer.state)
         return plain
 
     def check_plain(self, plain: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Raise RuntimeError for parameters without a master that a fused kernel cannot step; see `FusedKernel`."""
+        """Have states of parameters without a master laid as a fused kernel takes them, or raise; see `FusedKernel`."""
         self._kernel.prepare([p for own in plain for p in own if p.grad is not None], looks_alone=True)
 
     def refuse_sparse(self, buckets: Iterable[Bucket]) -> None:
@@ -326,7 +322,8 @@ class MasterStep:
     def _step_whole(self, grad_scale: Any, closure: Callable[[], Any] | None) -> Any:
         optimizer, buckets = self.masters.optimizer, self.masters.buckets
         # An optimizer that looks at all parameters at once, such as LBFGS, gets float32 ones for all.
-        swap = _Swapped(optimizer, {p.param: h for b in buckets for p, h in zip(b.pieces, b.handles, strict=True)})
+        handle_of = {p.param: h for b in buckets for p, h in zip(b.pieces, b.handles, strict=True)}
+        param_of = {handle: param for param, handle in handle_of.items()}
         values = [bucket.read_masters(bucket.scratch(), bucket.scratch()) for bucket in buckets]
         for bucket, value in zip(buckets, values, strict=True):
             bucket.attach(value, None)
@@ -334,24 +331,22 @@ class MasterStep:
 
         def evaluate() -> Any:
             # The closure runs the model: it must find the user's parameters, with what the optimizer has just tried.
-            swap.out()
-            for bucket, value in zip(buckets, values, strict=True):
-                bucket.write_masters(value, bucket.scratch())
-            with torch.enable_grad():
-                loss = closure()  # type: ignore[misc]
-            self._give_gradients(buckets, plain, grad_scale())
-            swap.into()
+            with replaced_params(optimizer, param_of):
+                for bucket, value in zip(buckets, values, strict=True):
+                    bucket.write_masters(value, bucket.scratch())
+                with torch.enable_grad():
+                    loss = closure()  # type: ignore[misc]
+                self._give_gradients(buckets, plain, grad_scale())
             return loss
 
-        swap.into()
         try:
-            if closure is None:
+            with replaced_params(optimizer, handle_of):
+                if closure is not None:
+                    return bare_step(optimizer, evaluate)
                 self._give_gradients(buckets, plain, grad_scale)
                 bare_step(optimizer)
                 return None
-            return bare_step(optimizer, evaluate)
         finally:
-            swap.out()
             for bucket, value in zip(buckets, values, strict=True):
                 bucket.detach()
                 bucket.write_masters(value, bucket.scratch())
@@ -383,27 +378,6 @@ def step_batches(params: Iterable[torch.Tensor], size: int) -> list[tuple[list[t
         for alike in split_by_device(kind)
         for lot in pack(alike, size)
     ]
-
-
-class StateLayouts:
-    """Keeps states in the memory order of their parameters, which fused kernels take for granted."""
-
-    def __init__(self) -> None:
-        self._state: Any = None  # that was looked at; it is replaced when one is loaded
-        self._strides: dict[
-            torch.Tensor, tuple[int, ...]
-        ] = {}  # of parameters that are not contiguous, or were not once
-
-    def update(self, params: Sequence[torch.Tensor], state: Mapping[Any, dict[str, Any]]) -> None:
-        """Lay the states of `params` anew where the memory order of parameter or state changed since the last call."""
-        if state is self._state and not self._strides and all(map(_contiguous, params)):
-            return
-        for param in params:
-            if state is not self._state or self._strides.get(param) != param.stride():
-                lay_states(param, state.get(param, {}))
-            if param in self._strides or not param.is_contiguous():
-                self._strides[param] = param.stride()
-        self._state = state
 
 
 class _Scratch:
@@ -459,23 +433,6 @@ def _unfused(group: dict[str, Any], applies: Any) -> Iterator[None]:
         yield
     finally:
         group["fused"] = chosen
-
-
-class _Swapped:
-    """Puts handles in the place of parameters, and back, in the lists themselves: LBFGS keeps one of them."""
-
-    def __init__(self, optimizer: Optimizer, handles: dict[Any, Any]) -> None:
-        self._lists = [group["params"] for group in optimizer.param_groups]
-        self._params = [list(params) for params in self._lists]
-        self._handles = [[handles.get(p, p) for p in params] for params in self._params]
-
-    def into(self) -> None:
-        for params, handles in zip(self._lists, self._handles, strict=True):
-            params[:] = handles
-
-    def out(self) -> None:
-        for params, own in zip(self._lists, self._params, strict=True):
-            params[:] = own
 
 
 def inverse(grad_scale: float) -> float:

@@ -46,7 +46,7 @@ def map_tensors(
         return tree
     # A mapping that can neither be set nor made of its items becomes a dict.
     new = [map_tensors(function, item, instead=instead, copy_containers=copy_containers) for item in items]
-    unchanged = all(after is before for after, before in zip(new, items, strict=True))
+    unchanged = all(map(operator.is_, new, items))
     # The same object where nothing changed: no copy is made, and identity is kept.
     if unchanged and (not copy_containers or isinstance(tree, (tuple, frozenset))):
         return tree

@@ -108,36 +108,30 @@ class OptimizerInBackward:
 
 
 class StashedGrads:
-    """Gradients of leaves that a pass would add to, put away. keep: whether those of the pass are added to them at the end."""
+    """Inside, `params` have no gradients; afterwards what a pass has brought is dropped, or, where it is to `keep`, added to
+    those that there were."""
 
     keep = False
 
-    def __init__(self, leaves: Iterable[torch.Tensor]) -> None:
-        self._before = {leaf: leaf.grad for leaf in leaves}
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        self._before = {param: param.grad for param in params}
+
+    def __enter__(self) -> StashedGrads:
         self.clear()
+        return self
 
     def clear(self) -> None:
         """Drop what a pass has brought."""
-        for leaf in self._before:
-            leaf.grad = None
+        for param in self._before:
+            param.grad = None
 
-    def restore(self) -> None:
-        for leaf, grad in self._before.items():
-            brought = leaf.grad if self.keep else None
-            leaf.grad = grad if brought is None else brought if grad is None else grad + brought
-
-
-@contextmanager
-def stash_grads(leaves: Iterable[torch.Tensor]) -> Iterator[StashedGrads]:
-    """Inside, `leaves` have no gradients; afterwards what a pass has brought is dropped, or added to those there were."""
-    stashed = StashedGrads(leaves)
-    try:
-        yield stashed
-    finally:
-        stashed.restore()
+    def __exit__(self, *error: Any) -> None:
+        for param, grad in self._before.items():
+            brought = param.grad if self.keep else None
+            param.grad = grad if brought is None else brought if grad is None else grad + brought
 
 
-def leaves(loss: torch.Tensor) -> list[torch.Tensor]:
+def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that a backward pass from `loss` fills the gradients of."""
     nodes: dict[Any, None] = {loss.grad_fn: None}
     waiting, found = [loss.grad_fn], [loss] if loss.grad_fn is None else []
@@ -174,13 +168,13 @@ def run_in_backward(
     """
     passes: list[InBackwardPass] = [member.in_backward.decision.backward_pass(member) for member in members]
     own = {param for each in passes for param in each.params}
-    reached = leaves(loss)
+    reached = leaves_of(loss)
     for each in passes:
         # A leaf is what was gathered for forward; the optimizer knows the shard of it.
         reached = each.gradients.shards.sharded_params(reached)
     twice = any(each.measures_first for each in passes)
     if twice:
-        with stash_grads(leaf for leaf in reached if leaf not in own) as others:
+        with StashedGrads(leaf for leaf in reached if leaf not in own) as others:
             _measure(passes, loss, engine, others)
             end()
             # A collective wherever backward and deciding on a step are.
@@ -256,7 +250,7 @@ def _with_hooks(
     ranks. again: another pass through the graph follows."""
     running: list[int] = []
 
-    def watch(each: InBackwardPass) -> Callable[[torch.Tensor], None]:
+    def hook_of(each: InBackwardPass) -> Callable[[torch.Tensor], None]:
         def filled(param: torch.Tensor) -> None:
             # An engine inside of this one fills gradients that the graph fills again.
             if graph_task() not in running:
@@ -269,7 +263,7 @@ def _with_hooks(
     handles: list[Any] = [loss.register_hook(lambda grad: running.append(graph_task()))]
     try:
         for each in passes:
-            handles += each.gradients.shards.register_grad_hooks(each.trained, watch(each), each.stashed, again=again)
+            handles += each.gradients.shards.register_grad_hooks(each.trained, hook_of(each), each.stashed, again=again)
         yield
     finally:
         for handle in handles:

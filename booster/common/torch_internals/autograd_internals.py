@@ -94,9 +94,8 @@ def with_function_modes() -> AbstractContextManager[Any]:
     return torch._C._EnableTorchFunction()
 
 
-def without_subclasses() -> AbstractContextManager[Any]:
-    """Return a context in which torch functions go to no subclass's `__torch_function__`, but to modes."""
-    return torch._C.DisableTorchFunctionSubclass()
+# A context in which torch functions go to no subclass's `__torch_function__`, but to modes; itself, as above.
+without_subclasses = torch._C.DisableTorchFunctionSubclass
 
 
 def uninterceptable(function: Any) -> Any:
