@@ -54,7 +54,8 @@ from booster.masters.update import choose_master_update
 from booster.mixed_precision.configure import configure, master_update
 from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.keep_fp32 import KeepFP32
-from booster.mixed_precision.policy import Conversion, DtypePolicy, Placement
+from booster.mixed_precision.low_precision.conversion import LinearConversion
+from booster.mixed_precision.policy import DtypePolicy, Placement
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.choice import has_sound_kernel
 from booster.update.context import UpdateContext, UpdateOptions
@@ -81,7 +82,7 @@ class MixedPrecision:
 
     policy = DtypePolicy()
     kept = MasterOptions(master_weights="none")
-    conversion: Conversion | None = None
+    conversion: LinearConversion | None = None
     half_products: HalfProducts | None = None
     _keep_fp32: tuple[KeepFP32, ...] = ()
     _device: torch.device | None = None

@@ -6,9 +6,9 @@ precision gets of a plugin. Neither imports the other's classes, so n precisions
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from booster.common import arguments
 from booster.common.arguments import dtype_name, listed
-from booster.interface.model import Resumable
 from booster.mixed_precision.half_products.product_choice import product_modules
 from booster.mixed_precision.keep_fp32 import (
     Float32Forward,
@@ -37,7 +36,6 @@ from booster.model.params import Done, set_tensors
 from booster.shards import Shards
 from booster.tensors.trees import HALF_DTYPES
 from booster.tensors.weak import forward_depth_of, install_weak_buffers, remove_weak_buffers
-from booster.update.context import StepListener
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,59 +293,6 @@ def _parameters(module: nn.Module) -> Iterator[torch.Tensor]:
         yield param
         if param.grad is not None:
             yield param.grad
-
-
-class StepHistories(StepListener):
-    """What listens to the steps of a model, and what checkpoints keep of it."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is needed to resume."""
-        raise NotImplementedError
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
-        raise NotImplementedError
-
-
-class Conversion(Protocol):
-    """Layers of another kind in place of a model's own, swapped before it is placed; any precision may hold one."""
-
-    def runs(self, device: torch.device) -> bool:
-        """Whether `device` computes in such layers, and does not emulate them; raises ValueError where it may do neither."""
-
-    def measure(
-        self, model: nn.Module, device: torch.device, keep_fp32: Iterable[KeepFP32], group: dist.ProcessGroup | None
-    ) -> None:
-        """Measure what decides which layers of `model` are swapped, alike on ranks of `group`; `model` is not changed. May run
-        collectives."""
-
-    def policy(
-        self, model: nn.Module, policy: DtypePolicy, device: torch.device, keep_fp32: Iterable[KeepFP32]
-    ) -> DtypePolicy:
-        """Return the policy of `model`, which is not changed yet, once it is converted; raises ValueError if it cannot be.
-
-        policy: what it is otherwise. keep_fp32: which modules are to compute in float32, and stay as they are.
-        """
-
-    def convert(self, model: nn.Module, device: torch.device, keep_fp32: Iterable[KeepFP32]) -> None:
-        """Swap the layers of `model`, in place, for those of `device`."""
-
-    def revert(self, model: nn.Module) -> None:
-        """Undo `convert`, in place, also in a model that was placed since."""
-
-    def make_listener(
-        self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None
-    ) -> StepHistories | None:
-        """Return a listener to the steps of the placed `model`, or None. May run collectives."""
-
-    def layer_choice(self, model: nn.Module) -> Resumable | None:
-        """Return what checkpoints keep of the choice between layers of the placed `model`, or None."""
-
-    def cache_weights(self, model: nn.Module) -> None:
-        """Have the layers of a placed model keep their quantized weights until a step; for weights that stay where they are."""
-
-    def drop_weights(self) -> None:
-        """Drop the quantized weights; called before an optimizer steps, and where weights change by other ways."""
 
 
 @runtime_checkable

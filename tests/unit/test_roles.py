@@ -87,7 +87,8 @@ def test_the_preset_is_that_of_the_publication():
     recipe = precision.conversion.recipe
     assert precision.conversion.keep == (Ends(), Blocks(last=0.15))
     assert isinstance(recipe.output, HighPrecision)
-    assert recipe.weight_gradient.hadamard
+    assert recipe.weight_gradient.left.hadamard
+    assert recipe.weight_gradient.right.hadamard
     assert recipe.input_gradient.left.stochastic
 
 

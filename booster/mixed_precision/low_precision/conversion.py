@@ -222,6 +222,8 @@ class LinearConversion:
     def measure(
         self, model: nn.Module, device: torch.device, keep_fp32: Iterable[KeepFP32], group: dist.ProcessGroup | None
     ) -> None:
+        """Measure what decides which layers of `model` are swapped, alike on ranks of `group`; `model` is not changed. May run
+        collectives."""
         if self.which != "measured" or not self.runs(device):
             return
         inner, recipe, own = bare(model), for_device(self.recipe, device), {}
@@ -240,12 +242,17 @@ class LinearConversion:
     def policy(
         self, model: nn.Module, policy: DtypePolicy, device: torch.device, keep_fp32: Iterable[KeepFP32]
     ) -> DtypePolicy:
+        """Return the policy of `model`, which is not changed yet, once it is converted; raises ValueError if it cannot be.
+
+        policy: what it is otherwise. keep_fp32: which modules are to compute in float32, and stay as they are.
+        """
         self.runs(device)
         inner = bare(model)
         names, _ = self._choose(inner, keep_fp32, device)  # raises before anything is changed
         return dataclasses.replace(policy, fp8_weights=_read_alone(inner, names)) if self.gather_in_fp8 else policy
 
     def convert(self, model: nn.Module, device: torch.device, keep_fp32: Iterable[KeepFP32]) -> None:
+        """Swap the layers of `model`, in place, for those of `device`."""
         inner, kernels = bare(model), self.runs(device)
         names, wide = self._choose(inner, keep_fp32, device)
         slow = self._slow(inner, names)
@@ -265,6 +272,7 @@ class LinearConversion:
         self._report(inner, len(names) - len(slow), {**wide, **slow}, device, kernels)
 
     def revert(self, model: nn.Module) -> None:
+        """Undo `convert`, in place, also in a model that was placed since."""
         inner = bare(model)
         layers = {id(child): child.plain() for child in inner.modules() if isinstance(child, LowPrecisionLinear)}
         for name, module in [*inner.named_modules(remove_duplicate=False)]:
@@ -274,23 +282,27 @@ class LinearConversion:
     def make_listener(
         self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None
     ) -> ScaleHistories | None:
+        """Return a listener to the steps of the placed `model`, or None. May run collectives."""
         if self.delayed is None:
             return None
         layers = {name: each for name, each in model.named_modules() if isinstance(each, LowPrecisionLinear)}
         return ScaleHistories(self.delayed, layers, device, group)
 
     def layer_choice(self, model: nn.Module) -> ChosenLayers | None:
+        """Return what checkpoints keep of the choice between layers of the placed `model`, or None."""
         if self.which != "measured" or not self._times:
             return None
         layers = {name: each for name, each in model.named_modules() if isinstance(each, LowPrecisionLinear)}
         return ChosenLayers(layers, {shape: not low < wide for shape, (wide, low) in self._times.items()})
 
     def cache_weights(self, model: nn.Module) -> None:
+        """Have the layers of a placed model keep their quantized weights until a step; for weights that stay where they are."""
         for module in model.modules():
             if isinstance(module, LowPrecisionLinear):
                 module.weights = self._weights
 
     def drop_weights(self) -> None:
+        """Drop the quantized weights; called before an optimizer steps, and where weights change by other ways."""
         self._weights.forget()
 
     def _choose(

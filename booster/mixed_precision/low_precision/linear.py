@@ -29,11 +29,11 @@ from booster.mixed_precision.low_precision.operands import (
     transposed,
 )
 from booster.mixed_precision.low_precision.recipes import DelayedScale, GemmConfig, HighPrecision, Recipe
-from booster.mixed_precision.policy import StepHistories
 from booster.model.modules import LinearProxy
 from booster.number_formats.number_format import E4M3, E5M2
 from booster.number_formats.scaling import ScaledTensor, scale_of
 from booster.ranks.agreement import all_names, reduced
+from booster.update.context import StepListener
 
 
 class Watcher(Protocol):
@@ -61,7 +61,7 @@ def product(
     # No kernel takes an empty matrix, and no scale can be made of one.
     if not (a.numel() and b.numel()):
         return torch.zeros(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
-    left, right = quantized(a, how.left, how, recipe), quantized(b, how.right, how, recipe)
+    left, right = quantized(a, how.left), quantized(b, how.right)
     # Without `kernels` the same in a wide dtype, which differs by the rounding of the output.
     return multiply_scaled(left, right, how, recipe, dtype=dtype, kernels=kernels)
 
@@ -218,35 +218,27 @@ class _Linear(torch.autograd.Function):
         keeps: bool,
         known: QuantizedWeight | GatheredWeight | None,
     ) -> torch.Tensor:
-        how, of_weight, low, kept = recipe.output, recipe.weight_gradient, None, None
+        how, of_weight, kept = recipe.output, recipe.weight_gradient, None
         options: Any = {"dtype": x.dtype, "kernels": kernels}
         with torch.autocast(x.device.type, enabled=False):  # which would round scales to half
             tokens = x.reshape(-1, weight.shape[1])
-            in_bytes = None
-            if (
-                keeps
-                and tokens.numel()
-                and isinstance(of_weight, GemmConfig)
-                and of_weight.right.format.dtype is not None
-            ):
-                in_bytes = of_weight
+            # How the gradient of the weight reads `x`, where that is kept in bytes.
+            in_bytes = of_weight.right if keeps and tokens.numel() and isinstance(of_weight, GemmConfig) else None
+            if in_bytes is not None and in_bytes.format.dtype is None:
+                in_bytes = None
             if isinstance(how, HighPrecision) or not tokens.numel():
                 y = product(tokens, weight, how, recipe, **options)
             else:
                 if in_bytes is not None:
-                    low, kept = both(tokens, how.left, how, in_bytes.right, in_bytes, recipe)
+                    left, kept = both(tokens, how.left, in_bytes)
                 else:
-                    low = quantized(tokens, how.left, how, recipe)
-                right = (
-                    quantized(weight, how.right, how, recipe)
-                    if known is None
-                    else known.quantized(how.right, how, recipe)
-                )
-                y = multiply_scaled(low, right, how, recipe, **options)
+                    left = quantized(tokens, how.left)
+                right = quantized(weight, how.right) if known is None else known.quantized(how.right)
+                y = multiply_scaled(left, right, how, recipe, **options)
             for watcher in watchers:
                 watcher("forward", tokens, weight, how, y)
             if in_bytes is not None and kept is None:
-                kept = transposed(tokens, in_bytes.right, in_bytes, recipe)
+                kept = transposed(tokens, in_bytes)
         wide = x if keeps and (watchers or kept is None) else None
         # The weight itself costs no memory; its low form may be dropped by then, and is made again.
         ctx.save_for_backward(weight, wide, *((None,) * 3 if kept is None else (kept.values, kept.scale, kept.outer)))
@@ -261,7 +253,7 @@ class _Linear(torch.autograd.Function):
                 "wide with keep=, or train in bf16"
             )
         weight, x, *parts = ctx.saved_tensors
-        recipe, options, known, low = ctx.recipe, ctx.options, ctx.known, None
+        recipe, options, known = ctx.recipe, ctx.options, ctx.known
         g = grads[0].reshape(-1, weight.shape[0])
         tokens: Any = None if x is None else x.reshape(-1, weight.shape[1])
         of_x = of_weight = g_t = None
@@ -272,15 +264,11 @@ class _Linear(torch.autograd.Function):
                     of_x = product(g, weight.t(), how, recipe, **options)
                 else:
                     if ctx.needs_input_grad[1] and parts[0] is not None:
-                        others = recipe.weight_gradient
-                        low, g_t = both(g, how.left, how, others.left, others, recipe)
+                        left, g_t = both(g, how.left, recipe.weight_gradient.left)
                     else:
-                        low = quantized(g, how.left, how, recipe)
-                    if known is None:
-                        right = transposed(weight, how.right, how, recipe)
-                    else:
-                        right = known.transposed(how.right, how, recipe)
-                    of_x = multiply_scaled(low, right, how, recipe, **options)
+                        left = quantized(g, how.left)
+                    right = transposed(weight, how.right) if known is None else known.transposed(how.right)
+                    of_x = multiply_scaled(left, right, how, recipe, **options)
                 for watcher in ctx.watchers:
                     watcher("input_grad", g, weight.t(), how, of_x)
                 of_x = of_x.view(ctx.shape)
@@ -290,7 +278,7 @@ class _Linear(torch.autograd.Function):
                     of_weight = product(g.t(), tokens.t(), how, recipe, **options)
                 else:
                     kept = ScaledTensor(parts[0], parts[1], parts[2], how.right.scaling)
-                    g_t = transposed(g, how.left, how, recipe) if g_t is None else g_t
+                    g_t = transposed(g, how.left) if g_t is None else g_t
                     of_weight = multiply_scaled(g_t, kept, how, recipe, **options)
                 for watcher in ctx.watchers:
                     watcher("weight_grad", g.t(), tokens.t(), how, of_weight)
@@ -317,7 +305,7 @@ class DelayedScaling:
         arguments.count("margin", self.margin, least=0)
 
 
-class ScaleHistories(StepHistories):
+class ScaleHistories(StepListener):
     """The largest magnitudes in the layers of one model, and the scales of the step that follow from them.
 
     Listens to the optimizer's steps: after each, ranks agree on the largest magnitudes of it, in one collective for all layers,

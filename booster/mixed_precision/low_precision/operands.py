@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,46 +26,42 @@ from booster.number_formats.number_format import E2M1, encode, noise_of
 from booster.number_formats.scaling import ScaledTensor, rotated, scale_to
 
 
-def quantized(x: torch.Tensor, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> ScaledTensor:
-    """Return the matrix `x` as `how` reads it, which sums over its columns; row by row, whole numbers in bytes."""
-    if _takes_kernels(x, operand, how):
-        return _by_kernels(x, operand, how, recipe)[0]
-    result = low(padded_and_rotated(x, how, recipe), operand)
+def quantized(x: torch.Tensor, operand: CastConfig) -> ScaledTensor:
+    """Return the matrix `x` as a product reads it that sums over its columns; row by row, whole numbers in bytes."""
+    if _has_kernel(x, operand):
+        return _by_kernel(x, operand)[0]
+    result = low(padded_and_rotated(x, operand), operand)
     values = result.values if operand.format.dtype is None else result.values.to(operand.format.dtype)
     return replace(result, values=values.contiguous())
 
 
-def transposed(
-    x: torch.Tensor, operand: CastConfig, how: GemmConfig, recipe: Recipe, known: ScaledTensor | None = None
-) -> ScaledTensor:
-    """Return `x.t()` as `how` reads it.
+def transposed(x: torch.Tensor, operand: CastConfig, known: ScaledTensor | None = None) -> ScaledTensor:
+    """Return `x.t()` as a product reads it.
 
     known: what `x` was rounded to for another product, if anything.
     """
     # Blocks of 1 x n numbers share other scales along the other dimension, so only whole tensors and square blocks qualify.
-    if not _has_same_transpose(x, operand, how, recipe):
-        return quantized(x.t(), operand, how, recipe)
+    if not _has_same_transpose(x, operand):
+        return quantized(x.t(), operand)
     if known is None or known.scaling != operand.scaling or known.values.dtype != operand.format.dtype:
-        known = quantized(x, operand, how, recipe)
+        known = quantized(x, operand)
     # Where the numbers and scales of `x` and of `x.t()` are the same, those are laid out anew, in a copy of one byte a number.
-    values = padded(known.values[:, : x.shape[1]].t(), recipe.multiple)
+    values = padded(known.values[:, : x.shape[1]].t(), operand.multiple)
     return replace(known, values=values.contiguous(), scale=known.scale.t().contiguous())
 
 
-def both(
-    x: torch.Tensor, operand: CastConfig, how: GemmConfig, operand_t: CastConfig, how_t: GemmConfig, recipe: Recipe
-) -> tuple[ScaledTensor, ScaledTensor]:
-    """Return `x` as `how` reads it, and `x.t()` as `how_t` does; where their bytes are the same, kernels write them in one
+def both(x: torch.Tensor, operand: CastConfig, operand_t: CastConfig) -> tuple[ScaledTensor, ScaledTensor]:
+    """Return `x` as `operand` says, and `x.t()` as `operand_t`; where their bytes are the same, kernels write them in one
     pass."""
     same_scaling = operand.scaling == operand_t.scaling and operand.format == operand_t.format
-    same_bytes = same_scaling and _has_same_transpose(x, operand_t, how_t, recipe)
-    if same_bytes and _takes_kernels(x, operand, how):
-        made, other = _by_kernels(x, operand, how, recipe, transposed=True)
+    same_bytes = same_scaling and _has_same_transpose(x, operand_t)
+    if same_bytes and _has_kernel(x, operand):
+        made, other = _by_kernel(x, operand, transposed=True)
         assert other is not None
         return made, other
     # Two roundings, of which the second may reuse the bytes of the first.
-    made = quantized(x, operand, how, recipe)
-    return made, transposed(x, operand_t, how_t, recipe, made)
+    made = quantized(x, operand)
+    return made, transposed(x, operand_t, made)
 
 
 def low(x: torch.Tensor, operand: CastConfig) -> ScaledTensor:
@@ -77,10 +73,10 @@ def low(x: torch.Tensor, operand: CastConfig) -> ScaledTensor:
     return replace(scale_to(x, operand.format, operand.scaling, scale=taken), scale=meant)
 
 
-def padded_and_rotated(x: torch.Tensor, how: GemmConfig, recipe: Recipe) -> torch.Tensor:
+def padded_and_rotated(x: torch.Tensor, operand: CastConfig) -> torch.Tensor:
     """Return a matrix as it is rounded for a product: filled up with zeros, and rotated, then in float32."""
-    x = padded(x, recipe.multiple)
-    return rotated(x.float()) if how.hadamard else x
+    x = padded(x, operand.multiple)
+    return rotated(x.float()) if operand.hadamard else x
 
 
 def padded(x: torch.Tensor, multiple: int) -> torch.Tensor:
@@ -98,31 +94,28 @@ class QuantizedWeight:
         self.weight = weight
         self._state = _state(weight)
         self._memory = weight.detach()  # held, so that no other gets its place meanwhile
-        self._made: dict[Hashable, ScaledTensor] = {}
+        self._made: dict[
+            tuple[CastConfig, bool], ScaledTensor
+        ] = {}  # whether transposed; forward and backward may share one
 
     def is_as_it_was(self) -> bool:
         """Whether the weight has its memory still, and was not written to; writes through `.data` leave no trace."""
         return self._state == _state(self.weight)
 
-    def quantized(self, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> ScaledTensor:
-        """Return the weight as `how` reads it, see `quantized`."""
-        if operand.format.dtype is None:
-            return quantized(self.weight, operand, how, recipe)
-        # Forward and backward may read the same bytes: the key says all that decides them.
-        key = operand, how.hadamard
-        if key not in self._made:
-            self._made[key] = quantized(self.weight, operand, how, recipe)
-        return self._made[key]
+    def quantized(self, operand: CastConfig) -> ScaledTensor:
+        """Return the weight as a product reads it, see `quantized`."""
+        return self._kept(operand, False, lambda: quantized(self.weight, operand))
 
-    def transposed(self, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> ScaledTensor:
+    def transposed(self, operand: CastConfig) -> ScaledTensor:
         """Return its transpose, see `transposed`."""
+        return self._kept(operand, True, lambda: transposed(self.weight, operand, self._made.get((operand, False))))
+
+    def _kept(self, operand: CastConfig, is_transposed: bool, make: Callable[[], ScaledTensor]) -> ScaledTensor:
         if operand.format.dtype is None:
-            return transposed(self.weight, operand, how, recipe)
-        key = operand, how.hadamard, "transposed"
-        if key not in self._made:
-            known = self._made.get((operand, how.hadamard))
-            self._made[key] = transposed(self.weight, operand, how, recipe, known)
-        return self._made[key]
+            return make()
+        if (operand, is_transposed) not in self._made:
+            self._made[operand, is_transposed] = make()
+        return self._made[operand, is_transposed]
 
 
 class GatheredWeight:
@@ -135,26 +128,23 @@ class GatheredWeight:
         self.weight = weight
         self._arrived = arrived
 
-    def quantized(self, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> ScaledTensor:
-        """Return the weight as `how` reads it, see `quantized`."""
-        came = self._as_it_came(operand, how)
+    def quantized(self, operand: CastConfig) -> ScaledTensor:
+        """Return the weight as a product reads it, see `quantized`."""
+        came = self._as_it_came(operand)
         if came is None:
-            return quantized(self.weight, operand, how, recipe)
-        return replace(came, values=padded(came.values, recipe.multiple))
+            return quantized(self.weight, operand)
+        return replace(came, values=padded(came.values, operand.multiple))
 
-    def transposed(self, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> ScaledTensor:
+    def transposed(self, operand: CastConfig) -> ScaledTensor:
         """Return its transpose, see `transposed`."""
-        return transposed(self.weight, operand, how, recipe, self._as_it_came(operand, how))
+        return transposed(self.weight, operand, self._as_it_came(operand))
 
-    def _as_it_came(self, operand: CastConfig, how: GemmConfig) -> ScaledTensor | None:
-        if how.hadamard or operand.stochastic or operand.delayed is not None:
+    def _as_it_came(self, operand: CastConfig) -> ScaledTensor | None:
+        if operand.hadamard or operand.stochastic or operand.delayed is not None:
             return None
         came = self._arrived(self.weight)
-        return (
-            came
-            if came is not None and (came.scaling, came.values.dtype) == (operand.scaling, operand.format.dtype)
-            else None
-        )
+        alike = came is not None and (came.scaling, came.values.dtype) == (operand.scaling, operand.format.dtype)
+        return came if alike else None
 
 
 class QuantizedWeights:
@@ -180,34 +170,34 @@ class QuantizedWeights:
 # ---------------------------------------------------------------------- inside
 
 
-def _takes_kernels(x: torch.Tensor, operand: CastConfig, how: GemmConfig) -> bool:
+def _has_kernel(x: torch.Tensor, operand: CastConfig) -> bool:
     delayed = operand.delayed is not None
-    options = {"rotates": how.hadamard, "stochastic": operand.stochastic, "delayed": delayed}
+    options = {"rotates": operand.hadamard, "stochastic": operand.stochastic, "delayed": delayed}
     return matrices.by_kernels(x, operand.format, operand.scaling, **options)
 
 
-def _by_kernels(
-    x: torch.Tensor, operand: CastConfig, how: GemmConfig, recipe: Recipe, *, transposed: bool = False
+def _by_kernel(
+    x: torch.Tensor, operand: CastConfig, *, transposed: bool = False
 ) -> tuple[ScaledTensor, ScaledTensor | None]:
     if operand.format == E2M1:
-        options = {"rotates": how.hadamard, "stochastic": operand.stochastic}
-        return matrices.quantized_to_e2m1(x, operand.scaling, recipe.multiple, **options), None
+        options = {"rotates": operand.hadamard, "stochastic": operand.stochastic}
+        return matrices.quantized_to_e2m1(x, operand.scaling, operand.multiple, **options), None
     delayed = operand.delayed
     return matrices.quantized(
         x,
         operand.format,
         operand.scaling,
-        recipe.multiple,
+        operand.multiple,
         transposed=transposed,
         given=None if delayed is None else delayed.scale,
         largest=None if delayed is None else delayed.largest,
     )
 
 
-def _has_same_transpose(x: torch.Tensor, operand: CastConfig, how: GemmConfig, recipe: Recipe) -> bool:
+def _has_same_transpose(x: torch.Tensor, operand: CastConfig) -> bool:
     over = operand.scaling.over
-    alike = over == "tensor" or (isinstance(over, tuple) and over[0] == over[1] and not x.shape[0] % recipe.multiple)
-    return alike and operand.format.dtype is not None and not (how.hadamard or operand.stochastic)
+    alike = over == "tensor" or (isinstance(over, tuple) and over[0] == over[1] and not x.shape[0] % operand.multiple)
+    return alike and operand.format.dtype is not None and not (operand.hadamard or operand.stochastic)
 
 
 def _state(weight: torch.Tensor) -> tuple[Any, ...]:
@@ -246,7 +236,7 @@ def _fails(recipe: Recipe, device: torch.device) -> str:
         if isinstance(how, HighPrecision):
             continue
         what = "the product of the output" if name == "output" else f"that of the {name}'s gradient"
-        left, right = quantized(a, how.left, how, recipe), quantized(b, how.right, how, recipe)
+        left, right = quantized(a, how.left), quantized(b, how.right)
         meant = [each.dequantize() if each.outer is None else each.dequantize() * each.outer for each in (left, right)]
         expected = meant[0] @ meant[1].t()
         try:

@@ -54,13 +54,17 @@ class CastConfig:
     Attributes:
         format: the numbers it is rounded to.
         scaling: what shares a scale.
+        multiple: its columns, which are summed over, are filled up with zeros to a multiple of it.
         stochastic: rounded stochastically, and not to the nearest.
+        hadamard: rotated before, along what is summed over, see `scaling.rotated`; so is the other matrix of the product.
         delayed: the scale of earlier steps that is taken instead, or None.
     """
 
     format: NumberFormat
     scaling: Scaling
+    multiple: int
     stochastic: bool = False
+    hadamard: bool = False
     delayed: DelayedScale | None = None
 
 
@@ -69,13 +73,11 @@ class GemmConfig:
     """How both matrices of a product are rounded.
 
     Attributes:
-        hadamard: both are rotated before, along what is summed over, see `scaling.rotated`.
         fast_accumulation: the kernel of fp8 may leave sums in the accumulator of the tensor cores, see `FP8MixedPrecision`.
     """
 
     left: CastConfig
     right: CastConfig
-    hadamard: bool = False
     fast_accumulation: bool = False
 
 
@@ -96,7 +98,6 @@ class Recipe:
     """The three products of a layer, and what they need.
 
     Attributes:
-        multiple: both features of a layer must be a multiple of it; the summed dimension is padded to one with zeros.
         kernel: which one runs the products.
         capability: the least compute capability of a CUDA device that has the kernel.
         generations: the names of these devices, for messages.
@@ -110,13 +111,18 @@ class Recipe:
     output: GemmConfig | HighPrecision
     input_gradient: GemmConfig | HighPrecision
     weight_gradient: GemmConfig | HighPrecision
-    multiple: int
     kernel: Literal["fp8", "fp8 blocks", "mxfp8", "nvfp4", "int8", "int8 in float32"]
     capability: tuple[int, int]
     generations: str
     bounds: tuple[float, float, float]
     on_cpu: bool = False
     too_small: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def multiple(self) -> int:
+        """Both features of a layer must be a multiple of it."""
+        products = (self.output, self.input_gradient, self.weight_gradient)
+        return max((how.left.multiple for how in products if isinstance(how, GemmConfig)), default=1)
 
     def with_fast_accumulation(self) -> Recipe:
         """Return the recipe with a forward that may accumulate fast; backward never does."""
@@ -176,19 +182,19 @@ def _both(operand: CastConfig) -> GemmConfig:
     return GemmConfig(operand, operand)
 
 
-_ADA = {"multiple": 16, "kernel": "fp8", "capability": (8, 9), "generations": "Ada, Hopper, Blackwell or newer"}
-_BLACKWELL = {"multiple": 32, "capability": (10, 0), "generations": "Blackwell or newer"}
+_ADA = {"kernel": "fp8", "capability": (8, 9), "generations": "Ada, Hopper, Blackwell or newer"}
+_BLACKWELL = {"capability": (10, 0), "generations": "Blackwell or newer"}
 
 # Of features in and out, as torchao 0.18 leaves such layers alone: `_auto_filter_for_recipe` of its float8 training, on H100s.
 _SMALL_TENSORWISE = ((4096.0, 1024.0),)
 _SMALL_ROWWISE = ((math.inf, 2048.0), (1024.0, math.inf), (2048.0, 4096.0))
 
-_TENSOR = CastConfig(E4M3, Scaling("tensor"))
-_TENSOR_GRADIENT = CastConfig(E5M2, Scaling("tensor"))
-_ROW = CastConfig(E4M3, Scaling("row", "power_of_two"))
-_MX = CastConfig(E4M3, Scaling((1, 32), "power_of_two"))
-_NV = CastConfig(E2M1, Scaling((1, 16), "e4m3"))
-_INT8 = CastConfig(INT8, Scaling("row"))
+_TENSOR = CastConfig(E4M3, Scaling("tensor"), 16)
+_TENSOR_GRADIENT = CastConfig(E5M2, Scaling("tensor"), 16)
+_ROW = CastConfig(E4M3, Scaling("row", "power_of_two"), 16)
+_MX = CastConfig(E4M3, Scaling((1, 32), "power_of_two"), 32)
+_NV = CastConfig(E2M1, Scaling((1, 16), "e4m3"), 32)
+_INT8 = CastConfig(INT8, Scaling("row"), 8)
 
 # The three of torchao's float8 training, under its names, scales included: rows have powers of two.
 FP8_RECIPES = {
@@ -213,7 +219,7 @@ FP8_RECIPES = {
     "rowwise_with_gw_hp": Recipe(
         name="fp8 rowwise_with_gw_hp",
         output=_both(_ROW),
-        input_gradient=GemmConfig(_ROW, CastConfig(E4M3, Scaling("tensor", "power_of_two"))),
+        input_gradient=GemmConfig(_ROW, CastConfig(E4M3, Scaling("tensor", "power_of_two"), 16)),
         weight_gradient=HighPrecision(),
         bounds=(0.075, 0.075, _WIDE_BOUND),
         too_small=_SMALL_ROWWISE,
@@ -228,7 +234,7 @@ def fp8_blocks_recipe(*, power_of_two_scales: bool) -> Recipe:
     Weights in blocks of 128 x 128, activations and gradients of 128 numbers, e4m3 throughout.
     """
     scale: ScaleKind = "power_of_two" if power_of_two_scales else "float32"
-    tokens, weight = (CastConfig(E4M3, Scaling(block, scale)) for block in ((1, 128), (128, 128)))
+    tokens, weight = (CastConfig(E4M3, Scaling(block, scale), 128) for block in ((1, 128), (128, 128)))
     # Here both are rounded from the wide numbers for each dimension that is summed over, where the report rounds an activation
     # in fp8 again.
     return Recipe(
@@ -236,7 +242,6 @@ def fp8_blocks_recipe(*, power_of_two_scales: bool) -> Recipe:
         output=GemmConfig(tokens, weight),
         input_gradient=GemmConfig(tokens, weight),
         weight_gradient=_both(tokens),
-        multiple=128,
         kernel="fp8 blocks",
         capability=(9, 0),
         generations="Hopper",
@@ -263,13 +268,13 @@ def nvfp4_recipe(*, stochastic_rounding: bool, hadamard: bool) -> Recipe:
     Hadamard transform.
     """
     # Blocks of 16 x 16, so that both passes see the same weights.
-    weight = CastConfig(E2M1, Scaling((16, 16), "e4m3"))
-    gradient = CastConfig(E2M1, Scaling((1, 16), "e4m3"), stochastic=stochastic_rounding)
+    weight = CastConfig(E2M1, Scaling((16, 16), "e4m3"), 32)
+    gradient = replace(_NV, stochastic=stochastic_rounding)
     return Recipe(
         name="nvfp4",
         output=GemmConfig(_NV, weight),
         input_gradient=GemmConfig(gradient, weight),
-        weight_gradient=GemmConfig(gradient, _NV, hadamard),
+        weight_gradient=GemmConfig(replace(gradient, hadamard=hadamard), replace(_NV, hadamard=hadamard)),
         kernel="nvfp4",
         bounds=(0.3, 0.36, 0.36),
         **_BLACKWELL,  # type: ignore[arg-type]
@@ -282,7 +287,6 @@ INT8_RECIPE = Recipe(
     output=_both(_INT8),
     input_gradient=_both(_INT8),
     weight_gradient=_both(_INT8),
-    multiple=8,
     kernel="int8",
     capability=(7, 5),
     generations="Turing or newer",

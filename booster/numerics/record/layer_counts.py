@@ -173,7 +173,7 @@ class OperandCounts:
         label = self._labels.of(model.unwrap())
         for name, module in model.unwrap().named_modules():
             if isinstance(module, LowPrecisionLinear) and not module.in_high_precision:
-                watcher = partial(self._count, f"{label}{name}", module.recipe)
+                watcher = partial(self._count, f"{label}{name}")
                 module.watchers = (*module.watchers, watcher)
                 self._watched.append((weakref.ref(module), watcher))
 
@@ -194,7 +194,6 @@ class OperandCounts:
     def _count(
         self,
         name: str,
-        recipe: Any,
         role: str,
         a: torch.Tensor,
         b: torch.Tensor,
@@ -203,8 +202,8 @@ class OperandCounts:
     ) -> None:
         if not self.on or isinstance(how, HighPrecision) or not (a.numel() and b.numel()):
             return
-        matrices = [padded_and_rotated(each.float(), how, recipe) for each in (a, b)]
-        for matrix, operand, what in zip(matrices, (how.left, how.right), _OPERANDS[role], strict=True):
+        for given, operand, what in zip((a, b), (how.left, how.right), _OPERANDS[role], strict=True):
+            matrix = padded_and_rotated(given.float(), operand)
             key = (name, role, what, str(operand.format))
             rounded = low(matrix, operand)
             scale = rounded.scale_of_each() if rounded.outer is None else rounded.scale_of_each() * rounded.outer
