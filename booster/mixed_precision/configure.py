@@ -215,7 +215,7 @@ def rebind_optimizers(
     all_shards = [placement.make_shards(each) for each in optimizers]
     rebound = []
     for optimizer, shards, selection in zip(optimizers, all_shards, selections, strict=True):
-        shards.select(selection)
+        shards.selection = selection
         held = {param for group in optimizer.param_groups for param in group["params"]}
         own = frozenset(name for name, param in params.items() if param in held)
         rebound.append(ReboundOptimizer(optimizer, shards, params, own))

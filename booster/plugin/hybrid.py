@@ -192,23 +192,16 @@ class HybridParallelPlugin(ShardingPlugin):
         return dist.get_rank() // self.tp_size % self.averaging_size
 
     @property
-    def data_parallel_size(self) -> int:
-        return self.averaging_size // self.sp_size
-
-    @property
-    def data_parallel_rank(self) -> int:
-        return self._averaging_rank // self.sp_size
-
-    @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         if self.sp_size == 1:
             return self.averaging_group
-        return self._data_mesh["dp"].get_group() if self.data_parallel_size > 1 else None
+        return self._data_mesh["dp"].get_group() if self.averaging_size > self.sp_size else None
 
     @property
     def _data_mesh(self) -> DeviceMesh:
         """The ranks of `averaging_group` by what they share: a sequence, or its place in the batch."""
-        sizes = {"pp": self.pp_size, "dp": self.data_parallel_size, "sp": self.sp_size, "tp": self.tp_size}
+        data = self.averaging_size // self.sp_size
+        sizes = {"pp": self.pp_size, "dp": data, "sp": self.sp_size, "tp": self.tp_size}
         return shared_mesh(next(iter(self._meshes)), sizes)
 
     @property

@@ -369,6 +369,8 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
         # One optimizer may hold parameters of several placed models, and one model may have several optimizers.
         held = {param for group in optimizer.param_groups for param in group["params"]}
         layouts = [layout for layout in self._layouts.values() if not held.isdisjoint(layout.params)]
+        if not layouts:  # it holds nothing that trains
+            return super().make_shards(optimizer)
         return ZeroShards(
             optimizer,
             layouts,

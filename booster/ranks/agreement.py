@@ -52,6 +52,16 @@ def reduced(values: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.Proce
     return there
 
 
+def extremes(values: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the smallest and the largest of each of `values` over the ranks of `group`, none of which may be NaN.
+
+    They are on a device that the backend can use.
+    """
+    # A minimum is the maximum of the negatives, so that both are one collective.
+    least, most = reduced(torch.stack([-values, values]), dist.ReduceOp.MAX, group)
+    return -least, most
+
+
 def is_sendable(tensor: torch.Tensor) -> bool:
     """Return whether others can send `tensor`, and write to it, as it is; `broadcast` can send any."""
     return tensor.dtype in SENDABLE and (0 not in tensor.stride() or not tensor.numel())
@@ -108,11 +118,8 @@ def broadcast_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGro
 def _check_alike(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     # One number for all shapes and dtypes: equal where its maximum and its minimum are.
     kinds = zlib.crc32(repr([(str(each.dtype), tuple(each.shape), each.is_meta) for each in tensors]).encode())
-    device = communication_device(torch.device("cpu"), group)
-    extremes = torch.tensor([kinds, -kinds], dtype=torch.int64, device=device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    largest, smallest = extremes.tolist()
-    if largest != -smallest:
+    least, most = extremes(torch.tensor(kinds, dtype=torch.int64), group)
+    if least != most:
         raise RuntimeError(
             "parameters and buffers are not the same on all ranks, or not in the same order; build the model alike on every "
             "rank: not from a set, which has another order in each process, and with no layer that one rank leaves out"
@@ -142,26 +149,20 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Return what each rank of `group` brings, in the order of ranks; one or two small collectives. None: this rank alone."""
     if group is None:
         return [data]
-    lengths = [length for (length,) in gather_integers([len(data)], group)]
+    device, ranks = communication_device(torch.device("cpu"), group), dist.get_world_size(group)
+    own = torch.tensor(len(data), dtype=torch.int64, device=device)
+    received = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(received, own, group=group)
+    lengths = torch.stack(received).tolist()
     if not any(lengths):
-        return [b""] * len(lengths)
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=communication_device(torch.device("cpu"), group))
+        return [b""] * ranks
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     if data:
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     # Backends gather one size, so that all send the longest.
     everyone = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(everyone, padded, group=group)
     return [_bytes(each[:length]) for each, length in zip(everyone, lengths, strict=True)]
-
-
-def gather_integers(numbers: list[int], group: dist.ProcessGroup) -> list[list[int]]:
-    """Return the integers of each rank of `group`, of which all bring equally many; one collective, none if there are none."""
-    if not numbers:
-        return [[] for _ in range(dist.get_world_size(group))]
-    mine = torch.tensor(numbers, dtype=torch.int64, device=communication_device(torch.device("cpu"), group))
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return torch.stack(everyone).tolist()
 
 
 def _bytes(values: torch.Tensor) -> bytes:
@@ -242,9 +243,8 @@ def min_and_max(value: float, group: dist.ProcessGroup | None) -> tuple[float, f
     """Return the smallest and the largest `value` of all ranks of `group`, none of which may be NaN."""
     if group is None:
         return value, value
-    # A minimum is the maximum of the negatives, so that both are one collective.
-    least, most = reduced(torch.tensor([-value, value], dtype=torch.float64), dist.ReduceOp.MAX, group).tolist()
-    return -least, most
+    least, most = extremes(torch.tensor(value, dtype=torch.float64), group)
+    return float(least), float(most)
 
 
 def all_reduce(value: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> torch.Tensor:

@@ -198,10 +198,6 @@ class Shards:
         self._shards: dict[torch.Tensor, Any] = {}
         self._params: dict[torch.Tensor, torch.Tensor] = {}
 
-    def select(self, selection: Selection | None) -> None:
-        """Set which parameters of the whole optimizer are here, where layers are divided among ranks."""
-        self.selection = selection
-
     def local(self) -> AbstractContextManager[Any]:
         """Return a context in which the optimizer's groups hold this rank's shards, in the same order, each with its gradient.
 

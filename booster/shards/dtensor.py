@@ -18,7 +18,7 @@ from booster.common.arguments import listed
 from booster.common.torch_internals.tensor_internals import gather_full, local_tensor, local_tensors, placed_differently
 from booster.model.optimizers import check_attributes, granularity_of, info_of, not_elementwise
 from booster.model.params import dtensor_around
-from booster.ranks.agreement import all_names, reduced, size_of
+from booster.ranks.agreement import all_names, extremes, size_of
 from booster.shards.base import Entries, ShardedStateView, Shards, ShardStates, State
 from booster.shards.replicated import ReplicaCheck, trained
 from booster.tensors.trees import HALF_DTYPES
@@ -137,27 +137,13 @@ class DTensorShards(Shards):
         if differing:
             raise RuntimeError(PARTIAL.format(names=listed(differing, 5)))
 
-    @torch.no_grad()
     def _differing(self) -> tuple[str, ...]:
-        held = self.held_params()
-        whole = [param for param in held if "tp" not in _dims(param)]
-        ranks = self._layer_ranks
-        if not whole or ranks is None:
+        whole = [param for param in self.held_params() if "tp" not in _dims(param)]
+        if not whole or self._layer_ranks is None:
             return ()
-        missing = torch.tensor([-1.0, 0.0], dtype=torch.float64)
-        found = torch.stack([missing if param.grad is None else _digest(param.grad).cpu() for param in whole])
-        known = found.where(found.isfinite(), torch.inf)  # a maximum may lose a NaN
-        # Numbers are on the host, and NCCL reduces on a device.
-        most, least = reduced(torch.stack([known, -known]), dist.ReduceOp.MAX, ranks).cpu()
-        least = -least
-        if not (most.isfinite().all() and least.isfinite().all()):
+        apart = differing([param.grad for param in whole], whole, self._layer_ranks)
+        if apart is None:
             return (_NOT_FINITE,)
-        norms = most[:, 0].clamp(min=0.0)
-        wide = torch.tensor([_TOLERANCE[param.dtype in HALF_DTYPES] for param in whole], dtype=torch.float64)
-        counts = torch.tensor([float(max(param.numel(), 1)) for param in whole], dtype=torch.float64).sqrt()
-        # Sums in another order differ by rounding; small tensors get a share of the largest norm.
-        allowed = wide[:, None] * torch.stack([norms, norms * counts], dim=1) + 1e-6 * norms.max()
-        apart = ((most - least) > allowed).any(dim=1).tolist()
         return tuple(self.name_of(param) for param, differs in zip(whole, apart, strict=True) if differs)
 
     def _lay_out(self, params: list[Any], given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
@@ -179,18 +165,14 @@ class DTensorShards(Shards):
     @contextmanager
     def local_shards(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
         add_up_terms(params)
-        shards = []
-        for param in params:
-            shard = self.shard_of(param)
-            if shard is not param:
-                shard.grad = _own_gradient(param)
-            shards.append(shard)
+        shards, given = list(params), list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]()
+        if self._steps_shards:
+            self._lay_out(shards, given)
         try:
             yield shards
         finally:
-            for param, shard in zip(params, shards, strict=True):
-                if shard is not param:
-                    shard.grad = None
+            for _, shard, _ in given:
+                shard.grad = None
 
     def shard_of(self, param: torch.Tensor) -> torch.Tensor:
         if not (self._steps_shards and isinstance(param, DTensor)):
@@ -355,6 +337,28 @@ def _is_whole(param: Any) -> bool:
     """Return whether ranks that divide layers hold the same of `param`."""
     names = _dims(param)
     return "tp" not in names or isinstance(param.placements[names.index("tp")], Replicate)
+
+
+@torch.no_grad()
+def differing(
+    grads: Sequence[torch.Tensor | None], params: Sequence[torch.Tensor], ranks: dist.ProcessGroup
+) -> list[bool] | None:
+    """Return of each of `grads` whether it differs among `ranks` by more than sums in another order do; a collective.
+
+    None where one is not finite. params: of the gradients, or what has their size and dtype.
+    """
+    missing = torch.tensor([-1.0, 0.0], dtype=torch.float64)
+    digests = torch.stack([missing if grad is None else _digest(grad).cpu() for grad in grads])
+    digests = digests.where(digests.isfinite(), torch.inf)  # a maximum may lose a NaN
+    least, most = (each.cpu() for each in extremes(digests, ranks))
+    if not (most.isfinite().all() and least.isfinite().all()):
+        return None
+    norms = most[:, 0].clamp(min=0.0)
+    wide = torch.tensor([_TOLERANCE[param.dtype in HALF_DTYPES] for param in params], dtype=torch.float64)
+    counts = torch.tensor([float(max(param.numel(), 1)) for param in params], dtype=torch.float64).sqrt()
+    # Small tensors get a share of the largest norm.
+    allowed = wide[:, None] * torch.stack([norms, norms * counts], dim=1) + 1e-6 * norms.max()
+    return ((most - least) > allowed).any(dim=1).tolist()
 
 
 def _digest(grad: torch.Tensor) -> torch.Tensor:

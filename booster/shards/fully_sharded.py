@@ -60,7 +60,7 @@ class FullyShardedShards(DTensorShards):
         self._modules = [weakref.ref(module) for module in modules]
         # Found once, as a walk over all modules costs more than what is done to these.
         self._fsdp_modules = [weakref.ref(child) for module in self._alive() for child in _sharded_in(module)]
-        self._scaled = any(isinstance(gather_of(group), FP8Gather) for group in fsdp_groups(self._fsdp_modules_alive()))
+        self._scaled = any(isinstance(gather_of(group), FP8Gather) for group in fsdp_groups(_alive(self._fsdp_modules)))
         self._unreduced, self.unsynchronised = unreduced, unsynchronised
         self._unsharded = unsharded
 
@@ -79,7 +79,7 @@ class FullyShardedShards(DTensorShards):
 
     @contextmanager
     def preserving_accumulated_grads(self) -> Iterator[None]:
-        params = [param for module in self._alive() for param in _fsdp_params(module) if gathered(param) is not None]
+        params = [param for param in self._records() if gathered(param) is not None]
         before = [(param, unreduced_grad(param), _grad_of_gathered(param)) for param in params]
         handles = [
             # Called before what comes is added, in place, so that there are copies of one group at a time.
@@ -106,29 +106,23 @@ class FullyShardedShards(DTensorShards):
         self.reshard()
 
     def reshard(self) -> None:
-        sharded = self._fsdp_modules_alive()
+        sharded = _alive(self._fsdp_modules)
         _free(sharded)
         if self._scaled:
             _forget_scales(sharded)
 
     def sharded_params(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
-        shards = {
-            id(whole): param.sharded_param
-            for module in self._alive()
-            for param in _fsdp_params(module)
-            if (whole := gathered(param)) is not None
-        }
+        shards = {id(whole): param.sharded_param for param in self._records() if (whole := gathered(param)) is not None}
         return [shards.get(id(param), param) for param in params]
 
     def clear_gradients(self, set_to_none: bool) -> None:
-        drop_unreduced(fsdp_params(self._fsdp_modules_alive()))
+        drop_unreduced(self._records())
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
-        params = [param for module in self._alive() for param in _fsdp_params(module)]
+        params = self._records()
         held = [(param, unreduced_grad(param), _grad_of_gathered(param)) for param in params]
-        for module in self._alive():
-            forget_unreduced_gradients(module)
+        drop_unreduced(params)
         try:
             yield
         finally:
@@ -140,8 +134,8 @@ class FullyShardedShards(DTensorShards):
     def _alive(self) -> list[nn.Module]:
         return _alive(self._modules)
 
-    def _fsdp_modules_alive(self) -> list[Any]:
-        return _alive(self._fsdp_modules)
+    def _records(self) -> list[Any]:
+        return fsdp_params(_alive(self._fsdp_modules))
 
 
 def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
@@ -161,34 +155,33 @@ class UnshardedParams:
     """
 
     def __init__(self) -> None:
-        self._noted: weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, int]]] = weakref.WeakKeyDictionary()
-        # By parameter of torch's record: what it was given to train with.
-        self._trains: weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, bool]]] = weakref.WeakKeyDictionary()
+        # By module: how often the shards of each group were written to, and whether each parameter trained.
+        self._snapshots: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], list[Any]]] = weakref.WeakKeyDictionary()
 
     def snapshot(self, module: nn.Module) -> None:
         """Remember what `module`, which went through `fully_shard`, has gathered after a forward pass."""
-        noted: list[tuple[Any, int]] = []
+        written: list[tuple[Any, int]] = []
         trains: list[tuple[Any, bool]] = []
         with without_function_modes():  # which would see every look at a tensor, as this runs within the forward pass
             for group in fsdp_groups(_sharded_in(module)):
                 if is_gathered(group):
-                    noted.append((group, writes(list(map(_SHARDED, group.fsdp_params)))))
+                    written.append((group, writes(list(map(_SHARDED, group.fsdp_params)))))
                     for param, whole in zip(group.fsdp_params, all_gathered(group.fsdp_params), strict=True):
                         if whole is not None:
                             trains.append((param, whole.requires_grad))
-        self._noted[module], self._trains[module] = noted, trains
+        self._snapshots[module] = written, trains
 
     def write_back_all(self, module: nn.Module) -> None:
         """Write to the shards of `module` what was written since to its gathered parameters, wherever the bits differ, and
         freeze and unfreeze them as those were.
         """
-        trains = self._trains.pop(module, ())
+        written, trains = self._snapshots.pop(module, ((), ()))
         # A backward pass may have freed it since; the tensor is the same.
         for (param, trained), whole in zip(trains, all_gathered(map(itemgetter(0), trains)), strict=True):
             if whole is not None and whole.requires_grad != trained and param.sharded_param.requires_grad == trained:
                 param.sharded_param.requires_grad_(whole.requires_grad)
         # Nothing is gathered any more after a backward pass, so that this costs a look.
-        for group, before in self._noted.pop(module, ()):
+        for group, before in written:
             if not is_gathered(group):
                 continue
             if writes(list(map(_SHARDED, group.fsdp_params))) != before:
@@ -271,14 +264,10 @@ def _copy_held_back(param: Any, grad: torch.Tensor) -> None:
         whole.grad = whole.grad.clone()
 
 
-def forget_unreduced_gradients(module: nn.Module) -> None:
-    """Drop the gradients that backward passes without synchronisation left with the gathered parameters."""
-    drop_unreduced(_fsdp_params(module))
-
-
 def clear_unsharded_grads(module: nn.Module, set_to_none: bool = True) -> None:
     """Clear the gradients that a `zero_grad` of `module` does not meet."""
-    for param in _fsdp_params(module):
+    params = _fsdp_params(module)
+    for param in params:
         # While gathered parameters show, as between forward and backward, `zero_grad` does not meet the shards.
         grad = param.sharded_param.grad
         if grad is not None and set_to_none:
@@ -286,7 +275,7 @@ def clear_unsharded_grads(module: nn.Module, set_to_none: bool = True) -> None:
         elif grad is not None:
             grad.detach_().zero_()
     # Those of passes without synchronisation, which torch adds to the next reduction.
-    forget_unreduced_gradients(module)
+    drop_unreduced(params)
 
 
 def _grad_of_gathered(param: Any) -> torch.Tensor | None:

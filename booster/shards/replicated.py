@@ -23,7 +23,7 @@ from booster.common.torch_internals.autograd_internals import graph_task
 from booster.common.torch_internals.tensor_internals import version
 from booster.model.modules import bare
 from booster.model.params import local_shard
-from booster.ranks.agreement import all_names, gather, reduced
+from booster.ranks.agreement import all_names, extremes, gather, reduced
 from booster.shards.base import ALONE, FROZEN, RELAID, UNSYNCHRONISED, Shards
 from booster.tensors.grads import tensor_norms
 from booster.tensors.trees import HALF_DTYPES, tensors
@@ -128,19 +128,19 @@ def _rates(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def _compare(parts: Sequence[_Measured]) -> torch.Tensor:
-    """Return the largest number that a rank makes of the first part."""
+    """Return of a checksum of the first part the largest and the negative of the smallest, and whether other parts differ."""
     first, *others = parts
-    # One MAX gives the largest number and, by the negative, the smallest: ranks agree where they are equal.
-    ends = _checksums(first.rows)
+    number = _checksum(first.rows)
+    apart = torch.zeros_like(number)
     for part in others:
-        found = reduced(_checksums(part.rows), dist.ReduceOp.MAX, part.ranks)
-        ends[2:] += (found[0] != -found[1]).to(ends.device)
-    return reduced(ends, dist.ReduceOp.MAX, first.ranks)
+        least, most = extremes(_checksum(part.rows), part.ranks)
+        apart += (least != most).to(apart.device)
+    # One MAX gives the largest number and, by the negative, the smallest: ranks agree where they are equal.
+    return reduced(torch.stack([number, -number, apart]), dist.ReduceOp.MAX, first.ranks)
 
 
-def _checksums(rows: torch.Tensor) -> torch.Tensor:
-    number = rows.flatten() @ torch.arange(1, rows.numel() + 1, dtype=rows.dtype, device=rows.device)
-    return torch.stack([number, -number, torch.zeros_like(number)])
+def _checksum(rows: torch.Tensor) -> torch.Tensor:
+    return rows.flatten() @ torch.arange(1, rows.numel() + 1, dtype=rows.dtype, device=rows.device)
 
 
 def _describe_difference(part: _Measured) -> str:

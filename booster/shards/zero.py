@@ -183,12 +183,11 @@ class ZeroShards(ReplicatedShards):
             raise RuntimeError(UNSYNCHRONISED)
 
     def num_replicas(self, shard: torch.Tensor) -> int:
-        return 1 if shard in self._params else self._layouts[0].world_size if self._layouts else 1
+        return 1 if shard in self._params else self._layouts[0].world_size
 
     def num_replicas_of(self, shards: Sequence[torch.Tensor]) -> list[int]:
-        whole = self._layouts[0].world_size if self._layouts else 1
         alone = set(map(id, self._params))
-        return [1 if id(shard) in alone else whole for shard in shards]
+        return [1 if id(shard) in alone else self._layouts[0].world_size for shard in shards]
 
     def grad_holders(self) -> list[torch.Tensor]:
         params = [param for params in self._held or [] for param in params]
@@ -288,8 +287,7 @@ class ZeroShards(ReplicatedShards):
 
     @property
     def states(self) -> ZeroStates:
-        layout = self._layouts[0] if self._layouts else None
-        return ZeroStates(self, self._shards, self._params, layout=layout, reduced=self._reduced)
+        return ZeroStates(self, self._shards, self._params, group=self._layouts[0].group, reduced=self._reduced)
 
     def accept_zero_grads(self) -> None:
         for param in self.held_params():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from booster.ranks.agreement import communication_device, gather
 from booster.shards.base import Entries, FlatShard, ShardedStateView, ShardStates, State
-from booster.shards.zero_buckets import FlatParameters, ModuleBuckets
+from booster.shards.zero_buckets import FlatParameters
 from booster.tensors.flat import flat, shaped_like
 
 Key = str | int
@@ -29,11 +29,11 @@ class BucketSlot(NamedTuple):
     def param(self) -> torch.Tensor:
         return self.bucket.params[self.position]
 
-    def has_same_layout(self, other: BucketSlot, world_size: int) -> bool:
-        """Return whether each of so many ranks has the same elements of the parameter by `other`, in tensors of one shape."""
+    def has_same_layout(self, other: BucketSlot) -> bool:
+        """Return whether each rank has the same elements of the parameter by `other`, in tensors of one shape."""
         return self.bucket.by_elements == other.bucket.by_elements and all(
             self.bucket.overlap(self.position, rank) == other.bucket.overlap(other.position, rank)
-            for rank in range(world_size)
+            for rank in range(len(self.bucket.bounds) - 1)
         )
 
     @property
@@ -90,7 +90,7 @@ class GroupShards:
 
 
 def state_names(
-    state: Mapping[Any, State], params: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+    state: Mapping[Any, State], params: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> dict[Any, State]:
     """Return for each of `params` the names of states that any rank has of it, with None for values; a collective."""
     names: defaultdict[Any, State] = defaultdict(dict)
@@ -237,11 +237,11 @@ class _Bytes:
 
 
 class ZeroStates(ShardStates):
-    """Of slices in the buckets of a `layout`; None: nothing is sharded. reduced: whether gradients are slices too."""
+    """Of slices of flat buckets, one for each rank of `group`. reduced: whether gradients are slices too."""
 
-    def __init__(self, shards: Any, *maps: Any, layout: ModuleBuckets | None, reduced: bool) -> None:
+    def __init__(self, shards: Any, *maps: Any, group: dist.ProcessGroup, reduced: bool) -> None:
         super().__init__(shards, *maps)
-        self._layout, self._reduced = layout, reduced
+        self._group, self._reduced = group, reduced
 
     def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
         """Return state by parameter, but of this rank's shard: 1-dim where that is not all of the parameter."""
@@ -255,7 +255,7 @@ class ZeroStates(ShardStates):
 
     def state_of_ranks(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
         params = self.shards.held_params()
-        names = state_names(state, params, None if self._layout is None else self._layout.group)
+        names = state_names(state, params, self._group)
         if not names and self._reduced and any(map(self.shards.has_gradient, params)):
             raise RuntimeError(
                 "torch.distributed.checkpoint.state_dict makes states by a step of zeros, and would drop the gradients that "
@@ -266,7 +266,7 @@ class ZeroStates(ShardStates):
     def full(self, entries: Entries, params: Mapping[Any, torch.Tensor]) -> Entries:
         slots = {key: slot for key, param in params.items() if (slot := self.shards.slot_of(param)) is not None}
         found = {key: own for key, own in entries.items() if key not in slots}
-        found |= self._gather({key: own for key, own in entries.items() if key in slots}, slots)
+        found |= gather_states({key: own for key, own in entries.items() if key in slots}, slots, self._group)
         return {key: found[key] for key in dict.fromkeys((*params, *found)) if key in found}
 
     def sharded(self, entries: Entries, params: Mapping[Any, torch.Tensor]) -> Entries:
@@ -302,7 +302,8 @@ class ZeroStates(ShardStates):
                 continue
             # One after another, so that no more than one is there twice.
             own = masters.pop(self.shards.shard_of(param), None)
-            whole = self._gather({0: {"": own}} if own is not None and own.numel() else {}, {0: slot})
+            entries: Entries = {0: {"": own}} if own is not None and own.numel() else {}
+            whole = gather_states(entries, {0: slot}, self._group)
             if whole:
                 wide[param] = whole[0][""].to(param.device)
         return wide
@@ -312,12 +313,12 @@ class ZeroStates(ShardStates):
         for param in self.shards.held_params():
             new = self.shards.slot_of(param)
             old = before.slot_of(param) if isinstance(before.states, ZeroStates) else None
-            if old is None or new is None or self._layout is None:
+            if old is None or new is None:
                 continue
             own, shard = state.pop(before.shard_of(param), None), self.shards.shard_of(param)
-            if not old.has_same_layout(new, self._layout.world_size):
+            if not old.has_same_layout(new):
                 # One after another, so that no more than one is there twice.
-                found = self._gather({0: own} if own else {}, {0: old}).get(0, {})
+                found = gather_states({0: own} if own else {}, {0: old}, self._group).get(0, {})
                 cut = {key: self.shard_entry(entry, param) for key, entry in found.items()}
                 own = {
                     key: value.to(param.device) if isinstance(value, torch.Tensor) and value.dim() else value
@@ -332,9 +333,6 @@ class ZeroStates(ShardStates):
         if not _alike(value, param) or value.dim() == 0:
             return value
         return self.shards.local_slice(value, param).clone()  # not a view, which would keep the whole in memory
-
-    def _gather(self, states: Entries, slots: dict[Any, BucketSlot]) -> Entries:
-        return states if self._layout is None else gather_states(states, slots, self._layout.group)
 
 
 def _alike(value: Any, tensor: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -133,29 +134,6 @@ def _end_iteration_of_2_12(root: Any) -> None:
     passes.post_backward_final_callback_queued = False
 
 
-def run_hooks_outside_modes(module: nn.Module, watch: Any, note: Callable[..., Any]) -> None:
-    """Let the hooks around the forward of `module`, to which `fully_shard` was just applied, run in no torch function mode.
-
-    They gather and free.
-    watch: has `look()`, called before what was gathered is freed, whenever `always`, or where the whole parameters of its
-    `params` were written in place since they had `versions`.
-    note: of arguments, and what torch makes of them, returns what brings writes into containers back: a function, or none.
-    """
-    (state,) = fsdp_states([module])
-    # Nor in `torch.inference_mode`: what is gathered into stays, for training too.
-    tables: list[Any] = [(module._forward_pre_hooks, None, note), (module._forward_hooks, watch, None)]
-    copied: list[Any] = []
-    for hooks, watched, noted in tables:
-        for key, hook in hooks.items():
-            inner = hook  # of several modules it is wrapped
-            while hasattr(inner, "__wrapped__") and not hasattr(inner, "__self__"):
-                inner = inner.__wrapped__
-            if getattr(inner, "__self__", None) is state:
-                # A mode that sees what a user's forward calls need not see each of the some hundred functions that a group
-                # takes for that.
-                hooks[key] = _outside_modes(hook, watched, state, copied, noted)
-
-
 _VERSION_OF_WHOLE = attrgetter("_unsharded_param._version")
 
 
@@ -164,31 +142,58 @@ def unsharded_versions(params: Sequence[Any]) -> list[int]:
     return list(map(_VERSION_OF_WHOLE, params))
 
 
-def _outside_modes(
-    hook: Callable[..., Any], watch: Any, state: Any, copied: list[Any], note: Any
-) -> Callable[..., Any]:
-    groups, names = groups_of(state), type(state._training_state)
+def run_hooks_outside_modes(module: nn.Module, group: Any, note: Callable[..., Any]) -> None:
+    """Let the hooks around the forward of `module`, to which `fully_shard` was just applied, run in no torch function mode.
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    They gather and free.
+    group: has `compare()`, called before what was gathered is freed, whenever `always`, or where the whole parameters of its
+    `params` were written in place since they had `versions`.
+    note: of arguments, and what torch makes of them, returns what brings writes into containers back: a function, or none.
+    """
+    (state,) = fsdp_states([module])
+    around = _AroundForward(state, group, note)
+    for hooks, run in ((module._forward_pre_hooks, around.before), (module._forward_hooks, around.after)):
+        for key, hook in hooks.items():
+            inner: Any = hook  # of several modules it is wrapped
+            while hasattr(inner, "__wrapped__") and not hasattr(inner, "__self__"):
+                inner = inner.__wrapped__
+            if getattr(inner, "__self__", None) is state:
+                hooks[key] = torch.compiler.disable(partial(run, hook))  # as the hook itself is
+
+
+class _AroundForward:
+    """Calls `hook`, one of torch's around the forward of a module, in no mode, with what booster does at the same moment."""
+
+    # A mode that sees what a user's forward calls need not see each of the some hundred functions that a group takes for that.
+    # Nor does it run in `torch.inference_mode`: what is gathered into stays, for training too.
+    def __init__(self, state: Any, group: Any, note: Callable[..., Any]) -> None:
+        self._state, self._group, self._note = state, group, note
+        self._groups, self._states = groups_of(state), type(state._training_state)
+        self._brings_back: list[Any] = []
+
+    def before(self, hook: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         # Reentrant checkpointing computes a module that runs twice again when its backward has run already in this pass, and
         # torch would take it for a part of that, and reduce no gradient of it.
-        done = state._training_state is names.PRE_BACKWARD
-        if done and all(group._training_state is names.POST_BACKWARD for group in groups):
-            state._training_state = names.IDLE
+        done = self._state._training_state is self._states.PRE_BACKWARD
+        if done and all(group._training_state is self._states.POST_BACKWARD for group in self._groups):
+            self._state._training_state = self._states.IDLE
         with without_function_modes(), outside_inference():
-            # As `unsharded_versions`, but that every forward pass of every group comes here.
-            if watch is not None and (watch.always or list(map(_VERSION_OF_WHOLE, watch.params)) != watch.versions):
-                watch.compare()
-            made = hook(*args, **kwargs)
-            # Torch puts what requires gradients into new containers: what forward writes into them goes back, and is an output.
-            if note is not None:  # and no call where all are tensors
-                others = [each for each in (*args[1], *args[2].values()) if not isinstance(each, torch.Tensor)]
-                copied[:] = note(others, args[1:], made) if others else []
-            elif copied:
-                state._register_pre_backward_hook(copied.pop()())
+            made = hook(module, args, kwargs)
+            # Torch puts what requires gradients into new containers; no call where all are tensors.
+            others = [each for each in (*args, *kwargs.values()) if not isinstance(each, torch.Tensor)]
+            self._brings_back = self._note(others, (args, kwargs), made) if others else []
             return made
 
-    return torch.compiler.disable(run)  # as the hook itself is
+    def after(self, hook: Callable[..., Any], module: nn.Module, args: Any, output: Any) -> Any:
+        with without_function_modes(), outside_inference():
+            # As `unsharded_versions`, but that every forward pass of every group comes here.
+            group = self._group
+            if group.always or list(map(_VERSION_OF_WHOLE, group.params)) != group.versions:
+                group.compare()
+            made = hook(module, args, output)
+            if self._brings_back:  # what forward wrote into the new containers goes back, and is an output
+                self._state._register_pre_backward_hook(self._brings_back.pop()())
+            return made
 
 
 def shards_integers() -> bool:

@@ -60,7 +60,7 @@ class AverageReducer(GradientReducer):
         super().__init__(named.values(), group)
         self._names = {param: name for name, param in named.items()}
         self._bytes = bucket_bytes
-        self.agrees_at_once = self._finds_unused = finds_unused
+        self.agrees_at_once = finds_unused
         self._ratio = 1.0 / group.size()
         self._is_settled = finds_unused or group.size() == 2
         found = bucket_assignment(self._all, bucket_bytes if self._is_settled else sys.maxsize) if self._all else []
@@ -134,7 +134,7 @@ class AverageReducer(GradientReducer):
         return self._places[param]
 
     def _finish(self) -> None:
-        if not self._finds_unused:
+        if not self.agrees_at_once:  # every parameter has to be reached
             known = zip(self._all, self._reached, strict=True)
             # Parameters that were frozen since get none rightly.
             unreached = [p for p, reached in known if not (reached or self.has_local_gradient(p)) and p.requires_grad]

@@ -253,7 +253,7 @@ _APART = (
 )
 
 
-class WatchedGroup:
+class GatheredGroup:
     """Gathered parameters of `modules` that are freed together; `torch_internals` calls `compare` before torch frees them."""
 
     def __init__(self, owner: ForwardWrites, modules: Sequence[nn.Module]) -> None:
@@ -293,7 +293,7 @@ class ForwardWrites:
         self._model = weakref.ref(model)
         self._ranks = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
         self._device = device
-        self._groups: list[WatchedGroup] = []
+        self._groups: list[GatheredGroup] = []
         self._passes_left, self._late = _COMPARED, False
         self._known: set[Any] = set()
         self._untraced: set[Any] = set()  # those that were written to through `.data`, without a version
@@ -301,9 +301,9 @@ class ForwardWrites:
         # In this pass: one of the numbers above or 0, and the sum of all bits.
         self._seen: dict[Any, tuple[int, int]] = {}
 
-    def add_group(self, modules: Sequence[nn.Module]) -> WatchedGroup:
+    def add_group(self, modules: Sequence[nn.Module]) -> GatheredGroup:
         """Watch `modules`, to which `fully_shard` was just applied together; the last call is for the model itself."""
-        self._groups.append(WatchedGroup(self, modules))
+        self._groups.append(GatheredGroup(self, modules))
         self._places.update((param, _places(param)) for param in self._groups[-1].params)
         return self._groups[-1]
 
@@ -319,7 +319,7 @@ class ForwardWrites:
                 group.always = True
 
     @torch.no_grad()
-    def compare(self, group: WatchedGroup) -> None:
+    def compare(self, group: GatheredGroup) -> None:
         versions, last = unsharded_versions(group.params), self._groups[-1]
         if not group.versions:
             group.versions = versions

@@ -23,7 +23,7 @@ from booster.model.params import local_shard
 from booster.plugin.base import Plugin, check_joined, shared_mesh
 from booster.plugin.expert_parallel import ExpertSharding, check_experts, find_experts
 from booster.plugin.fsdp.groups import WrapPolicy, block_names, check_wrap_policy
-from booster.plugin.fsdp.shard_module import change_dtypes, shard_module, stays_sharded
+from booster.plugin.fsdp.shard_module import change_dtypes, dtypes_refusal, shard_module
 from booster.plugin.sequence_parallel import CutMode, SequenceParallel, check_sizes
 from booster.ranks.agreement import broadcast_from_first, world
 from booster.shards import Shards
@@ -128,7 +128,7 @@ class ShardingPlugin(Plugin):
     def _dtypes_refusal(self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy) -> str | None:
         """Return why the shards of `placed` cannot get other dtypes, as `switch_refusal` does."""
         model = bare(placed)
-        return stays_sharded(model, before, after, blocks=self._blocks(model))
+        return dtypes_refusal(model, before, after, blocks=self._blocks(model))
 
     def _change_dtypes(self, placed: nn.Module, after: DtypePolicy) -> nn.Module:
         """Give the shards of `placed` the dtypes of `after`, as `place_again` does."""

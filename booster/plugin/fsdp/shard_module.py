@@ -138,10 +138,10 @@ def shard_module(
             shard_placement_fn=shard_placement if own_sharding is None else own_sharding.placement,
         )
         unused.after_sharding(group.modules, counted)
-        watched = written.add_group(group.modules)
+        gathered_group = written.add_group(group.modules)
         hold_modules_weakly(group.modules)
         for child in group.modules:
-            run_hooks_outside_modes(child, watched, noted_writes)
+            run_hooks_outside_modes(child, gathered_group, noted_writes)
             if weakly and not group.pinned and child is not model:
                 # fully_shard hands on inputs as new tensors, which are not weak any more.
                 child.register_forward_pre_hook(cast_weak_inputs(policy.param), with_kwargs=True, prepend=True)  # type: ignore[arg-type]
@@ -255,7 +255,7 @@ def check_hooks(model: nn.Module) -> None:
         )
 
 
-def stays_sharded(model: nn.Module, before: DtypePolicy, after: DtypePolicy, *, blocks: Collection[str]) -> str | None:
+def dtypes_refusal(model: nn.Module, before: DtypePolicy, after: DtypePolicy, *, blocks: Collection[str]) -> str | None:
     """Return why `change_dtypes` cannot be called so, in the words after "because"; None: it can. Nothing is changed."""
     single = [
         name for name, child in model.named_modules() if isinstance(child, FSDPModule) and isinstance(child, nn.Linear)
@@ -289,7 +289,7 @@ def change_dtypes(
     blocks: Collection[str],
     reduce_dtype: torch.dtype | None,
 ) -> list[Any]:
-    """Give `module`, which `shard_module` sharded, the dtypes of another policy; call `stays_sharded` first.
+    """Give `module`, which `shard_module` sharded, the dtypes of another policy; call `dtypes_refusal` first.
 
     shown: what `shard_module` or this function returned last; returns the same for now.
     """
@@ -297,13 +297,7 @@ def change_dtypes(
     reshard(model)  # gathered parameters have the old dtypes
     for handle in shown:
         handle.remove()
-    groups = plan_groups(
-        model,
-        blocks=blocks,
-        pinned=policy.keep_fp32,
-        dtype_of=lambda param, pinned: param.dtype,
-        gathered=gathered_modules(model, policy),
-    )
+    groups = _groups(model, policy, blocks, gathered_modules(model, policy))
     for group in groups:
         set_dtypes(group.modules[0], _mixed_precision(policy, group, reduce_dtype))
     # Buffers must be as before sharding.

@@ -147,13 +147,13 @@ class FakeActivationMode(FakeTensorMode):
     Attributes:
         results: what functions of fake activations returned in earlier forward passes of the same shapes; None: they are run.
             While `allow_non_fake_inputs` is False functions are always run, because a mix of fake and real tensors raises then.
-        watching: whether to record in `wrote` that a function changed a fake activation.
+        records_writes: whether to record in `wrote` that a function changed a fake activation.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.results: Results | None = None
-        self.watching = False
+        self.records_writes = False
         self.wrote = False
 
 
@@ -172,8 +172,8 @@ class FakeActivation(FakeTensor):
             # The product of experts: kernels on CPUs take every dtype, torch's function of its shapes bfloat16 alone.
             return func(*(arg.bfloat16() for arg in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
         with without_subclasses():
-            if mode is not None and mode.watching:
-                return as_fake_activation(_run_watched(mode, func, args, kwargs))
+            if mode is not None and mode.records_writes:
+                return as_fake_activation(_run_recording_writes(mode, func, args, kwargs))
             results = mode.results if mode is not None and mode.allow_non_fake_inputs else None
             if results is None:
                 return as_fake_activation(func(*args, **kwargs))
@@ -224,7 +224,7 @@ def _mode_of(values: Any) -> FakeActivationMode | None:
     return None
 
 
-def _run_watched(mode: FakeActivationMode, func: Any, args: Any, kwargs: Any) -> Any:
+def _run_recording_writes(mode: FakeActivationMode, func: Any, args: Any, kwargs: Any) -> Any:
     if torch.is_inference_mode_enabled():  # tensors have no version counter in it, so assume a write
         mode.wrote = True
         return func(*args, **kwargs)

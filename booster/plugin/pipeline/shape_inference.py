@@ -195,7 +195,7 @@ class _StageRun:
         self._meta_model.call = self._call
         mode = self._meta_model.mode
         # Stage 0 has no foreign blocks before its own, so nothing of it is cached.
-        mode.watching, mode.wrote = self._stage > 0, False
+        mode.records_writes, mode.wrote = self._stage > 0, False
         try:
             with self._sources:
                 output = self._meta_model.module(*args, **kwargs)
@@ -210,7 +210,7 @@ class _StageRun:
             ) from error
         finally:
             self._meta_model.call = None
-            mode.watching = False
+            mode.records_writes = False
         if not is_last or not self._sources.closed:
             stage = self._stage if is_last else self._stage + 1
             raise RuntimeError(
@@ -247,7 +247,7 @@ class _StageRun:
                 for spec, leaf in zip(boundary.specs, replaced, strict=True)
             )
             self._sources.closed = True
-            self._meta_model.mode.watching = False
+            self._meta_model.mode.records_writes = False
             self._found.results[self._stage] = None if self._meta_model.mode.wrote else {}
         elif not self._sources.closed:
             first = self._split.name_of(self._split.starts[self._stage - 1])

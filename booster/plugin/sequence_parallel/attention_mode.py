@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -189,22 +190,16 @@ class SequenceMode(TorchFunctionMode):
                 self._refuse(func, operands[0], "makes scores of attention between this rank's tokens alone")
         return out
 
-    def _over_dim(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _over_dim(self, func: Any, args: Any, kwargs: dict[str, Any], *, place: int = 1) -> Any:
+        """place: of the dimension among `args`."""
         x = args[0] if args else kwargs.get("input")
-        given = kwargs.get("dim", kwargs.get("dims", args[1] if len(args) > 1 else None))
+        given = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else None))
         # None is all dimensions, as for the mean of a loss: right, since ranks average it.
         dims = given if isinstance(given, (tuple, list)) else (given,)
         for dim in dims:
             # A bool is `keepdim` or `unbiased`, given by place.
             if isinstance(dim, int) and not isinstance(dim, bool) and self._is_tokens(x, dim):
                 self._refuse(func, x, "reads this rank's tokens as if they were all")
-        return func(*args, **kwargs)
-
-    def _roll(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        dims = kwargs.get("dims", args[2] if len(args) > 2 else None)
-        for dim in dims if isinstance(dims, (tuple, list)) else (dims,):
-            if isinstance(dim, int) and self._is_tokens(args[0], dim):
-                self._refuse(func, args[0], "reads this rank's tokens as if they were all")
         return func(*args, **kwargs)
 
     def _convolution(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -297,7 +292,7 @@ def _rules() -> dict[Any, Callable[[SequenceMode, Any, Any, dict[str, Any]], Any
         ),
         mode._over_dim,
     )
-    found |= dict.fromkeys(both("roll"), mode._roll)
+    found |= dict.fromkeys(both("roll"), partial(mode._over_dim, place=2))
     found |= dict.fromkeys(both("conv1d conv2d conv3d conv_transpose1d conv_transpose2d"), mode._convolution)
     found |= {torch.Tensor.__getitem__: mode._index, torch.arange: mode._arange}
     found |= {F.scaled_dot_product_attention: mode._attention, F.multi_head_attention_forward: mode._multi_head}

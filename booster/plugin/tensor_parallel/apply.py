@@ -112,8 +112,8 @@ def _apply_foreign(
         if policy.param in HALF_DTYPES:  # its hooks make DTensors of inputs, and these are not weakly typed
             module.register_forward_pre_hook(cast_weak_inputs(policy.param), with_kwargs=True, prepend=True)
         return
-    before = _taken(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, pre)
-    after = _taken(module._forward_hooks, module._forward_hooks_with_kwargs, post)
+    before = _remove_new(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, pre)
+    after = _remove_new(module._forward_hooks, module._forward_hooks_with_kwargs, post)
     # Its hooks become part of the forward of a pinned module: outside of it, they would communicate in half precision.
     module.forward = _HookedForward(module, before, after)
 
@@ -146,9 +146,9 @@ class _HookedForward(ModuleReference):
         return output
 
 
-def _taken(hooks: Any, with_kwargs: dict[int, bool], known: set[int]) -> list[Hook]:
-    """Remove the hooks that are not `known`; returns them, each with whether it takes keyword arguments."""
-    return [(hooks.pop(key), with_kwargs.pop(key, False)) for key in list(hooks) if key not in known]
+def _remove_new(hooks: Any, with_kwargs: dict[int, bool], before: set[int]) -> list[Hook]:
+    """Remove the hooks that were not there `before`; returns them, each with whether it takes keyword arguments."""
+    return [(hooks.pop(key), with_kwargs.pop(key, False)) for key in list(hooks) if key not in before]
 
 
 def tie(slots: list[Slots]) -> None:

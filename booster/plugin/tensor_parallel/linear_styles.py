@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -26,8 +25,7 @@ from booster.plugin.tensor_parallel.local_style import (
     local_with_gradient,
     own_dtensors,
 )
-from booster.ranks.agreement import communication_device
-from booster.tensors.trees import HALF_DTYPES
+from booster.shards.dtensor import differing
 
 _COMPARED = 3  # backward passes in which ranks compare the gradients of what they gathered
 
@@ -116,17 +114,9 @@ class Colwise(LocalStyle):
         return whole
 
 
-@torch.no_grad()
 def _check_alike(name: str, mesh: DeviceMesh, grad: torch.Tensor) -> None:
     """Raise RuntimeError, on all ranks, unless `grad`, of a gathered output, is the same on all of them."""
-    digest = torch.stack([grad.double().norm(), grad.double().sum()])
-    known = digest.where(digest.isfinite(), torch.inf)  # a maximum may lose a NaN
-    ends = torch.stack([known, -known]).to(communication_device(grad.device, mesh.get_group()))
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=mesh.get_group())
-    most, least = ends[0].cpu(), -ends[1].cpu()
-    allowed = (5e-2 if grad.dtype in HALF_DTYPES else 1e-3) * float(most[0])  # the same sums in another order at most
-    bounds = torch.tensor([allowed, allowed * max(grad.numel(), 1) ** 0.5], dtype=torch.float64)
-    if bool(most.isfinite().all()) and bool(((most - least) > bounds).any()):
+    if differing([grad], [grad], mesh.get_group()) == [True]:
         raise RuntimeError(
             f"tp_plan gives {name!r} 'colwise_gather_output', and all ranks must use its whole output alike, but the gradient "
             "of it differs among them: each reads it for its own heads or features, as keys and values that all heads share. "
