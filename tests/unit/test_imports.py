@@ -328,7 +328,6 @@ SENDS_ITS_OWN = {
     "plugin/pipeline/pipeline.py": "a float32 number",
     "plugin/sequence_parallel/all_to_all.py": "parts for each rank, laid out anew",
     "update/distributed_muon.py": "flat bfloat16 copies",
-    "plugin/tensor_parallel/linear_styles.py": "float64 sums",
     "plugin/zero.py": "flat buckets",
     "ranks/agreement.py": "bytes and a flag",
     "shards/dtensor.py": "a float64 sum",
