@@ -34,43 +34,6 @@ def booster(precision):
     return Booster("cpu", precision)
 
 
-ALWAYS_HALF = {
-    "linear": lambda x: F.linear(x, torch.ones(4, 4)),
-    "conv2d": lambda x: F.conv2d(x[None, None], torch.ones(1, 1, 3, 3)),
-    "matmul": lambda x: x @ torch.ones(4, 4),
-    "mv": lambda x: torch.mv(x, torch.ones(4)),
-    "addr": lambda x: torch.addr(x, torch.ones(4), torch.ones(4)),
-}
-ALWAYS_FLOAT = {
-    "softmax": lambda x: F.softmax(x, dim=-1),
-    "group_norm": lambda x: F.group_norm(x, 2),
-    "mse_loss": lambda x: F.mse_loss(x, torch.ones_like(x)),
-    "pow": lambda x: x**2,
-    "sum": lambda x: x.sum(),
-    "keyword": lambda x: F.log_softmax(input=x, dim=-1),
-}
-LIKE_INPUT = {
-    "relu": F.relu,
-    "batch_norm train": lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(4), training=True),
-    "batch_norm eval": lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(4), training=False),
-}
-CASES = [
-    *((name, function, dtype, HALF) for name, function in ALWAYS_HALF.items() for dtype in (HALF, FLOAT)),
-    *((name, function, dtype, FLOAT) for name, function in ALWAYS_FLOAT.items() for dtype in (HALF, FLOAT)),
-    *((name, function, dtype, dtype) for name, function in LIKE_INPUT.items() for dtype in (HALF, FLOAT)),
-]
-
-
-@pytest.mark.parametrize(("name", "function", "dtype", "expected"), CASES)
-def test_the_dtype_of_a_listed_function_and_of_its_input_gradient(booster, name, function, dtype, expected):
-    x = torch.ones(4, 4, dtype=dtype, requires_grad=True)
-    with booster.autocast():
-        out = function(x)
-    assert out.dtype == expected
-    out.float().sum().backward()
-    assert x.grad.dtype == dtype
-
-
 def cross(x, y):
     return torch.cross(x, y, dim=-1)
 
@@ -98,14 +61,6 @@ def test_in_place_forms_of_float32_functions_raise_on_half_and_others_stay_in_pl
         torch.ones(2).exp_()
     assert same is half
     assert half.dtype == HALF
-
-
-def test_binary_cross_entropy_of_half_is_refused_with_the_way_out(booster):
-    probabilities = torch.full((2,), 0.5)
-    with booster.autocast():
-        assert F.binary_cross_entropy(probabilities, probabilities).dtype == FLOAT
-        with pytest.raises(NotImplementedError, match=r"(?s)does not work out-of-the-box.*_with_logits"):
-            F.binary_cross_entropy(probabilities.half(), probabilities)
 
 
 @pytest.mark.parametrize("cell", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])

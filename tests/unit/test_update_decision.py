@@ -27,24 +27,6 @@ both = pytest.mark.parametrize("decides", [HOST, DEVICE])
 
 # ---------------------------------------------------------------------- the decision
 @both
-@pytest.mark.parametrize("name", FUSED)
-def test_an_overflow_in_the_very_first_step_leaves_a_fused_optimizer_sound(decides, name):
-    reference, params = parameters(4, 3), parameters(4, 3)
-    plain = FUSED[name](reference, foreach=False)
-    optimizer = boost(FUSED[name](params, fused=True), 2.0**8, decides)
-    for grads in ([INF, 1.0], [1.0, NAN]):
-        assert not step_on(optimizer, params, *grads)
-        assert torch.equal(params[0], torch.ones(4))
-    for size in (1.0, 0.3, 2.0):
-        plain.zero_grad()
-        loss_with(reference, [size, -size]).backward()
-        plain.step()
-        assert step_on(optimizer, params, size, -size)
-    for param, other in zip(params, reference, strict=True):
-        assert torch.allclose(param, other, atol=1e-6)
-
-
-@both
 @pytest.mark.parametrize("name", [name for name in FUSED if name != "SGD dampening"])
 def test_a_parameter_that_gets_its_first_gradient_late_is_stepped_as_in_torch(decides, name):
     reference, params = parameters(4, 3), parameters(4, 3)

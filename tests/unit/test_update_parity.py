@@ -1,6 +1,5 @@
 """Parameters after a run equal those of the hand-written torch.amp loop, for every optimizer, implementation and clip."""
 
-import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +9,7 @@ import torch
 from prescribed import DEVICE, HOST, boost, loss_with, parameters
 from torch import nn
 
-from booster import Booster
 from booster.loss_scaler import DynamicScale
-from booster.mixed_precision import FP16TorchMixedPrecision
 
 STEPS = 20
 OVERFLOWS = {2, 3, 9, 17}
@@ -119,72 +116,3 @@ def test_without_a_scaler_clipping_folds_into_the_fused_step_with_torchs_result(
         boosted.clip_grad_by_norm(1.0)
         assert boosted.step().grad_norm == pytest.approx(float(norm), rel=1e-5)
         assert distance(ours, theirs) <= 1e-6
-
-
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize(
-    ("name", "decides"), [(name, HOST) for name in OPTIMIZERS] + [("AdamW", DEVICE), ("SGD", DEVICE)]
-)
-def test_gradients_that_are_never_zeroed_add_up_as_in_torch(name, decides, maximize):
-    implementation = {"foreach": False} if name == "RMSprop" else {"fused": True}
-    shapes = [(7, 5), (5,)]
-    theirs, ours = parameters(*shapes), parameters(*shapes)
-    optimizer = OPTIMIZERS[name](theirs, **implementation, maximize=maximize)
-    scaler = torch.amp.GradScaler("cpu", **SCALE)
-    boosted = boost(OPTIMIZERS[name](ours, **implementation, maximize=maximize), DynamicScale(**SCALE), decides)
-    for step, grads in enumerate(gradients(shapes)):
-        if step in OVERFLOWS:
-            continue
-        # The torch loop that is right here must scale what is left of the last step up again.
-        for param in theirs:
-            if param.grad is not None:
-                param.grad.mul_(scaler.get_scale())
-        scaler.scale(loss_with(theirs, grads)).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(theirs, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        boosted.backward(loss_with(ours, grads))
-        boosted.clip_grad_by_norm(1.0)
-        assert boosted.step()
-        assert distance(ours, theirs) <= 1e-6
-    assert distance([p.grad for p in ours], [p.grad for p in theirs]) <= 1e-6
-
-
-@pytest.mark.slow_cases("Adam-norm", "Adam-none", "Adagrad-none")
-@pytest.mark.parametrize("clip", ["none", "norm"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_real_half_precision_forward_trains_as_the_hand_written_loop_does(name, clip):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-    twin = copy.deepcopy(model)
-    implementation = {"foreach": True} if name == "RMSprop" else {"fused": True}
-    data = [(torch.randn(16, 8), torch.randint(0, 4, (16,))) for _ in range(STEPS)]
-    data[5][0][0, 0] = 1e6  # beyond float16: the forward pass overflows
-
-    scaler = torch.amp.GradScaler("cpu", **SCALE)
-    optimizer = OPTIMIZERS[name](twin.parameters(), **implementation)
-    for x, y in data:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = nn.functional.cross_entropy(twin(x), y)
-        scaler.scale(loss).backward()
-        if clip == "norm":
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-
-    booster = Booster("cpu", FP16TorchMixedPrecision(**SCALE))
-    boosted, boosted_optimizer, criterion, *_ = booster.boost(
-        model, OPTIMIZERS[name](model.parameters(), **implementation), nn.CrossEntropyLoss()
-    )
-    for x, y in data:
-        boosted_optimizer.zero_grad()
-        booster.backward(criterion(boosted(x), y), boosted_optimizer)
-        if clip == "norm":
-            boosted_optimizer.clip_grad_by_norm(0.5)
-        boosted_optimizer.step()
-    assert boosted_optimizer.num_skipped >= 1
-    assert boosted_optimizer.loss_scale == scaler.get_scale()
-    assert distance(list(boosted.parameters()), list(twin.parameters())) <= 1e-3
