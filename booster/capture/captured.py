@@ -18,7 +18,7 @@ from booster.capture.graph_inputs import (
     LRBuffers,
     StaticScalars,
     TensorAddresses,
-    difference,
+    changed_options,
     options_of,
 )
 from booster.capture.trial import check_optimizers, origin_of
@@ -94,10 +94,12 @@ class CapturedStep:
         self._draws = [
             RoundingDraws(each.masters, self._device) for each in applications if isinstance(each, MasterApplication)
         ]
-        self._addresses, self._options = (
-            TensorAddresses.of(self._modules, self._optimizers),
-            options_of(self._optimizers),
-        )
+        self._set_baseline()
+
+    def _set_baseline(self) -> None:
+        """Have the next call compare with the tensors and options of now."""
+        self._addresses = TensorAddresses.of(self._modules, self._optimizers)
+        self._options = options_of(self._optimizers)
 
     @property
     def num_graphs(self) -> int:
@@ -122,7 +124,7 @@ class CapturedStep:
             not layout.unread
         ):  # a clip was read before the call: the graph would read gradients anew, and clip otherwise
             return self._eager(to_device(batch, self._device))
-        self._drop_if_changed(TensorAddresses.of(self._modules, self._optimizers), self._options)
+        self._drop_if_moved()
         key = (*_kind(batch), layout.key(), self._situation())
         graph = self._graphs.get(key)
         if graph is not None:
@@ -131,20 +133,19 @@ class CapturedStep:
             for lookahead, made in zip(self._rates.lookaheads, graph.steps, strict=True):
                 if made is not None:
                     lookahead.make_ready(made.deferred, counts=made.counts)
-            if not self._drop_if_changed(self._addresses, options_of(self._optimizers)):
+            if not self._drop_if_options_changed():
                 return self._replay(graph)
         return self._step(key, batch, layout)
 
     def _step(self, key: Any, batch: Any, layout: GradientLayout) -> Any:
         """Make a step of a kind of which there is no graph."""
         self._sync_steps()
-        self._drop_if_changed(self._addresses, options_of(self._optimizers))
+        self._drop_if_options_changed()
         batch = to_device(batch, self._device)
         if key in self._graphs:
             graph = self._record(batch, layout)
             # What makes states, as for a parameter that had no gradient before, is a graph of this step alone.
-            moved = self._drop_if_changed(TensorAddresses.of(self._modules, self._optimizers), self._options)
-            self._graphs[key] = None if moved else graph
+            self._graphs[key] = None if self._drop_if_moved() else graph
             return self._launch(graph)
         if len(self._graphs) < self._max_graphs:
             result = self._eager(batch)
@@ -165,10 +166,7 @@ class CapturedStep:
         with self._rates.read_as_tensors():
             result = self._recorder.warm(lambda: self._train_step(*batch))
         _check_returned(result, self._train_step)
-        self._addresses, self._options = (
-            TensorAddresses.of(self._modules, self._optimizers),
-            options_of(self._optimizers),
-        )
+        self._set_baseline()
         return _detached(result)
 
     def _sync_steps(self) -> None:
@@ -213,14 +211,17 @@ class CapturedStep:
             self._passes.situation(self._optimizers),
         )
 
-    def _drop_if_changed(self, addresses: TensorAddresses, options: list[tuple[str, Any]]) -> bool:
-        """Drop all graphs if tensors that they read or write have moved, or if options have changed that they hold.
+    def _drop_if_moved(self) -> bool:
+        """Drop all graphs if tensors that they read or write have moved; returns whether that is so."""
+        before, self._addresses = self._addresses, TensorAddresses.of(self._modules, self._optimizers)
+        return before != self._addresses and self._drop("weights or states were put elsewhere, as by loading them,")
 
-        Returns whether that is so."""
-        before, self._addresses, self._options = (self._addresses, self._options), addresses, options
-        changed = difference(before, (addresses, options))
-        if changed is None:
-            return False
+    def _drop_if_options_changed(self) -> bool:
+        """Drop all graphs if options have changed that they hold as numbers; returns whether that is so."""
+        before, self._options = self._options, options_of(self._optimizers)
+        return before != self._options and self._drop(changed_options(before, self._options))
+
+    def _drop(self, changed: str) -> bool:
         self._graphs.clear()
         # To record in nearly every step costs more than graphs save.
         self._given_up += 1
@@ -271,7 +272,7 @@ class CapturedStep:
                     fixed.enter_context(draws.fixed())
                 for update in self._updates:
                     fixed.enter_context(update.decision.held_by(graph.read))
-                _, graph.replay = self._recorder.record(body, generators)
+                graph.replay = self._recorder.record(body, generators)
         finally:
             self._scalars.release_buffers()
             self._forget_weights()  # what was rounded is in the memory of the graph

@@ -28,10 +28,10 @@ class Recorder(Protocol):
     def warm(self, body: Callable[[], T]) -> T:
         """Return `body()`, run where graphs are recorded, for what its first run alone does."""
 
-    def record(self, body: Callable[[], T], generators: Iterable[torch.Generator]) -> tuple[T, Callable[[], None]]:
-        """Return `body()` and what makes its launches again, with the Python of `body` not run again.
+    def record(self, body: Callable[[], object], generators: Iterable[torch.Generator]) -> Callable[[], None]:
+        """Run `body`, and return what makes its launches again, with the Python of `body` not run again.
 
-        Nothing that `body` launches runs before the first replay: tensors that it returns hold no numbers until then. What
+        Nothing that `body` launches runs before the first replay: tensors that it makes hold no numbers until then. What
         a replay reads and writes is at the addresses of the recording. generators: that `body` may use besides torch's own.
         """
 
@@ -64,7 +64,7 @@ class CudaRecorder:
         current.wait_stream(self._stream)
         return result
 
-    def record(self, body: Callable[[], T], generators: Iterable[torch.Generator]) -> tuple[T, Callable[[], None]]:
+    def record(self, body: Callable[[], object], generators: Iterable[torch.Generator]) -> Callable[[], None]:
         graph = self._cuda.CUDAGraph()
         for generator in generators:
             # A replay then goes on with the generator's numbers, instead of repeating those of the recording.
@@ -73,10 +73,10 @@ class CudaRecorder:
             self._pool = self._cuda.graph_pool_handle()
         # Pinned memory is allocated meanwhile, by other threads as those of loaders, and for addresses that kernels read.
         with self._cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"):
-            result = body()
+            body()
         # Weakly: the graph belongs to the step that replays it; here it only says whether the pool is in use.
         self._graphs.add(graph)
-        return result, graph.replay
+        return graph.replay
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +151,7 @@ class StepGraph:
         bytes_: list[torch.Tensor] = []
         size = 0
 
-        def note(tensor: torch.Tensor) -> torch.Tensor:
+        def pack_number(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal size
             if id(tensor) not in self._places:
                 # As bytes, since results are of several dtypes.
@@ -164,7 +164,7 @@ class StepGraph:
 
         results = [made.result for made in self.steps if made is not None]
         for result in (result for result in (*results, *leaves(self.returned)) if isinstance(result, StepResult)):
-            result.map_tensors(note)
+            result.map_tensors(pack_number)
         if bytes_:
             self.packed = torch.cat(bytes_)
 

@@ -82,14 +82,10 @@ def options_of(optimizers: Sequence[Any]) -> list[tuple[str, Any]]:
     ]
 
 
-def difference(before: Any, now: Any) -> str | None:
-    """Return what differs between two pairs of addresses and options; None where nothing does."""
-    if before == now:
-        return None
-    if before[0] != now[0]:
-        return "weights or states were put elsewhere, as by loading them,"
+def changed_options(before: list[tuple[str, Any]], now: list[tuple[str, Any]]) -> str:
+    """Return what differs between two lists of options, in words."""
     # By their text, because options may be tensors or lists, which neither hash nor compare as one.
-    texts = [{(name, repr(value)) for name, value in options} for _, options in (before, now)]
+    texts = [{(name, repr(value)) for name, value in options} for options in (before, now)]
     names = sorted({name for name, _ in texts[0] ^ texts[1]})
     return f"{', '.join(names) or 'groups'} of a group of parameters changed, which graphs hold as numbers,"
 

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -76,12 +77,8 @@ class GradientArrivals(ABC):
         """Dtype and elements of this rank's shard of each trained parameter."""
 
     @abstractmethod
-    def prepare(self, on_complete: OnComplete) -> None:
-        """Call `on_complete` with each gradient of the next backward pass."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """The pass is over."""
+    def calling(self, on_complete: OnComplete) -> AbstractContextManager[None]:
+        """A context of one backward pass, in which `on_complete` is called with each gradient once it is complete."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +127,17 @@ class StepsInBackward:
             del scratch
 
         for action in (add_to_norm, step_when_enough) if self.twice else (step_when_enough,):
-            arrivals.prepare(action)
-            loss.backward(retain_graph=action is add_to_norm)
-            arrivals.finish()
+            with arrivals.calling(action):
+                loss.backward(retain_graph=action is add_to_norm)
         step_all()
+
+
+@contextmanager
+def _called_when_filled(params: Sequence[torch.Tensor], filled: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    handles = [param.register_post_accumulate_grad_hook(filled) for param in params]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 class Unsharded(GradientArrivals):
@@ -141,21 +145,18 @@ class Unsharded(GradientArrivals):
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._params = [param for param in params if param.requires_grad]
-        self._handles: list[Any] = []
 
     @property
     def sizes(self) -> Sizes:
         return tuple((param.dtype, param.numel()) for param in self._params)
 
-    def prepare(self, on_complete: OnComplete) -> None:
+    @contextmanager
+    def calling(self, on_complete: OnComplete) -> Iterator[None]:
         def filled(param: torch.Tensor) -> None:
             on_complete(CompleteGradient(param.dtype, param.numel(), [], lambda: setattr(param, "grad", None)))
 
-        self._handles = [param.register_post_accumulate_grad_hook(filled) for param in self._params]
-
-    def finish(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        with _called_when_filled(self._params, filled):
+            yield
 
 
 class Bucketed(GradientArrivals):
@@ -172,7 +173,6 @@ class Bucketed(GradientArrivals):
         self._params = [param for param in params if param.requires_grad and param.numel()]
         self._world_size, self._shards, self._reduce_scatter = world_size, shards, reduce_scatter
         self._buckets = bucketed(self._params, bucket_bytes)
-        self._handles: list[Any] = []
 
     @property
     def sizes(self) -> Sizes:
@@ -181,18 +181,16 @@ class Bucketed(GradientArrivals):
     def _shard_size(self, param: torch.Tensor) -> int:
         return -(-param.numel() // self._shards)
 
-    def prepare(self, on_complete: OnComplete) -> None:
+    @contextmanager
+    def calling(self, on_complete: OnComplete) -> Iterator[None]:
         self._on_complete = on_complete
         self._bucket_of = {id(param): index for index, bucket in enumerate(self._buckets) for param in bucket}
         self._missing = [len(bucket) for bucket in self._buckets]
         self._next = 0
         self._flat: dict[int, torch.Tensor] = {}
         self._in_flight: deque[tuple[int, list[torch.Tensor]]] = deque()
-        self._handles = [param.register_post_accumulate_grad_hook(self._filled) for param in self._params]
-
-    def finish(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        with _called_when_filled(self._params, self._filled):
+            yield
         while self._next < len(self._buckets):
             self._send()
         self._wait(0)
@@ -296,10 +294,10 @@ class FullySharded(GradientArrivals):
     def sizes(self) -> Sizes:
         return tuple((dtype, size) for group in self._groups for dtype, size, trained in group.stored if trained)
 
-    def prepare(self, on_complete: OnComplete) -> None:
+    @contextmanager
+    def calling(self, on_complete: OnComplete) -> Iterator[None]:
         self._on_complete = on_complete
-
-    def finish(self) -> None:
+        yield
         self.reduce_all()
         self._forward_order.clear()  # a second pass prefetches nothing
         for group in self._groups:

@@ -40,13 +40,13 @@ class RecordedGraphs:
     def warm(self, body: Callable[[], T]) -> T:
         return body()
 
-    def record(self, body: Callable[[], T], generators: Iterable[torch.Generator]) -> tuple[T, Callable[[], None]]:
+    def record(self, body: Callable[[], object], generators: Iterable[torch.Generator]) -> Callable[[], None]:
         memory, random = MemorySnapshot(), torch.get_rng_state()
         states = [(generator, generator.get_state()) for generator in generators]
         recording = _Recording(memory)
         try:
             with recording, _launches(recording), _compiled(recording):
-                result = body()
+                body()
         finally:
             memory.restore()
             torch.set_rng_state(random)
@@ -61,7 +61,7 @@ class RecordedGraphs:
                 for operation in recording.operations:
                     operation()
 
-        return result, replay
+        return replay
 
 
 class _Lent:

@@ -309,7 +309,7 @@ def test_a_host_that_reads_in_a_recording_is_noticed():
 
 def test_what_a_recording_launches_has_not_run_before_the_first_replay():
     value = torch.zeros(3)
-    _, replay = RecordedGraphs().record(lambda: value.add_(1), ())
+    replay = RecordedGraphs().record(lambda: value.add_(1), ())
     assert value.tolist() == [0, 0, 0]
     replay()
     replay()
@@ -319,7 +319,7 @@ def test_what_a_recording_launches_has_not_run_before_the_first_replay():
 def test_memory_that_nobody_holds_any_more_is_noticed():
     """What keeps later tests honest: a graph that reads what was freed would find other numbers there."""
     values, out = [torch.ones(3)], torch.zeros(3)
-    _, replay = RecordedGraphs().record(lambda: out.copy_(values[0] * 2 + torch.tensor(1.0)), ())
+    replay = RecordedGraphs().record(lambda: out.copy_(values[0] * 2 + torch.tensor(1.0)), ())
     replay()
     assert out.tolist() == [3, 3, 3]
     values[0] = values[0][:1]

@@ -236,7 +236,7 @@ class NonFiniteTrace(TorchDispatchMode):
     ) -> tuple[list[NonFiniteResult | NonFiniteInput], torch.dtype | None]:
         """What a product reads, with what was widened for it taken for the half; and the dtype of that, if there was any."""
         half: torch.dtype | None = None
-        found: list[NonFiniteResult | NonFiniteInput] = []
+        halves: list[NonFiniteResult | NonFiniteInput] = []
         for parent in parents:
             read = parent
             if (
@@ -250,9 +250,9 @@ class NonFiniteTrace(TorchDispatchMode):
                     # The widened copy made nothing bad: the half that it was made of did, and is named instead.
                     half, read = _HALVES[before], origin
                     self.results = [each for each in self.results if each is not parent]
-            if all(read is not other for other in found):
-                found.append(read)
-        return found, half
+            if read not in halves:
+                halves.append(read)
+        return halves, half
 
     def _check_result(
         self,
@@ -284,11 +284,11 @@ class NonFiniteTrace(TorchDispatchMode):
         self._bad[key] = event
         if any(isinstance(parent, NonFiniteResult) and not is_intended(parent, name) for parent in parents):
             return  # one of many that an inf or NaN goes through
-        event.inputs = [numbers_of(each) for each in tensors(kept) if _is_plain(each) and each.is_floating_point()]
+        given = [each for each in tensors(kept) if _is_plain(each) and each.is_floating_point()]
         if half is not None:  # the operation is a product of halves
-            given = [each for each in tensors(kept) if _is_plain(each) and each.is_floating_point()]
-            event.inputs = [numbers_of(each.to(half) if _fits(each, half) else each) for each in given]
+            given = [each.to(half) if _fits(each, half) else each for each in given]
             tensor = tensor.to(half)
+        event.inputs = list(map(numbers_of, given))
         event.output, event.rows = numbers_of(tensor), bad_rows(tensor)
         if not all(is_intended(parent, name) for parent in parents):
             return
@@ -298,18 +298,15 @@ class NonFiniteTrace(TorchDispatchMode):
             event.exact = _exact(func, name, kept)
 
     def _bad_inputs(self, given: list[torch.Tensor]) -> list[NonFiniteResult | NonFiniteInput]:
-        found: list[NonFiniteResult | NonFiniteInput] = []
+        origins: dict[NonFiniteResult | NonFiniteInput, None] = {}
         for tensor in given:
             key = storage_key(tensor)
-            known = self._bad.get(key)
-            if not tensor.is_floating_point() or not tensor.numel() or (known is None and key in self._made):
+            made_by = self._bad.get(key)
+            if not tensor.is_floating_point() or not tensor.numel() or (made_by is None and key in self._made):
                 continue
-            if _is_finite(tensor):
-                continue
-            origin = known or self._input_at(tensor, key)
-            if origin is not None and all(origin is not other for other in found):
-                found.append(origin)
-        return found
+            if not _is_finite(tensor) and (origin := made_by or self._input_at(tensor, key)) is not None:
+                origins[origin] = None
+        return list(origins)
 
     def _is_brought(self, place: torch.Tensor, values: Any) -> bool:
         """Return whether a copy brings what a collective received in its own memory."""
