@@ -41,15 +41,15 @@ def _made(make: Callable[[UpdateContext], Update], context: UpdateContext) -> Up
     asked, device = context.options.fused_optimizer == ASKED, device_of(context.optimizer, context.group)
     if not asked and device.type not in TAKEN_BY_TRUE:
         return update
-    reason, off = _refusal(update, context, device), switches.off(*_parts(update, context))
-    reason, name = reason or (None if asked else _chosen(context) or off), type(context.optimizer).__name__
+    masters: Masters | None = getattr(update.optimizer_state, "masters", None)
+    off, name = switches.off(*_parts(masters, context)), type(context.optimizer).__name__
+    reason = _refusal(update, masters, context, device) or (None if asked else _chosen(context) or off)
     if reason is None:
         from booster.kernels.kernel_decision import kernel_update
         from booster.kernels.probe import like_torch
         from booster.kernels.rules import rule_of
 
         rule: Any = rule_of(context.optimizer)
-        masters = getattr(update.optimizer_state, "masters", None)
         differing = None if asked else like_torch(rule, context.optimizer, masters, device)
         if differing is not None:
             reason = "they are not like torch's steps"
@@ -74,7 +74,7 @@ def _made(make: Callable[[UpdateContext], Update], context: UpdateContext) -> Up
     )
 
 
-def _refusal(update: Update, context: UpdateContext, device: torch.device) -> str | None:
+def _refusal(update: Update, masters: Masters | None, context: UpdateContext, device: torch.device) -> str | None:
     """Return why kernels cannot step the optimizer of `context`, None if they can."""
     if type(update) is not Update or type(update.gradients) not in (Gradients, DeviceGradients):
         return f"its precision makes its own update, {type(update).__name__}"
@@ -91,12 +91,11 @@ def _refusal(update: Update, context: UpdateContext, device: torch.device) -> st
         return f"its parameters lie on devices of several types, {', '.join(sorted(map(str, devices)))}"
     if len(devices) > 1 and context.options.release_gradients:
         return f"its parameters lie on {len(devices)} devices, and release_gradients steps on one"
-    return _refused_groups(context.optimizer) or _refused_weights(update, context.optimizer)
+    return _refused_groups(context.optimizer) or _refused_weights(masters, context.optimizer)
 
 
-def _parts(update: Update, context: UpdateContext) -> Iterator[str]:
+def _parts(masters: Masters | None, context: UpdateContext) -> Iterator[str]:
     """Names in `switches.py` of what steps are put together from."""
-    masters: Masters | None = getattr(update.optimizer_state, "masters", None)
     yield f"rule {type(context.optimizer).__name__}"
     formats = () if masters is None else (bucket.format for bucket in masters.buckets)
     yield from sorted({f"weights {type(each).__name__}" for each in formats}) or ("weights float32",)
@@ -136,11 +135,10 @@ def _refused_groups(optimizer: Optimizer) -> str | None:
     return rule.refusal(optimizer)
 
 
-def _refused_weights(update: Update, optimizer: Optimizer) -> str | None:
+def _refused_weights(masters: Masters | None, optimizer: Optimizer) -> str | None:
     from booster.kernels.weights import FORMS
     from booster.masters.masters import own_gradient
 
-    masters: Masters | None = getattr(update.optimizer_state, "masters", None)
     if masters is not None and granularity_of(optimizer) != "elementwise":
         return "it is not stepped element by element"
     for param in (param for group in optimizer.param_groups for param in group["params"]):

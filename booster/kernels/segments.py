@@ -229,7 +229,7 @@ class Segments:
             if bucket.quantizer is not None:
                 # The quantizer asks for shape and dtype alone, so no memory is taken.
                 like = torch.empty(bucket.size, dtype=torch.float32, device="meta")
-                encoding = bucket.quantizer.encoding_of(name, like, bucket, own)
+                encoding = bucket.quantizer.encoding_of(name, like, bucket.size, own)
             if encoding is None:
                 own[name] = torch.zeros(bucket.size, dtype=torch.float32, device=bucket.device)
             else:

@@ -279,10 +279,10 @@ class StateQuantizer:
         self._rng = rng
         self._name = type(optimizer).__name__
 
-    def encoding_of(self, name: str, value: Any, bucket: FlatBucket, state: State) -> Encoding | None:
-        """Return how `value`, the entry `name` of the `state` of `bucket`, is packed; None: it stays as it is."""
-        flat = isinstance(value, torch.Tensor) and value.shape == (bucket.size,) and value.dtype == torch.float32
-        sign = self._signs[name] if flat and bucket.size else "fp32"  # a rank may hold nothing of a matrix
+    def encoding_of(self, name: str, value: Any, size: int, state: State) -> Encoding | None:
+        """Return how `value`, the entry `name` of the `state` of a bucket of `size` elements, is packed; None: it stays."""
+        flat = isinstance(value, torch.Tensor) and value.shape == (size,) and value.dtype == torch.float32
+        sign = self._signs[name] if flat and size else "fp32"  # a rank may hold nothing of a matrix
         if sign == "fp32":
             return None
         if self._states == "bf16":
@@ -310,7 +310,7 @@ class StateQuantizer:
         # A ratio needs the rounded divisor that will be read back.
         for name in ratios_last(state):
             value = state[name]
-            encoding = self.encoding_of(name, value, bucket, state)
+            encoding = self.encoding_of(name, value, bucket.size, state)
             if encoding is None:
                 continue
             bucket.clear_padding(value)

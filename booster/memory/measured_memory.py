@@ -321,16 +321,8 @@ def _kept_bytes(quantizer: StateQuantizer | None, name: str, size: float) -> flo
     """Return bytes an element of the state `name`, of which the optimizer makes `size`, as it is kept between steps."""
     if quantizer is None:
         return size
-    encoding = quantizer.encoding_of(name, torch.empty(64, dtype=torch.float32), _NoBucket(), {})
+    encoding = quantizer.encoding_of(name, torch.empty(GROUP, dtype=torch.float32), GROUP, {})
     return {None: size, "bf16": 2.0}.get(encoding, 1 + 2 / GROUP)
-
-
-class _NoBucket:
-    size = 64
-    handles: list[object] = []
-
-    def clear_padding(self, values: torch.Tensor) -> None:
-        pass
 
 
 @dataclass(frozen=True)

@@ -99,14 +99,13 @@ class Record:
     def on_precision_switch(
         self, precision: MixedPrecision, models: Sequence[ModelWrapper], said: str, why: str
     ) -> None:
-        """Write that the run goes on in `precision`, as `said`, and `why`; count in the layers that `models` have now."""
+        """Write, while the record is open, that the run goes on in `precision`, as `said`, and `why`; count in the layers that
+        `models` have now."""
         self._policy = precision.policy
         for counter in self._counters:  # the switch replaced layers
             counter.detach()
             for model in models:
                 counter.attach(model)
-        if self.closed:
-            return
         # Waits for the device.
         self.flush()
         known = [optimizer for each in self._optimizers if (optimizer := each()) is not None]

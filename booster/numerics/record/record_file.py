@@ -154,7 +154,7 @@ class LineFile:
         flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
         if self.path.is_symlink():
             raise OSError(f"{self.path} is a link, which a record does not write through; remove it")
-        self._file: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | flags, 0o644)
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | flags, 0o644)
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
             self.close()
             raise OSError(f"{self.path} is no regular file, so no record can be written to it")
@@ -164,8 +164,6 @@ class LineFile:
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Append `lines`, or none of them: raises OSError where the disk is full."""
-        if self._file is None:
-            return
         plain = ({key: _plain(value) for key, value in line.items() if value is not None} for line in lines)
         data = "".join(json.dumps(each, separators=(",", ":"), allow_nan=False) + "\n" for each in plain).encode()
         written = 0
@@ -178,10 +176,8 @@ class LineFile:
             raise
 
     def close(self) -> None:
-        """Close the file; what is written later is dropped."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        """Close the file, to which nothing is written later."""
+        os.close(self._file)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any] | CutLine]:
