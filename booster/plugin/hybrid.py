@@ -29,7 +29,7 @@ from booster.plugin.base import Pipeline, shared_mesh
 from booster.plugin.fsdp.groups import ShardLoaded, WrapPolicy, apply_policy, check_wrap_policy
 from booster.plugin.fsdp.plugin import ShardingPlugin
 from booster.plugin.fsdp.shard_module import check_hooks, keep_whole, shard_module
-from booster.plugin.pipeline import PipelinePlan, StagePipeline, plan_pipeline
+from booster.plugin.pipeline import PipelinePlan, StagePipeline
 from booster.plugin.pipeline.pipeline import LayersLoaded
 from booster.plugin.pipeline.schedule_runner import check_count, check_style
 from booster.plugin.sequence_parallel import SequenceParallel, check_sizes
@@ -345,7 +345,7 @@ class HybridParallelPlugin(ShardingPlugin):
     def _plan_pipeline(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> PipelinePlan:
         # Stages compute in `param`, whatever their shards are stored in.
         computed = dataclasses.replace(policy, store=None)
-        return plan_pipeline(
+        return PipelinePlan(
             module,
             pp_size=self.pp_size,
             style=self._pp_style,

@@ -28,7 +28,7 @@ from booster.mixed_precision import BF16MixedPrecision
 from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.model.params import local_shard
 from booster.plugin import HybridParallelPlugin
-from booster.plugin.pipeline import StagePipeline, plan_pipeline
+from booster.plugin.pipeline import PipelinePlan, StagePipeline
 from booster.tensors.trees import divide
 
 DIM, HEADS, LENGTH, WORDS = 16, 2, 6, 23
@@ -106,7 +106,7 @@ def alone(model, batch, criterion, num, context=nullcontext, seed=1.0):
 
 
 def build(model, rank, world_size, style, split_points=None, group=None, **options):
-    plan = plan_pipeline(
+    plan = PipelinePlan(
         model, pp_size=world_size, style=style, num_model_chunks=STYLES[style], split_points=split_points, device=CPU
     )
     plan.cut(rank)
@@ -827,7 +827,7 @@ def sharded(rank, world_size, mesh_shape, style, policy):
     model = GPT(num_blocks=stages * STYLES[style], tied=is_tied)
     reference = copy.deepcopy(model)
     tolerance = 1e-6 if dtype is None else 2e-2
-    plan = plan_pipeline(
+    plan = PipelinePlan(
         model,
         pp_size=stages,
         style=style,
@@ -900,7 +900,7 @@ def tensor_parallel(rank, world_size, styles):
         torch.manual_seed(0)
         model = GPT(num_blocks=2 * STYLES[style], tied=True)
         losses, _, gradients, _ = alone(model, text(), loss_of, 4)
-        plan = plan_pipeline(model, pp_size=2, style=style, num_model_chunks=STYLES[style])
+        plan = PipelinePlan(model, pp_size=2, style=style, num_model_chunks=STYLES[style])
         styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], styles)
@@ -941,7 +941,7 @@ class Halves(nn.Module):
 def half_sequence(rank, world_size):
     torch.manual_seed(0)
     model = Halves()
-    plan = plan_pipeline(model, pp_size=2)
+    plan = PipelinePlan(model, pp_size=2)
     plan.cut(rank)
     pipeline = StagePipeline(plan, group=None, device=CPU, boundary=lambda shape: (shape[0], shape[1] // 2, *shape[2:]))
     model.divided = True

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from booster.plugin.pipeline import plan_pipeline
+from booster.plugin.pipeline import PipelinePlan
 from booster.plugin.pipeline.shape_inference import infer_shapes
 from booster.tensors.trees import divide
 
@@ -50,7 +50,7 @@ def cut(model, num_stages, micro_batches):
     """The stages of `model`, armed, each with its own copy, and where they begin."""
     stages = []
     for rank in range(num_stages):
-        plan = plan_pipeline(copy.deepcopy(model), pp_size=num_stages)
+        plan = PipelinePlan(copy.deepcopy(model), pp_size=num_stages)
         plan.cut(rank)
         (stage,) = plan.stages
         for position in range(len(plan.split.children)):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from booster.plugin.pipeline import plan_pipeline
+from booster.plugin.pipeline import PipelinePlan
 from booster.plugin.pipeline.shape_inference import infer_shapes
 
 DIM = 4
@@ -82,7 +82,7 @@ class Extra(nn.Module):
 
 
 def route(model, *args, num_stages=2, **options):
-    plan = plan_pipeline(model, pp_size=num_stages, **options)
+    plan = PipelinePlan(model, pp_size=num_stages, **options)
     return infer_shapes(plan.meta_model, plan.split, args or (torch.ones(3, DIM),), {})
 
 

@@ -27,7 +27,7 @@ from booster.plugin.ddp.gradient_reducer import GradientReducer
 from booster.ranks.agreement import all_gather_flat, broadcast
 from booster.shards.zero_buckets import ModuleBuckets
 from booster.tensors.flat import is_dense, shaped_like
-from booster.tensors.trees import tensors
+from booster.tensors.trees import HALF_DTYPES, tensors
 
 SPARSE = (
     "{name} has a sparse gradient, which release_gradients does not average; build its module with sparse=False, or leave "
@@ -267,13 +267,8 @@ class ExchangedSum:
     def wait(self) -> torch.Tensor:
         """Return the sum. Called once: what was sent is freed before, and what was received after."""
         first, second, *others = self._exchange.wait()
-        if first.dtype not in (torch.float16, torch.bfloat16) or not others:
-            total = first + second  # of two half-precision numbers the exact sum, rounded once
-            for part in others:
-                total += part
-            return total
-        total = first.float()
-        for part in (second, *others):
+        total = (first.float() if first.dtype in HALF_DTYPES else first) + second
+        for part in others:
             total += part
         return total.to(first.dtype)
 

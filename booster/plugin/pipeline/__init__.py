@@ -36,7 +36,7 @@ How it comes about, file by file, in the order in which a model passes them:
                         hook on own blocks puts received tensors into their arguments.
     schedule_runner.py  torch's schedules (gpipe, 1f1b, interleaved, zbv) over these stages; `STYLES` has their classes, and
                         the plugin's `pp_style` chooses. `StageIO` declares what is sent.
-    pipeline.py         `plan_pipeline` splits and copies while the model is whole and changes nothing. `PipelinePlan.cut(rank)`
+    pipeline.py         `PipelinePlan` splits and copies while the model is whole and changes nothing. `PipelinePlan.cut(rank)`
                         puts the copy's modules in the places of foreign ones. Tensor parallelism comes before, sharding after.
                         `StagePipeline`, what the plugin returns for the model: `run(micro_batches, criterion, seed=...)`; and
                         the hook that takes this rank's layers out of the state of a whole model.
@@ -46,7 +46,7 @@ and calls `StagePipeline.run`, which infers shapes if they are new and lets the 
 micro-batch. What may be changed freely: anything in here; outside only the plugin and `booster.plugin.base.Pipeline` are known.
 """
 
-from booster.plugin.pipeline.pipeline import PipelinePlan, StagePipeline, plan_pipeline
+from booster.plugin.pipeline.pipeline import PipelinePlan, StagePipeline
 from booster.plugin.pipeline.split import Split, find_split
 
-__all__ = ["StagePipeline", "PipelinePlan", "Split", "find_split", "plan_pipeline"]
+__all__ = ["StagePipeline", "PipelinePlan", "Split", "find_split"]

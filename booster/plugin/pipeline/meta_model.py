@@ -33,7 +33,7 @@ class MetaModel:
         mode: of all its fake tensors.
         stages: by id of a fake parameter, its name and the stages that hold the real one.
         buffers: ids of the copied buffers.
-        owned: by name of a module, the stage that owns it; see `owners`.
+        owners, holders: which stage has which module and parameter; see `split.py`.
         call: while set, it is called in place of the forward of a child of the container, with the position of the child, its
             forward, args and kwargs.
     """
@@ -54,16 +54,17 @@ class MetaModel:
         self.stages: dict[int, tuple[str, frozenset[int]]] = {}
         self.buffers: set[int] = set()
         self._make_fake(devices)
-        for first, held in holders(model, split).items():
+        self.owners = owners(model, split)
+        self.holders = holders(model, self.owners)
+        for first, held in self.holders.items():
             for name, _ in held:
                 owner, _, attribute = name.rpartition(".")
                 fake = getattr(self.module.get_submodule(owner), attribute)
                 self.stages[id(fake)] = (first, frozenset(stage for _, stage in held))
-        self.owned = owners(model, split)
         self.call: Callable[[int, Callable[..., Any], Any, Any], Any] | None = None
         container = self.module.get_submodule(split.container)
         for position, name in enumerate(split.children):
-            if split.name_of(position) in self.owned:
+            if split.name_of(position) in self.owners:
                 child = container.get_submodule(name)
                 child.__dict__["forward"] = _ObservedForward(self, position, child.forward)
         for child in self.module.modules():

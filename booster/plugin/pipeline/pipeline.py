@@ -17,7 +17,7 @@ from booster.model.modules import PlacedModule, bare, fast_path_off
 from booster.plugin.pipeline.meta_model import MetaModel, Prepare, replace_parameter
 from booster.plugin.pipeline.schedule_runner import ScheduleRunner, Shape, check_count, check_style, stage_ranks
 from booster.plugin.pipeline.shape_inference import StageIO, infer_shapes
-from booster.plugin.pipeline.split import Split, TiedWeights, find_split, holders, owners, qualified
+from booster.plugin.pipeline.split import TiedWeights, find_split, qualified
 from booster.plugin.pipeline.stage import Stage, StageForward
 from booster.tensors.trees import HALF_DTYPES, MicroBatch, form, leaves, map_tensors
 
@@ -26,7 +26,17 @@ if TYPE_CHECKING:
 
 
 class PipelinePlan:
-    """How one model is cut. Make it with `plan_pipeline`, then `cut` once, then `StagePipeline(plan, ...)`.
+    """How `model`, which is whole and unsharded, is cut for `pp_size` ranks; making a plan changes nothing.
+
+    `cut` it once, then make `StagePipeline(plan, ...)`.
+
+    Arguments:
+        style: "gpipe", "1f1b", "interleaved" or "zbv".
+        num_model_chunks: stages on each rank, with "interleaved"; "zbv" has 2.
+        split_points: see `find_split`.
+        device: where the stages will run, if the model is elsewhere yet.
+        prepare: a function of a model on the meta device that edits it, in place or not, as the dtypes of the stages will be,
+            and returns it.
 
     Attributes:
         ranks: by stage, the pipeline rank that runs it.
@@ -34,17 +44,32 @@ class PipelinePlan:
         meta_model: the copy that takes the place of other stages' modules.
         stages: those of this rank, after `cut`.
         rank: this pipeline rank, after `cut`.
+
+    Raises ValueError for a model that does not divide so, cannot be copied or is compiled as a whole.
     """
 
     def __init__(
-        self, model: nn.Module, split: Split, meta_model: MetaModel, *, style: str, pp_size: int, ranks: tuple[int, ...]
+        self,
+        model: nn.Module,
+        *,
+        pp_size: int,
+        style: str = "1f1b",
+        num_model_chunks: int = 1,
+        split_points: Sequence[str] | None = None,
+        device: torch.device | None = None,
+        prepare: Prepare | None = None,
     ) -> None:
+        if "_orig_mod" in model._modules:
+            raise ValueError(
+                f"the {type(bare(model)).__name__} is compiled as a whole, and a graph cannot be cut into pipeline stages; "
+                "compile its blocks instead: for block in model.blocks: block.compile()"
+            )
         self.model = model
-        self.split = split
-        self.meta_model = meta_model
-        self.style, self.pp_size, self.ranks = style, pp_size, ranks
-        self.owners = owners(model, split)
-        self.holders = holders(model, split)
+        self.style, self.pp_size = style, pp_size
+        self.ranks = stage_ranks(style, pp_size, check_style(style, pp_size, num_model_chunks))
+        self.split = find_split(model, len(self.ranks), split_points)
+        self.meta_model = MetaModel(model, self.split, device=device, prepare=prepare)
+        self.owners, self.holders = self.meta_model.owners, self.meta_model.holders
         self.stages: list[Stage] = []
         self.rank = -1
 
@@ -59,8 +84,6 @@ class PipelinePlan:
             raise RuntimeError("this pipeline plan was carried out already; make another one for another model")
         self.rank = rank
         mine = [index for index, owner in enumerate(self.ranks) if owner == rank]
-        if not mine:
-            raise ValueError(f"rank={rank} has no stage; ranks of this pipeline are 0 to {self.pp_size - 1}")
         # Several stages share one set of blocks; only the modules around them exist once per stage.
         self.stages = [Stage(index, self.split, self.meta_model) for index in mine]
         # A module around the blocks has other children in each stage.
@@ -83,8 +106,6 @@ class PipelinePlan:
 
     def register_receiving(self) -> None:
         """Let the blocks of the stages that `cut` made receive activations; call it when the stages are sharded."""
-        if not self.stages:
-            raise RuntimeError("call cut(rank) before Pipeline(plan, ...)")
         for stage in self.stages:
             for position, name in enumerate(self.split.children):
                 if self.split.name_of(position) in self.owners and self.split.stage_of(position) == stage.index:
@@ -125,35 +146,6 @@ class PipelinePlan:
             module, fake = model.get_submodule(ancestor), self.meta_model.module.get_submodule(ancestor)
             for name in [name for name, param in module._parameters.items() if param is not None]:
                 replace_parameter(module, name, getattr(fake, name))
-
-
-def plan_pipeline(
-    model: nn.Module,
-    *,
-    pp_size: int,
-    style: str = "1f1b",
-    num_model_chunks: int = 1,
-    split_points: Sequence[str] | None = None,
-    device: torch.device | None = None,
-    prepare: Prepare | None = None,
-) -> PipelinePlan:
-    """Plan how `model`, which is whole and unsharded, is cut for `pp_size` ranks; changes nothing.
-
-    style: "gpipe", "1f1b", "interleaved" or "zbv". num_model_chunks: stages on each rank, with "interleaved"; "zbv" has 2.
-    split_points: see `find_split`. device: where the stages will run, if the model is elsewhere yet. prepare: a function of
-    a model on the meta device that edits it, in place or not, as the dtypes of the stages will be, and returns it.
-
-    Raises ValueError for a model that does not divide so, cannot be copied or is compiled as a whole.
-    """
-    if "_orig_mod" in model._modules:
-        raise ValueError(
-            f"the {type(bare(model)).__name__} is compiled as a whole, and a graph cannot be cut into pipeline stages; compile "
-            "its blocks instead: for block in model.blocks: block.compile()"
-        )
-    ranks = stage_ranks(style, pp_size, check_style(style, pp_size, num_model_chunks))
-    split = find_split(model, len(ranks), split_points)
-    meta_model = MetaModel(model, split, device=device, prepare=prepare)
-    return PipelinePlan(model, split, meta_model, style=style, pp_size=pp_size, ranks=ranks)
 
 
 def _call_by_pipeline(*args: Any, **kwargs: Any) -> Any:

@@ -110,9 +110,11 @@ def owners(model: nn.Module, split: Split) -> dict[str, int]:
     return owned
 
 
-def holders(model: nn.Module, split: Split) -> dict[str, list[tuple[str, int]]]:
-    """Return for each parameter, by its first name in the model, all its names, each with the stage that has it there."""
-    owned = owners(model, split)
+def holders(model: nn.Module, owned: Mapping[str, int]) -> dict[str, list[tuple[str, int]]]:
+    """Return for each parameter, by its first name in the model, all its names, each with the stage that has it there.
+
+    owned: what `owners` returns.
+    """
 
     def stage_of(name: str) -> int:
         return next((owned[around] for around in parents(name) if around in owned), 0)
