@@ -77,13 +77,13 @@ def plan_route(index: torch.Tensor, num_local: int, group: dist.ProcessGroup) ->
     ranks = group.size()
     flat = index.reshape(-1)
     last = ranks * num_local
-    known = flat.where((flat >= 0) & (flat < last), last)
+    clipped = flat.where((flat >= 0) & (flat < last), last)
     # Not `bincount`, which waits for a GPU.
-    found = torch.zeros(last + 1, dtype=torch.int64, device=flat.device).index_add_(
-        0, known, torch.ones_like(known, dtype=torch.int64)
+    rows_of_expert = torch.zeros(last + 1, dtype=torch.int64, device=flat.device).index_add_(
+        0, clipped, torch.ones_like(clipped, dtype=torch.int64)
     )
     # To each rank what its experts get, and, so that all raise together, how many rows have no expert.
-    counts = torch.cat([found[:last].view(ranks, num_local), found[last:].expand(ranks, 1)], dim=1)
+    counts = torch.cat([rows_of_expert[:last].view(ranks, num_local), rows_of_expert[last:].expand(ranks, 1)], dim=1)
     theirs = torch.empty_like(counts)
     # A collective of one count per expert, and a host read.
     dist.all_to_all_single(theirs, counts, group=group)
@@ -240,28 +240,28 @@ class ExpertForward(ForwardProxy):
 
 def _local_params(module: nn.Module, scale: float) -> dict[str, Any]:
     """Return the local tensors of the parameters of `module`, with gradients multiplied by `scale`."""
-    found: dict[str, Any] = {}
+    local: dict[str, Any] = {}
     params: dict[str, Any] = dict(module._parameters)
     for name, param in params.items():
         if param is not None:
-            found[name] = param.to_local()
-            if found[name].requires_grad:
+            local[name] = param.to_local()
+            if local[name].requires_grad:
                 # `fully_shard` divides a gradient by the number of copies of the parameter; what came here is a sum over ranks
                 # besides. (Its own factor divides twice on a mesh of one rank, in torch 2.13.)
-                found[name].register_hook(partial(torch.mul, other=scale))
-    return found
+                local[name].register_hook(partial(torch.mul, other=scale))
+    return local
 
 
 def expert_mesh_sizes(sizes: Mapping[str, int], ep_size: int) -> dict[str, int]:
     """Return the dimensions of the mesh on which experts are, from those of the mesh of all other parameters."""
     # Ranks that share the batch, along "shard" or, where that is 1, along "replicate", are cut into groups of `ep_size`.
     cut = "shard" if sizes["shard"] > 1 else "replicate"
-    found: dict[str, int] = {}
+    divided: dict[str, int] = {}
     for name, size in sizes.items():
-        found[name] = size // ep_size if name == cut else size
+        divided[name] = size // ep_size if name == cut else size
         if name == "shard":
-            found["ep"] = ep_size
-    return found
+            divided["ep"] = ep_size
+    return divided
 
 
 class ExpertSharding:

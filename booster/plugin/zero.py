@@ -115,7 +115,7 @@ class SliceReducer(GradientReducer):
         return True
 
     def store_reduced(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
-        now = {position for position, here in enumerate(reached) if here}
+        now = {position for position, is_reached in enumerate(reached) if is_reached}
         self._layout.buckets[index].add_gradient(reduced, now)
 
 
@@ -356,8 +356,8 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
 
     @property
     def divides_as(self) -> str | None:
-        known = super().divides_as  # None where there are views of buckets, as under reduce_scatter
-        return f"zero{self._stage}" if known == "ddp" else known
+        divided = super().divides_as  # None where there are views of buckets, as under reduce_scatter
+        return f"zero{self._stage}" if divided == "ddp" else divided
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if self.group is not None:  # a world of one divides nothing, so any optimizer will do

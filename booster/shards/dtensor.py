@@ -154,8 +154,8 @@ class DTensorShards(Shards):
         grads = dict(zip(map(id, graphless), local_tensors(list(map(_GRAD, graphless))), strict=True))
         for index, param, local in zip(places, divided, local_tensors(divided), strict=True):
             shard: Any = self._shards.get(param)
-            known = shard is not None and shard.data_ptr() == local.data_ptr() and shard.shape == local.shape
-            if not known or shard.requires_grad != param.requires_grad:
+            is_current = shard is not None and shard.data_ptr() == local.data_ptr() and shard.shape == local.shape
+            if not is_current or shard.requires_grad != param.requires_grad:
                 shard = self.shard_of(param)
             grad = grads.get(id(param))
             shard.grad = _own_gradient(param) if grad is None and param.grad is not None else grad

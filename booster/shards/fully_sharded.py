@@ -139,12 +139,12 @@ class FullyShardedShards(DTensorShards):
 
 
 def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
-    found = []
+    alive = []
     for reference in references:
         module = reference()
         if module is not None:
-            found.append(module)
-    return found
+            alive.append(module)
+    return alive
 
 
 class UnshardedParams:
@@ -290,8 +290,8 @@ def _fsdp_params(module: nn.Module) -> list[Any]:
 
 def _sharded_in(module: nn.Module) -> list[Any]:
     """The modules in `module` that went through `fully_shard`."""
-    found: list[Any] = []
+    sharded: list[Any] = []
     for child in module.modules():
         if isinstance(child, FSDPModule):
-            found.append(child)
-    return found
+            sharded.append(child)
+    return sharded

@@ -35,7 +35,7 @@ _RATE, _WEIGHT = 1e-6, {False: 1e-3, True: 1e-2}
 _DTYPES = frozenset((*HALF_DTYPES, torch.float32, torch.float64, torch.complex64, torch.complex128))
 _NONE = -1e300  # in place of a NaN, which no backend compares
 DRIFTED = (
-    "{found}, although all ranks step alike: they have drifted apart. Give every rank the same learning rates, as by "
+    "{differences}, although all ranks step alike: they have drifted apart. Give every rank the same learning rates, as by "
     "scheduler.step(b.reduce(metric)), and write to weights, and load them, on all ranks alike, or before boost(), which "
     "gives all ranks the weights of rank 0"
 )
@@ -82,9 +82,11 @@ class ReplicaCheck:
         parts, copy = sent
         most, least, apart = copy.tensor().tolist()
         if most != -least or apart:
-            found = all_names(tuple(text for part in parts if (text := _describe_difference(part))), parts[0].ranks)
-            if found:
-                raise RuntimeError(DRIFTED.format(found=listed(found, 3)))
+            differences = all_names(
+                tuple(text for part in parts if (text := _describe_difference(part))), parts[0].ranks
+            )
+            if differences:
+                raise RuntimeError(DRIFTED.format(differences=listed(differences, 3)))
 
 
 def trained(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -97,17 +99,17 @@ def _measured(shards: Shards, ranks: dist.ProcessGroup, params: Sequence[torch.T
     """Return norms of orders 1 and 2 of each of `params`, where those are, behind the numbers of groups if `rates`."""
     named = list(_rates(shards.optimizer)) if rates else []
     values = [local_shard(param.detach()) for param in params]
-    known = torch.tensor(
+    numbers = torch.tensor(
         [0.0 if isinstance(rate, torch.Tensor) else float(rate) for _, rate in named], dtype=torch.float64
     )
-    norms = known.new_empty(0, 2)
+    norms = numbers.new_empty(0, 2)
     if values:
         norms = torch.stack([tensor_norms(values, order, torch.float64) for order in (1.0, 2.0)], dim=1)
-        known = known.to(norms.device, non_blocking=True)
+        numbers = numbers.to(norms.device, non_blocking=True)
     for place, (_, rate) in enumerate(named):
         if isinstance(rate, torch.Tensor):
-            known[place].copy_(rate.reshape(()))
-    rows = torch.cat([torch.stack([known, known], dim=1), norms])
+            numbers[place].copy_(rate.reshape(()))
+    rows = torch.cat([torch.stack([numbers, numbers], dim=1), norms])
     return _Measured(
         ranks,
         [name for name, _ in named] + list(map(shards.name_of, params)),
@@ -216,8 +218,8 @@ class GradSyncTracker:
             if param.requires_grad and param.grad is not None:
                 raise RuntimeError(FROZEN.format(name=shards.name_of(param)))
         left = self._params if self.unsynchronised else ()
-        for found, text in ((left, UNSYNCHRONISED), (self._alone, ALONE)):
-            for param in found:
+        for params, text in ((left, UNSYNCHRONISED), (self._alone, ALONE)):
+            for param in params:
                 if param in held and param.grad is not None:
                     raise RuntimeError(text.format(name=shards.name_of(param)))
 

@@ -312,9 +312,9 @@ class ZeroShards(ReplicatedShards):
         if param in self._slots:
             return self._slots[param]
         # Looked for once for each parameter; layouts do not change while shards live.
-        found = next((place for layout in self._layouts if (place := layout.locate(param)) is not None), None)
-        if found is not None:
-            self._slots[param] = BucketSlot(*found)
+        located = next((place for layout in self._layouts if (place := layout.locate(param)) is not None), None)
+        if located is not None:
+            self._slots[param] = BucketSlot(*located)
         return self._slots.get(param)
 
     def _shard_states(self, group: GroupShards, brought: set[int]) -> None:

@@ -81,8 +81,10 @@ class GroupShards:
         pairs = list(zip(self.params, self.shards, strict=True))
         self.frozen = [param for param, shard in pairs if shard is param]
         self.divided = [(param, shard) for param, shard in pairs if shard is not param]
-        known = [(param, shard, slot_of(param)) for param, shard in self.divided if shard.numel()]
-        self.stepped = [SteppedShard(p, shard, held, shard.dim() != 1) for p, shard, held in known if held is not None]
+        nonempty = [(param, shard, slot_of(param)) for param, shard in self.divided if shard.numel()]
+        self.stepped = [
+            SteppedShard(p, shard, held, shard.dim() != 1) for p, shard, held in nonempty if held is not None
+        ]
 
     def holds(self, params: Sequence[torch.Tensor]) -> bool:
         """Return whether the parameters are these still, in this order."""
@@ -95,9 +97,9 @@ def state_names(
     """Return for each of `params` the names of states that any rank has of it, with None for values; a collective."""
     names: defaultdict[Any, State] = defaultdict(dict)
     for names_of_rank in gather([list(state.get(param, ())) for param in params], group):
-        for param, found in zip(params, names_of_rank, strict=True):
-            if found:
-                names[param] |= dict.fromkeys(found)
+        for param, own in zip(params, names_of_rank, strict=True):
+            if own:
+                names[param] |= dict.fromkeys(own)
     return names
 
 
@@ -117,7 +119,7 @@ def gather_states(
             for column, entry in zip(columns, (key, name, *_describe(value, slots[key])), strict=True):
                 column.append(entry)
     # They arrive in host memory, because together they are what does not fit on a device.
-    found: dict[Key, State] = {}
+    gathered: dict[Key, State] = {}
     sent: list[torch.Tensor] = []
     kept: list[list[torch.Tensor]] = [[] for _ in range(dist.get_world_size(group))]
     try:
@@ -126,9 +128,9 @@ def gather_states(
         raise TypeError(f"the optimizer's state holds something that is neither tensor nor number: {error}") from error
     for holder, entries in enumerate(columns_of_ranks):
         for key, name, kind, dtype, content in zip(*entries, strict=True):
-            if key not in found:
-                found[key] = {}
-            part = _enter(found[key], name, kind, dtype, content, slots[key], holder)
+            if key not in gathered:
+                gathered[key] = {}
+            part = _enter(gathered[key], name, kind, dtype, content, slots[key], holder)
             if part is not None:
                 kept[holder].append(part)
                 if holder == dist.get_rank(group):
@@ -136,7 +138,7 @@ def gather_states(
     device = next((slot.param.device for slot in slots.values()), torch.device("cpu"))
     _exchange_bytes(sent, kept, communication_device(device, group), group)
     position = {key: index for index, key in enumerate(slots)}
-    return {key: found[key] for key in sorted(found, key=position.__getitem__)}
+    return {key: gathered[key] for key in sorted(gathered, key=position.__getitem__)}
 
 
 def _describe(value: Any, slot: BucketSlot) -> tuple[str, str, Any]:
@@ -265,9 +267,9 @@ class ZeroStates(ShardStates):
 
     def full(self, entries: Entries, params: Mapping[Any, torch.Tensor]) -> Entries:
         slots = {key: slot for key, param in params.items() if (slot := self.shards.slot_of(param)) is not None}
-        found = {key: own for key, own in entries.items() if key not in slots}
-        found |= gather_states({key: own for key, own in entries.items() if key in slots}, slots, self._group)
-        return {key: found[key] for key in dict.fromkeys((*params, *found)) if key in found}
+        whole = {key: own for key, own in entries.items() if key not in slots}
+        whole |= gather_states({key: own for key, own in entries.items() if key in slots}, slots, self._group)
+        return {key: whole[key] for key in dict.fromkeys((*params, *whole)) if key in whole}
 
     def sharded(self, entries: Entries, params: Mapping[Any, torch.Tensor]) -> Entries:
         slots = {key: None if (param := params.get(key)) is None else self.shards.slot_of(param) for key in entries}
@@ -277,16 +279,16 @@ class ZeroStates(ShardStates):
         }
 
     def local(self, entries: Entries, params: Mapping[Any, torch.Tensor]) -> Entries:
-        found = {}
+        cut = {}
         for key, own in entries.items():
             param = params.get(key)
             # A weight that does not fit stays, for whoever reads it to refuse on all ranks alike.
             misfit = param is not None and "" in own and own[""].shape != param.shape
             if param is None or misfit or self.shards.slot_of(param) is None:
-                found[key] = own
+                cut[key] = own
             elif self.shards.shard_of(param).numel():
-                found[key] = {name: self.shard_entry(value, param) for name, value in own.items()}
-        return found
+                cut[key] = {name: self.shard_entry(value, param) for name, value in own.items()}
+        return cut
 
     def empty_shard(self, param: torch.Tensor, dtype: torch.dtype, device: Any = None) -> FlatShard | None:
         slot = self.shards.slot_of(param)
@@ -318,8 +320,8 @@ class ZeroStates(ShardStates):
             own, shard = state.pop(before.shard_of(param), None), self.shards.shard_of(param)
             if not old.has_same_layout(new):
                 # One after another, so that no more than one is there twice.
-                found = gather_states({0: own} if own else {}, {0: old}, self._group).get(0, {})
-                cut = {key: self.shard_entry(entry, param) for key, entry in found.items()}
+                whole = gather_states({0: own} if own else {}, {0: old}, self._group).get(0, {})
+                cut = {key: self.shard_entry(entry, param) for key, entry in whole.items()}
                 own = {
                     key: value.to(param.device) if isinstance(value, torch.Tensor) and value.dim() else value
                     for key, value in cut.items()

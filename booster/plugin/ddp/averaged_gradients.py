@@ -63,8 +63,10 @@ class AverageReducer(GradientReducer):
         self.agrees_at_once = finds_unused
         self._ratio = 1.0 / group.size()
         self._is_settled = finds_unused or group.size() == 2
-        found = bucket_assignment(self._all, bucket_bytes if self._is_settled else sys.maxsize) if self._all else []
-        self._divided = [[self._all[index] for index in indices] for indices in reversed(found)]
+        assignment = (
+            bucket_assignment(self._all, bucket_bytes if self._is_settled else sys.maxsize) if self._all else []
+        )
+        self._divided = [[self._all[index] for index in indices] for indices in reversed(assignment)]
         self._order: list[int] = []  # of the first pass
         self._coming: list[int] = []
         self._flat: dict[int, torch.Tensor] = {}
@@ -78,8 +80,8 @@ class AverageReducer(GradientReducer):
         order = torch.tensor(self._order, dtype=torch.int64, device=self._all[0].device)
         dist.broadcast(order, group=self._group, group_src=0)
         indices = order.tolist()
-        found = bucket_assignment([self._all[index] for index in indices], self._bytes, indices)
-        self._divided = [[self._all[index] for index in own] for own in found]
+        assignment = bucket_assignment([self._all[index] for index in indices], self._bytes, indices)
+        self._divided = [[self._all[index] for index in own] for own in assignment]
         self._is_settled = True
 
     def abandon(self) -> None:
@@ -135,9 +137,9 @@ class AverageReducer(GradientReducer):
 
     def _finish(self) -> None:
         if not self.agrees_at_once:  # every parameter has to be reached
-            known = zip(self._all, self._reached, strict=True)
+            pairs = zip(self._all, self._reached, strict=True)
             # Parameters that were frozen since get none rightly.
-            unreached = [p for p, reached in known if not (reached or self.has_local_gradient(p)) and p.requires_grad]
+            unreached = [p for p, reached in pairs if not (reached or self.has_local_gradient(p)) and p.requires_grad]
             if unreached:
                 raise RuntimeError(UNREACHED.format(names=", ".join(self._names[p] for p in unreached[:5])))
         super()._finish()

@@ -262,14 +262,14 @@ class GradientReducer(ABC):
             self.store_reduced(index, reduced, reached)
             return
         again = any(subscription.again for subscription in self.subscriptions)
-        found = [param for param, local in zip(self._params[index], reached, strict=True) if local]
+        reached_params = [param for param, local in zip(self._params[index], reached, strict=True) if local]
         # In a second pass through the graph a gradient that stays would be added to itself.
         if again and (self.left or not self.keeps_apart):
-            for param in set(found).difference(*(subscription.params for subscription in self.subscriptions)):
+            for param in set(reached_params).difference(*(subscription.params for subscription in self.subscriptions)):
                 raise RuntimeError(ALONE.format(name=f"a parameter of shape {tuple(param.shape)}"))
         self.store_reduced(index, reduced, reached)
         del reduced  # before `filled` steps, which needs memory
-        for param in found:
+        for param in reached_params:
             for subscription in self.subscriptions:
                 if param in subscription.params:
                     subscription.filled(param)

@@ -182,8 +182,8 @@ class TorchDDPPlugin(Plugin):
             reducer.remove_hooks()
         if isinstance(placed, DistributedDataParallel):
             remove_reducer_hooks(placed)  # its hooks would go on averaging the parameters
-        for known in (self._sync_trackers, self._averages):
-            known.pop(placed, None)
+        for by_module in (self._sync_trackers, self._averages):
+            by_module.pop(placed, None)
         again = self.place(unwrap_placed(placed), after, device)
         if error_feedback:
             self.error_feedback(again).update(error_feedback)  # type: ignore[union-attr]

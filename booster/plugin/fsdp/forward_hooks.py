@@ -360,9 +360,9 @@ class ForwardWrites:
         if not self._seen:
             return
         params = [param for group in self._groups for param in group.params]
-        found, bits = zip(*(self._seen.get(param, (0, 0)) for param in params), strict=True)
+        kinds, bits = zip(*(self._seen.get(param, (0, 0)) for param in params), strict=True)
         # The maximum of a sum and of its negative: ranks agree if both are one number.
-        sums = torch.tensor([*found, *bits, *(-each for each in bits)], dtype=torch.int64, device=self._device)
+        sums = torch.tensor([*kinds, *bits, *(-each for each in bits)], dtype=torch.int64, device=self._device)
         for ranks in self._ranks:
             dist.all_reduce(sums, dist.ReduceOp.MAX, group=ranks)
         anywhere = sums.view(3, -1).tolist()

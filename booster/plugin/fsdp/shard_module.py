@@ -234,13 +234,13 @@ def _groups(model: nn.Module, policy: DtypePolicy, blocks: Collection[str], gath
 def _experts_groups(model: nn.Module, experts: ExpertSharding, groups: list[Group]) -> dict[Group, ExpertSharding]:
     """Return those of `groups` that are modules with experts."""
     holders = {model.get_submodule(name): name for name in experts.names}
-    found = {group: holders.pop(group.modules[0]) for group in groups if group.modules[0] in holders}
+    with_experts = {group: holders.pop(group.modules[0]) for group in groups if group.modules[0] in holders}
     for name in holders.values():
         raise ValueError(
             f"{name!r} holds experts that another module of {type(model).__name__} shares, and ep_size deals them to ranks; "
             "give each module its own experts, or leave ep_size out"
         )
-    return dict.fromkeys(found, experts)
+    return dict.fromkeys(with_experts, experts)
 
 
 def check_hooks(model: nn.Module) -> None:
@@ -407,8 +407,8 @@ def _cast_buffers(model: nn.Module, policy: DtypePolicy) -> None:
         to |= {
             id(buffer): torch.float32 for buffer in model.get_submodule(name).buffers() if buffer.is_floating_point()
         }
-    known = {id(buffer): buffer for buffer in model.buffers()}  # held, so that no other gets its id meanwhile
-    made = {own: known[own].to(dtype) for own, dtype in to.items()}
+    buffers = {id(buffer): buffer for buffer in model.buffers()}  # held, so that no other gets its id meanwhile
+    made = {own: buffers[own].to(dtype) for own, dtype in to.items()}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = made.get(id(buffer), buffer)

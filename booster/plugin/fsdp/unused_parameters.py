@@ -177,7 +177,7 @@ class UnusedParameters:
 
     def _forget(self) -> None:
         self._num_reduced, self._hooked = 0, False
-        self._found, self._left_out = bytearray(self._num_params), bytearray(self._num_params)  # states of `unreduced`
+        self._states, self._left_out = bytearray(self._num_params), bytearray(self._num_params)  # states of `unreduced`
         self._zeros: list[
             tuple[int, Any, bool]
         ] = []  # what brings zeros, and whether it had no gradient before this pass
@@ -227,10 +227,10 @@ class UnusedParameters:
     def _collect(self, groups: Sequence[_Group], local: bytearray, last: bool) -> Iterator[tuple[int, Any, bool]]:
         """Note what is about to be reduced; yield each parameter that may have to bring zeros: its place, record, `apart`."""
         for group in groups:
-            found, apart = unreduced(group.own)
+            states, apart = unreduced(group.own)
             # The `last` call leaves out groups that were reduced, or had no call, and have no gradients. A group that was
             # reduced when backward came to a second call of one of its modules, and has gradients since, is reduced again.
-            if last and HAS not in found and (group.place or not group.called):
+            if last and HAS not in states and (group.place or not group.called):
                 continue
             if not group.place:
                 # One byte of a message, of which 0 means not reduced and 255 - place must differ from it.
@@ -238,10 +238,10 @@ class UnusedParameters:
                 self._num_reduced += 1
             # Neither, of a group that only joins others: of its call a pass that raised may be all that is left.
             # Of each group `local` has two numbers, of which ranks agree on the maxima: a, and 255 - a for another a raises.
-            local[group.index], local[len(self._groups) + group.index] = (not last or HAS in found), 0
+            local[group.index], local[len(self._groups) + group.index] = (not last or HAS in states), 0
             self._hooked = self._hooked or has_hooks(group.own)
-            for place, state in enumerate(found, group.first):
-                self._found[place] = max(self._found[place], state)
+            for place, state in enumerate(states, group.first):
+                self._states[place] = max(self._states[place], state)
                 self._trained[place] |= state >= LACKS
                 if FROZEN <= state < HAS and (self._each or self._trained[place]):
                     yield place, group.own.fsdp_params[place - group.first], apart
@@ -283,7 +283,7 @@ class UnusedParameters:
 
         RuntimeError where ranks reduce different groups.
         """
-        count, found = len(self._groups), self._found
+        count, own = len(self._groups), self._states
         # The last exchange of this pass.
         if last:
             order = bytearray(map(_PLACE, self._alive()))
@@ -291,17 +291,17 @@ class UnusedParameters:
             self._order, self._wary = order, _COMPARED if varies else max(self._wary - 1, 0)
             self._forget()
         if not self._ranks:
-            return found
-        message = bytearray([self._wary > 0, *local, *found, *left_out])
+            return own
+        message = bytearray([self._wary > 0, *local, *own, *left_out])
         flags = torch.frombuffer(message, dtype=torch.uint8).to(self._device)
         for ranks in self._ranks:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=ranks)
         all_wait = self._each or self._device.type == "cpu"
         if not (wait or all_wait):
-            return found
+            return own
         is_wary, *anywhere = flags.tolist()
         self._check(anywhere)
-        states, left = anywhere[2 * count :][: len(found)], anywhere[2 * count + len(found) :]
+        states, left = anywhere[2 * count :][: len(own)], anywhere[2 * count + len(own) :]
         if last and all_wait:
             self._each = bool(is_wary)
             self._trained = bytearray(map(max, self._trained, map(FROZEN.__lt__, states)))

@@ -70,8 +70,8 @@ class StageIO:
         """By position of a block before `first`, where `stage` begins: what it returns there, whatever its arguments."""
         if stage not in self._constants:
             outputs = {} if self.results.get(stage) is None else self.outputs
-            found = {position: output.constant for position, output in outputs.items() if position < first}
-            self._constants[stage] = {position: value for position, value in found.items() if value is not None}
+            earlier = {position: output.constant for position, output in outputs.items() if position < first}
+            self._constants[stage] = {position: value for position, value in earlier.items() if value is not None}
         return self._constants[stage]
 
 
@@ -155,14 +155,14 @@ def infer_shapes(meta_model: MetaModel, split: Split, args: tuple[Any, ...], kwa
     Every stage of the pipeline runs here, on fake tensors: a forward that uses what its stage does not have raises RuntimeError
     on all ranks, before any of them waits for another.
     """
-    found = StageIO()
+    io = StageIO()
     devices = {leaf.device for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)}
     # No real parameter or buffer is read or written, and random generators are restored.
     with _random_states_restored(devices), fast_path_off():
         for stage in range(split.num_stages):
             # About one forward pass without arithmetic; every stage, so that all ranks raise alike.
-            _StageRun(meta_model, split, stage, found).run(args, kwargs)
-    return found
+            _StageRun(meta_model, split, stage, io).run(args, kwargs)
+    return io
 
 
 @contextmanager
@@ -178,11 +178,11 @@ def _random_states_restored(devices: Iterable[torch.device]) -> Iterator[None]:
 class _StageRun:
     """The inference of one stage: blocks before it return what was recorded, its own run, the first one after it ends it."""
 
-    def __init__(self, meta_model: MetaModel, split: Split, stage: int, found: StageIO) -> None:
+    def __init__(self, meta_model: MetaModel, split: Split, stage: int, io: StageIO) -> None:
         self._meta_model = meta_model
         self._split = split
         self._stage = stage
-        self._found = found
+        self._io = io
         self._sources = _Sources(meta_model, stage)
         self._called: set[int] = set()
         self._received_as: dict[int, int] = {}  # by id of a leaf: the number of the received tensor that replaces it
@@ -236,7 +236,7 @@ class _StageRun:
             self._end(position, leaves)
         if self._stage and position == self._split.starts[self._stage - 1]:
             # The first block of the stage is called: from here on activations come from what was received
-            boundary = self._found.boundaries[self._stage - 1]
+            boundary = self._io.boundaries[self._stage - 1]
             if boundary.positions and boundary.positions[-1] >= len(leaves):
                 raise RuntimeError(f"the first block of stage {self._stage} gets other arguments than it did before")
             replaced = [leaves[leaf] for leaf in boundary.positions]
@@ -248,7 +248,7 @@ class _StageRun:
             )
             self._sources.closed = True
             self._meta_model.mode.records_writes = False
-            self._found.results[self._stage] = None if self._meta_model.mode.wrote else {}
+            self._io.results[self._stage] = None if self._meta_model.mode.wrote else {}
         elif not self._sources.closed:
             first = self._split.name_of(self._split.starts[self._stage - 1])
             raise RuntimeError(
@@ -258,7 +258,7 @@ class _StageRun:
             (leaf, self._received_as[id(value)]) for leaf, value in enumerate(leaves) if id(value) in self._received_as
         ]
         if slots:
-            self._found.received[position] = slots
+            self._io.received[position] = slots
             args, kwargs = substitute(args, kwargs, slots, self._received)
 
         def to_fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -267,18 +267,18 @@ class _StageRun:
             return self._meta_model.fake(tensor.shape, tensor.dtype, tensor.device)
 
         recorded = RecordedOutput(args, kwargs, forward(*args, **kwargs), to_fake)
-        self._found.outputs[position] = recorded
+        self._io.outputs[position] = recorded
         return recorded.output
 
     def _recorded(self, position: int, args: Any, kwargs: Any) -> Any:
         name = self._split.name_of(position)
-        if position not in self._found.outputs:
+        if position not in self._io.outputs:
             raise RuntimeError(
                 f"{name} is called on one pipeline stage and not on another: the forward differs "
                 "from run to run, or calls modules in another order than they are registered"
             )
         given = {id(leaf) for leaf in leaves_of((args, kwargs))}
-        output = self._found.outputs[position](args, kwargs)
+        output = self._io.outputs[position](args, kwargs)
         # Arguments that a block only passes on keep their own sources.
         self._sources.tag([leaf for leaf in leaves_of(output) if id(leaf) not in given], frozenset({name}))
         return output
@@ -310,7 +310,7 @@ class _StageRun:
                 f"{name} gets no tensor that depends on what comes before it, so no pipeline "
                 "stage can begin there; name other split_points"
             )
-        self._found.boundaries.append(Boundary(tuple(positions), tuple(specs), tuple(relays)))
+        self._io.boundaries.append(Boundary(tuple(positions), tuple(specs), tuple(relays)))
         raise StageEnd(())
 
 

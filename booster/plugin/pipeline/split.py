@@ -74,10 +74,10 @@ def find_split(model: nn.Module, num_stages: int, split_points: Sequence[str] | 
     # long enough left out.
     name, blocks = max(outer, key=lambda entry: len(entry[1]), default=("", []))
     if len(blocks) < num_stages:
-        found = f"the longest row is {name or 'the model itself'} with {len(blocks)}" if blocks else "there is no row"
+        longest = f"the longest row is {name or 'the model itself'} with {len(blocks)}" if blocks else "there is no row"
         raise ValueError(
             f"{type(model).__name__} does not divide into {num_stages} pipeline stages by its blocks, modules of one class in "
-            f"a ModuleList or Sequential: {found}; use fewer stages, or name the modules that begin stages with split_points"
+            f"a ModuleList or Sequential: {longest}; use fewer stages, or name the modules that begin stages with split_points"
         )
     # Embedding and head are in the first and last stage; users with uneven costs name split_points.
     size, longer = divmod(len(blocks), num_stages)

@@ -159,9 +159,9 @@ class Stage:
 
     def foreign_forward(self, position: int, /, *args: Any, **kwargs: Any) -> Any:
         """The forward of a child of the container that another stage has."""
-        known = self._constants.get(position)
-        if known is not None:
-            return known
+        constant = self._constants.get(position)
+        if constant is not None:
+            return constant
         if self._io is None:
             raise RuntimeError(
                 f"{self._split.name_of(position)} is on another pipeline stage; run the model by b.execute_pipeline(...)"

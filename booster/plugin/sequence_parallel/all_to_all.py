@@ -56,10 +56,10 @@ def _exchanged(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup, to_h
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     split = received.split([part[0].numel() for part in parts], dim=1)
-    found = [piece.reshape(part.shape) for piece, part in zip(split, parts, strict=True)]
+    pieces = [piece.reshape(part.shape) for piece, part in zip(split, parts, strict=True)]
     if to_heads:
-        return tuple(x.permute(1, 2, 0, 3, 4).flatten(2, 3) for x in found)
-    return tuple(x.transpose(0, 1).flatten(1, 2) for x in found)
+        return tuple(x.permute(1, 2, 0, 3, 4).flatten(2, 3) for x in pieces)
+    return tuple(x.transpose(0, 1).flatten(1, 2) for x in pieces)
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -129,8 +129,8 @@ def attend_by_heads(
         out = _by_documents(query, key, value, mask, cut, options)
     # The way back sends pieces of one length, so rows of padding return, as zeros.
     out = F.pad(out, (0, 0, 0, size * cut.local_length - cut.length))
-    (found,) = _Exchange.apply(group, False, out)
-    return found
+    (out,) = _Exchange.apply(group, False, out)
+    return out
 
 
 def _by_documents(

@@ -134,8 +134,8 @@ class SequenceMode(TorchFunctionMode):
             "static_k": at["static_k"] is not None,
             "inputs without a batch": at["query"].dim() != 3,
         }
-        for name, found in refused.items():
-            if found:
+        for name, is_refused in refused.items():
+            if is_refused:
                 raise RuntimeError(
                     f"MultiheadAttention with {name} on part of a sequence, which needs the scores of all tokens; call it "
                     "with need_weights=False, and without bias_k, add_zero_attn or static keys"
@@ -273,8 +273,8 @@ def _shifts(part: slice, length: int) -> bool:
 
 def active_mode() -> SequenceMode | None:
     """Return the mode of the sequence-parallel forward pass that runs in this thread; None outside of any."""
-    found = [mode for mode in function_modes() if isinstance(mode, SequenceMode)]
-    return found[-1] if found else None
+    active = [mode for mode in function_modes() if isinstance(mode, SequenceMode)]
+    return active[-1] if active else None
 
 
 def _rules() -> dict[Any, Callable[[SequenceMode, Any, Any, dict[str, Any]], Any]]:
@@ -284,19 +284,19 @@ def _rules() -> dict[Any, Callable[[SequenceMode, Any, Any, dict[str, Any]], Any
         return [getattr(place, name) for name in names.split() for place in places if hasattr(place, name)]
 
     mode = SequenceMode
-    found: dict[Any, Any] = dict.fromkeys(both("matmul bmm baddbmm __matmul__ einsum"), mode._product)
-    found |= dict.fromkeys(
+    rules: dict[Any, Any] = dict.fromkeys(both("matmul bmm baddbmm __matmul__ einsum"), mode._product)
+    rules |= dict.fromkeys(
         both(
             "softmax log_softmax mean sum amax amin max min argmax argmin logsumexp cumsum cumprod logcumsumexp cummax std var "
             "std_mean var_mean prod flip sort median all any"
         ),
         mode._over_dim,
     )
-    found |= dict.fromkeys(both("roll"), partial(mode._over_dim, place=2))
-    found |= dict.fromkeys(both("conv1d conv2d conv3d conv_transpose1d conv_transpose2d"), mode._convolution)
-    found |= {torch.Tensor.__getitem__: mode._index, torch.arange: mode._arange}
-    found |= {F.scaled_dot_product_attention: mode._attention, F.multi_head_attention_forward: mode._multi_head}
-    return found
+    rules |= dict.fromkeys(both("roll"), partial(mode._over_dim, place=2))
+    rules |= dict.fromkeys(both("conv1d conv2d conv3d conv_transpose1d conv_transpose2d"), mode._convolution)
+    rules |= {torch.Tensor.__getitem__: mode._index, torch.arange: mode._arange}
+    rules |= {F.scaled_dot_product_attention: mode._attention, F.multi_head_attention_forward: mode._multi_head}
+    return rules
 
 
 _RULES = _rules()

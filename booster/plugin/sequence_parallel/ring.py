@@ -175,9 +175,9 @@ class _Ring(torch.autograd.Function):
             rows = [x[:, :, queries] for x in (g, q, o, lse)]
             if read is not None:  # exp(score - log-sum-exp) of rows that read nothing here
                 rows[3] = rows[3].masked_fill(~read, float("inf"))
-            found = flash_backward(rows[0], rows[1], k, v, rows[2], rows[3], mask, is_causal=causal, scale=ctx.scale)
-            grad_query[:, :, queries] += found[0]
-            for total, part in zip(sums, found[1:], strict=True):
+            grads = flash_backward(rows[0], rows[1], k, v, rows[2], rows[3], mask, is_causal=causal, scale=ctx.scale)
+            grad_query[:, :, queries] += grads[0]
+            for total, part in zip(sums, grads[1:], strict=True):
                 total[:, :, keys] += part.unflatten(1, (-1, repeats)).sum(2, dtype=torch.float32)
         return grad_query.to(query.dtype), *(x.to(key.dtype) for x in sums), None, None, None
 
@@ -193,8 +193,8 @@ def _repeated(x: torch.Tensor, repeats: int) -> torch.Tensor:
 def _join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Add the result `part` over more keys to `out`, both averages weighted by exp of their log-sum-exp, in place."""
     total = torch.logaddexp(lse, part_lse)
-    known = total > float("-inf")
-    old, new = (torch.where(known, (x - total).exp(), 0.0).unsqueeze(-1) for x in (lse, part_lse))
+    has_keys = total > float("-inf")
+    old, new = (torch.where(has_keys, (x - total).exp(), 0.0).unsqueeze(-1) for x in (lse, part_lse))
     out.mul_(old).addcmul_(part, new)
     lse.copy_(total)
 

@@ -100,13 +100,13 @@ def make_cut(
 ) -> SequenceCut:
     """Return how `batch` is to be cut; see `Booster.shard_sequence`. Reads `documents` on the host."""
     named = [(name, value) for name, value in entries(batch) if name not in whole]
-    found = [value for _, value in named if isinstance(value, torch.Tensor) and value.dim() >= 2]
-    if not found:
+    sequences = [value for _, value in named if isinstance(value, torch.Tensor) and value.dim() >= 2]
+    if not sequences:
         raise ValueError(
             f"shard_sequence found no tensor of (batch, sequence, ...) in {type(batch).__name__} of "
             f"{[name for name, _ in named]}; give a mapping, tuple or list of tensors, as a loader does"
         )
-    batch_size, length = found[0].shape[:2]
+    batch_size, length = sequences[0].shape[:2]
     if length < 2 * size:
         raise ValueError(
             f"sequences of {length} tokens cannot be cut among sp_size={size} ranks; give at least {2 * size} tokens, or "
@@ -281,11 +281,11 @@ def token_mean(
     losses: torch.Tensor,
     counted: torch.Tensor | float | None,
     group: dist.ProcessGroup | None,
-    known: tuple[torch.Tensor, torch.Tensor] | None = None,
+    expected: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return the sum of `losses` over the ranks of `group` divided by their number; None is this rank alone.
 
-    known: how many must count here, and by what is divided in place of their number over all ranks. A host read.
+    expected: how many must count here, and by what is divided in place of their number over all ranks. A host read.
     """
     if counted is None:
         counted = torch.ones_like(losses, dtype=torch.float32)
@@ -297,12 +297,12 @@ def token_mean(
         # Not by a product: what does not count may be no number.
         losses = torch.where(counted != 0, losses, 0.0) * (counted if counted.dtype != torch.bool else 1.0)
     own = counted.detach().double().sum()
-    if known is not None and float(own) != float(known[0]):
+    if expected is not None and float(own) != float(expected[0]):
         raise RuntimeError(
-            f"token_mean of a micro-batch counts {float(own):g} tokens, and its labels {float(known[0]):g} that are not "
+            f"token_mean of a micro-batch counts {float(own):g} tokens, and its labels {float(expected[0]):g} that are not "
             "ignore_index: execute_pipeline divides by those of all micro-batches, so give counted=labels != ignore_index"
         )
-    mean: torch.Tensor = _TokenMean.apply(losses.float().sum(), own, group, None if known is None else known[1])
+    mean: torch.Tensor = _TokenMean.apply(losses.float().sum(), own, group, None if expected is None else expected[1])
     return mean
 
 

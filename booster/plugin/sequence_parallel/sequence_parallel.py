@@ -160,14 +160,14 @@ class SequenceParallel:
             return self._parts[self.micro_batch] if self._parts else self.cut
         if self._parts:
             return self._parts[self.micro_batch]
-        found = list(self._forward_cuts) or self._backward_cuts
-        alike = {(cut.length, cut.batch_size, cut.documents, id(cut.key_mask)) for cut in found}
+        cuts = list(self._forward_cuts) or self._backward_cuts
+        alike = {(cut.length, cut.batch_size, cut.documents, id(cut.key_mask)) for cut in cuts}
         if len(alike) > 1:
             raise RuntimeError(
-                f"activations of one of {len(found)} batches are recomputed, which differ in length, documents or padding, and "
+                f"activations of one of {len(cuts)} batches are recomputed, which differ in length, documents or padding, and "
                 "it cannot be seen of which; call backward after each forward, or cut them alike"
             )
-        return found[-1] if found else self.cut
+        return cuts[-1] if cuts else self.cut
 
     def before_backward(self, *, by_tokens: bool) -> None:
         """Note that a pass begins. Raise RuntimeError unless its loss is one over the tokens of all ranks.

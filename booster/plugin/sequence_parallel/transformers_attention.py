@@ -60,8 +60,8 @@ def _attention(
     own = ("softcap", "position_bias", "cache", "s_aux")
     if active_mode() is None or any(options.get(name) is not None for name in own):
         options |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
-        found: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        return found
+        result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return result
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # Keys that several heads share are sent once, also with a mask, where transformers would repeat them before.
     out = F.scaled_dot_product_attention(
@@ -122,12 +122,12 @@ def _mask(
         rows, keys = cut.positions(torch.device(device)), torch.arange(cut.length, dtype=torch.int64, device=device)
         batches = torch.arange(batch_size, dtype=torch.int64, device=device)
         heads = torch.zeros(1, dtype=torch.int64, device=device)
-        found: torch.Tensor = mask_function(
+        mask: torch.Tensor = mask_function(
             batches[:, None, None, None],
             heads[None, :, None, None],
             rows[None, None, :, None],
             keys[None, None, None, :],
         )
     if cut.key_mask is not None:
-        found = found & cut.key_mask.to(found.device)[:, None, None, :]
-    return found
+        mask = mask & cut.key_mask.to(mask.device)[:, None, None, :]
+    return mask

@@ -94,12 +94,12 @@ def _share_inputs(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str,
     for name, style in plan.items():
         if name and isinstance(style, Colwise) and style.reads_whole_input:
             layers.setdefault(name.rpartition(".")[0], []).append(name)
-    found = {}
+    by_parent = {}
     for parent, names in layers.items():
         if len(names) > 1 and not isinstance(model.get_submodule(parent), (nn.ModuleList, nn.ModuleDict)):
-            found[parent] = shared = SharedInputGrad()
+            by_parent[parent] = shared = SharedInputGrad()
             plan |= {name: cast(Colwise, plan[name]).sharing(shared) for name in names}
-    return found
+    return by_parent
 
 
 def _apply_foreign(

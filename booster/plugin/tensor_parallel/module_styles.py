@@ -89,9 +89,9 @@ class _VocabularyLookup(ForwardProxy):
         # Only the rank that has the padding row must leave its gradient zero.
         mine = padding - start if padding is not None and start <= padding < start + count else None
         with swapped(module.__dict__, {"padding_idx": mine}):
-            found = self.run(torch.where(inside, ids - start, 0))
+            vectors = self.run(torch.where(inside, ids - start, 0))
         # Ids of other ranks were looked up as row 0, so that no index is out of range.
-        return found.masked_fill(~inside.unsqueeze(-1), 0)
+        return vectors.masked_fill(~inside.unsqueeze(-1), 0)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -174,10 +174,10 @@ def _known_plan(model: nn.Module) -> dict[str, ParallelStyle]:
             plan |= {f"{name}.{other}".lstrip("."): style for other, style in derive_plan(module).items()}
             prefix = f"{name}." if name else ""
             try:
-                found = _expand(module, own, strict=False)
+                expanded = _expand(module, own, strict=False)
             except ValueError as error:
                 raise ValueError(f"the plan that {type(module).__name__} brings cannot be used: {error}") from error
-            plan |= {f"{prefix}{key}": style for key, style in found.items()}
+            plan |= {f"{prefix}{key}": style for key, style in expanded.items()}
             if not name:
                 break
             inside = prefix  # a model's plan covers the models inside it
@@ -259,14 +259,14 @@ def _unmatched_message(model: nn.Module, unmatched: list[str], modules: Mapping[
 
 def _with_heads(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
     """Return `plan` with regions for known attention modules with sharded projections: they need the local number of heads."""
-    known = derive_plan(model)
+    derived = derive_plan(model)
     for name, style in list(plan.items()):
         parent = name.rpartition(".")[0]
         # Heads are counted in the attention module, which reshapes by that number.
-        if isinstance(style, (Colwise, ColwiseParallel)) and parent in known and parent not in plan:
-            plan[parent] = known[parent]
+        if isinstance(style, (Colwise, ColwiseParallel)) and parent in derived and parent not in plan:
+            plan[parent] = derived[parent]
             # A fused projection has one way to be divided.
-            wanted = known.get(name)
+            wanted = derived.get(name)
             if isinstance(wanted, Colwise) and getattr(style, "num_parts", 1) != wanted.num_parts:
                 plan[name] = wanted
     return plan
@@ -274,7 +274,7 @@ def _with_heads(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, P
 
 def _with_positions(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
     """Return `plan` with the number of position features that latent attention has after its latents."""
-    found = dict(plan)
+    completed = dict(plan)
     for name, style in plan.items():
         if not isinstance(style, KVLatentProjection) or style.num_positions is not None:
             continue
@@ -286,13 +286,13 @@ def _with_positions(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[st
                 f"tp_plan gives {name!r} 'mla_kv_a_proj', but the {type(around).__name__} around it does not say in "
                 "qk_rope_head_dim how many of its output features are positions that every head reads; set that attribute"
             )
-        found[name] = KVLatentProjection(size)
-    return found
+        completed[name] = KVLatentProjection(size)
+    return completed
 
 
 def _with_inner_parameters(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
     """Return `plan` with modules between its column-wise and row-wise ones, such as norms of a head and PReLU."""
-    found = dict(plan)
+    completed = dict(plan)
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in plan if name):
         module = model.get_submodule(parent)
         styles = {name: plan.get(f"{parent}.{name}".lstrip(".")) for name, _ in module.named_children()}
@@ -309,8 +309,8 @@ def _with_inner_parameters(model: nn.Module, plan: dict[str, ParallelStyle]) -> 
                 for inner, each in child.named_modules(prefix=f"{parent}.{name}".lstrip(".")):
                     if each._parameters:
                         # Their inputs differ by rank, so their gradients are sums over ranks.
-                        found.setdefault(inner, Region(partial_gradients=True))
-    return found
+                        completed.setdefault(inner, Region(partial_gradients=True))
+    return completed
 
 
 def _around_adapters(
@@ -321,11 +321,11 @@ def _around_adapters(
     Raises ValueError for what cannot be sharded so.
     """
     # The other of the two matrices stays unsharded.
-    found = {}
+    completed = {}
     for name, style in plan.items():
         layer: Any = model.get_submodule(name)
         if not hasattr(layer, "lora_A"):
-            found[name] = style
+            completed[name] = style
             continue
         if not isinstance(style, (Colwise, Rowwise)):
             raise ValueError(
@@ -338,10 +338,10 @@ def _around_adapters(
                 f"{name!r}: {what} goes with no adapters under tensor parallelism, where each rank would see another part of "
                 "what one matrix reads; leave it out"
             )
-        found[f"{name}.base_layer"] = style
+        completed[f"{name}.base_layer"] = style
         divided = "lora_B" if isinstance(style, Colwise) else "lora_A"
-        found |= {f"{name}.{divided}.{adapter}": style for adapter in getattr(layer, divided)}
-    return found
+        completed |= {f"{name}.{divided}.{adapter}": style for adapter in getattr(layer, divided)}
+    return completed
 
 
 def _check_heads(model: nn.Module, name: str, style: ParallelStyle, tp_size: int) -> None:
@@ -365,22 +365,22 @@ Slots = list[tuple[str, nn.Module, str]]  # name of the parameter, its module, i
 
 def tied_slots(model: nn.Module) -> list[Slots]:
     """Return the places of every parameter of `model` that is in more than one."""
-    found = []
+    all_slots = []
     for places in tensor_places(model).values():
         # A module that is registered twice is one slot.
         slots = {(id(place.holder), place.own): (place.name, place.holder, place.own) for place in reversed(places)}
-        found.append(list(reversed(slots.values())))
-    return [slots for slots in found if len(slots) > 1]
+        all_slots.append(list(reversed(slots.values())))
+    return [slots for slots in all_slots if len(slots) > 1]
 
 
 def check_ties(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
     """Raise ValueError if `plan`, of exact names, would give a tied parameter several placements."""
     styles = {id(model.get_submodule(name)): style for name, style in plan.items()}
     for places in tied_slots(model):
-        known = [(name, _placement(styles.get(id(module)), module, own)) for name, module, own in places]
-        for name, placement in known[1:]:
-            if placement != known[0][1]:
-                raise placements_differ(known[0][0], known[0][1], name, placement)
+        placements = [(name, _placement(styles.get(id(module)), module, own)) for name, module, own in places]
+        for name, placement in placements[1:]:
+            if placement != placements[0][1]:
+                raise placements_differ(placements[0][0], placements[0][1], name, placement)
 
 
 def _placement(style: ParallelStyle | None, module: nn.Module, own: str) -> Placement | None:
