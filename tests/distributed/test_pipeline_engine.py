@@ -575,6 +575,72 @@ def test_a_layer_that_its_block_uses_twice_gets_its_gradient_once_under_every_sc
     ranks2(a_layer_used_twice, styles)
 
 
+class Detaching(Block):
+    """Returns what comes from weights alone, and what a detached input makes, next to what comes from its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.side = nn.Linear(DIM, DIM)
+
+    def forward(self, x, mask, side, norm):
+        return super().forward(x, mask) + side * norm, self.side(x.detach()), self.up.weight.square().mean()
+
+
+class Sides(GPT):
+    def __init__(self, detached, **options):
+        super().__init__(**options)
+        self.detached = detached
+        self.blocks = nn.ModuleList(Detaching() for _ in self.blocks)
+
+    def forward(self, tokens):
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        x = self.embedding(tokens)
+        side, norm = x.detach(), x.new_ones(())
+        for number, block in enumerate(self.blocks):
+            x, side, norm = block(x.detach() if number == self.detached else x, mask, side, norm)
+        return self.head(x + side) + norm
+
+
+def ways_past_the_input(rank, world_size, styles):
+    for style in styles:
+        for detached in (None, 1, 2):
+            torch.manual_seed(0)
+            model = Sides(detached, num_blocks=world_size * STYLES[style])
+            compare(model, text(), rank, world_size, style)
+
+
+@some_styles
+def test_weights_that_no_way_from_a_stage_s_input_leads_through_get_gradients(ranks2, styles):
+    ranks2(ways_past_the_input, styles)
+
+
+class Cut(GPT):
+    def forward(self, tokens):
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            x = block(x.detach() if number == 2 else x, mask)
+        return self.head(x)
+
+
+def detached_and_sharded(rank, world_size):
+    torch.manual_seed(0)
+    model = Cut(num_blocks=4)
+    reference = copy.deepcopy(model)
+    b = Booster("cpu", "fp32", HybridParallelPlugin(tp_size=1, pp_size=2, zero_stage=1, num_micro_batches=2))
+    model, optimizer, *_ = b.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    b.execute_pipeline(iter([text()]), model, loss_of, optimizer)
+    optimizer.step()
+    loss_of(reference(text()[0]), text()[1]).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.full_tensor(), reference.state_dict()[name], msg=name)
+
+
+def test_a_sharded_stage_may_detach_all_that_it_sends(ranks4):
+    ranks4(detached_and_sharded)
+
+
 def overflow(rank, world_size):
     """The scale is applied once, in float32, and reported losses do not have it."""
     torch.manual_seed(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FunctionType
 from typing import Any
@@ -51,6 +51,21 @@ def when_backward_ends(action: Callable[[], None]) -> None:
 def engine_backward(*args: Any, **kwargs: Any) -> Any:
     """Run autograd as `torch.autograd.backward` does, in the torch function modes of the caller, which that leaves."""
     return torch.autograd.Variable._execution_engine.run_backward(*args, **kwargs)
+
+
+def computed_from(tensor: torch.Tensor, leaves: Sequence[torch.Tensor]) -> bool:
+    """Return whether the graph of `tensor`, which requires gradients, leads to one of `leaves`."""
+    wanted = {id(leaf) for leaf in leaves}
+    waiting = [torch.autograd.graph.get_gradient_edge(tensor).node]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if id(getattr(node, "variable", None)) in wanted:
+            return True
+        following = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= following
+        waiting += following
+    return False
 
 
 def running_node() -> tuple[str, int, Any] | None:

@@ -144,6 +144,7 @@ class UnusedParameters:
             self._num_params += len(group.own.fsdp_params)
             self._trained.extend(bytes(len(group.own.fsdp_params)))
             self._groups.append(weakref.ref(group))
+            self._forget()  # of this number of parameters: a stage that detaches what it sends has no backward pass
         for module in modules:
             if own:
                 hook = torch.compiler.disable(group.before_forward)

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from booster.common import arguments
 from booster.common.torch_internals.autograd_internals import (
+    computed_from,
     engine_backward,
     num_function_modes,
     with_function_modes,
@@ -140,6 +141,7 @@ class _ScheduledStage(PipelineStage):
         self._own = stage
         self._loss_of = loss_of
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._whole: set[int] = set()  # micro-batches with gradients of weights already
 
     def keep_gradients(self) -> None:
         """Keep the gradients of earlier passes, which torch 2.13 drops in the first run of a schedule."""
@@ -165,6 +167,10 @@ class _ScheduledStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         self._own.begin(bwd_chunk_id)  # for what activation checkpointing computes again
+        apart = self.has_backward and not full_backward and not self.is_first
+        if apart and not self._comes_from_inputs(bwd_chunk_id, loss):
+            full_backward = True
+            self._whole.add(bwd_chunk_id)
         apart = not full_backward and num_function_modes() > 0
         with self._in_backward(), _GradientsInModes() if apart else nullcontext():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -173,7 +179,18 @@ class _ScheduledStage(PipelineStage):
                 grad.contiguous() if isinstance(grad, torch.Tensor) else grad for grad in self.bwd_cache[bwd_chunk_id]
             )
 
+    def _comes_from_inputs(self, micro_batch: int, loss: torch.Tensor | None) -> bool:
+        """Return whether all that the stage returns is computed from what it received, as far as that has gradients."""
+        # Torch leaves for later the gradients of weights on the way from an output to an input, and drops all others: those
+        # of a stage behind a `detach`, or of an output that comes from weights alone.
+        outputs, inputs = self.fwd_cache[micro_batch]
+        leaves = [each for each in inputs if isinstance(each, torch.Tensor) and each.requires_grad]
+        return all(computed_from(each, leaves) for each in (outputs if loss is None else [loss]) if each.requires_grad)
+
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        if bwd_chunk_id in self._whole:
+            self._whole.remove(bwd_chunk_id)
+            return
         self._own.begin(bwd_chunk_id)
         with self._in_backward():
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
