@@ -217,7 +217,7 @@ def read_by_torch(module: nn.Module) -> dict[str, torch.Tensor]:
     own = user_module(module)
     if may_refuse(module):
         return {}
-    watched = LoadedWeights.watched(own)
+    watched = LoadedWeights.names_with_masters(own)
     # Without those that have several names, which may differ in a file, and those with masters that take over what is loaded.
     found = {places[0].name: tensor for tensor, places in tensor_places(own, buffers=True).items() if len(places) == 1}
     return {name: tensor for name, tensor in found.items() if name not in watched}

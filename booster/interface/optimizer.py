@@ -69,7 +69,7 @@ class OptimizerWrapper(Optimizer):
         with context.shards.local():
             self._update = make_update(context)
         self.strays = self._update.gradients.strays
-        self._update.gradients.watch()
+        self._update.gradients.register_strays()
         self._clip_grad_norm = context.options.clip_grad_norm
         self._forbidden: str | None = None
         self.after_first: Callable[[OptimizerWrapper], Any] | None = None  # called after an applied step, once
@@ -84,7 +84,7 @@ class OptimizerWrapper(Optimizer):
     def replace_with(self, other: OptimizerWrapper) -> None:
         """Step as `other` does from now on, which was made of the same optimizer; counters, and who listens, stay."""
         other._update.gradients.listeners = self._update.gradients.listeners
-        self.strays.stop()
+        self.strays.remove()
         other._update.models = self._update.models
         self._update, self.strays, self._clip_grad_norm = other._update, other.strays, other._clip_grad_norm
         self.backward_context, self._after_step = other.backward_context, other._after_step

@@ -253,11 +253,8 @@ class Bucket:
     # ------------------------------------------------------------------ division
 
     def divide(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None], state: Any) -> list[Bucket]:
-        """Return two buckets, of pieces with a gradient and without, or this one if all are alike; entries of `state` move
-        along."""
+        """Return two buckets, of pieces with a gradient and without, as there are both; entries of `state` move along."""
         inside = [piece for piece in self.pieces if gradient_of(piece.param) is not None]
-        if len(inside) in (0, len(self.pieces)):
-            return [self]
         outside = [piece for piece in self.pieces if gradient_of(piece.param) is None]
         if self.host is not None:
             # Copies between host and device may be under way, of memory that is cut here.

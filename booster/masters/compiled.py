@@ -329,8 +329,8 @@ def can_compile_masters(optimizer: Optimizer, options: MasterOptions) -> bool:
     reason = None
     if granularity_of(optimizer) != "elementwise":
         reason = not_elementwise(optimizer, "would be stepped on flat buckets", "choose fused_optimizer=True")
-    elif options.states != "fp32" and StateSigns(optimizer).watched:
-        names = sorted(StateSigns(optimizer).watched)
+    elif options.states != "fp32" and StateSigns(optimizer).unsigned_in_trials:
+        names = sorted(StateSigns(optimizer).unsigned_in_trials)
         reason = (
             f"its states {names} were never negative in trial steps, and every step is to look whether they still are not; "
             f"declare them: register_elementwise({type(optimizer).__name__}, states={{{names[0]!r}: 'unsigned', ...}})"

@@ -128,7 +128,7 @@ class Float16Planes(Planes):
 
     def join(self, weights: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
         joined = weights + _step(weights) * left.float()
-        return _taken(joined, round_float16(joined), weights)
+        return _accepted(joined, round_float16(joined), weights)
 
     def split(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rounded = round_float16(values)
@@ -168,11 +168,11 @@ def join(format: Format, weights: torch.Tensor, residual: list[torch.Tensor]) ->
         return torch.where((joined != joined) & (wide == 0), wide, joined)
     if isinstance(format, Split24):
         joined = wide + _ulp(wide) * STEP * residual[0].float()
-        return _taken(joined, round_float16(joined), wide)
+        return _accepted(joined, round_float16(joined), wide)
     if not residual:
         return wide
     joined = residual[0] if isinstance(format, Float32Master) else wide + residual[0].float()
-    return _taken(joined, _rounded(joined, weights.dtype), wide)
+    return _accepted(joined, _rounded(joined, weights.dtype), wide)
 
 
 def split(
@@ -232,7 +232,7 @@ def round_float16(values: torch.Tensor) -> torch.Tensor:
     return torch.where(size >= 65520.0, values * float("inf"), rounded)
 
 
-def _taken(joined: torch.Tensor, rounded: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _accepted(joined: torch.Tensor, rounded: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the masters, or the weights where a master does not round to its weight to the bit."""
     return torch.where(rounded.view(torch.int32) == weights.view(torch.int32), joined, weights)
 

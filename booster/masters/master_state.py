@@ -27,7 +27,7 @@ from booster.masters.states import (
 )
 from booster.model.modules import parameter_names
 from booster.model.optimizers import lies_flat, load_states
-from booster.model.params import is_dtensor
+from booster.model.params import is_dtensor, params_of
 from booster.shards import Shards
 from booster.shards.base import State
 from booster.tensors.trees import HALF_DTYPES
@@ -65,7 +65,7 @@ class LoadedWeights:
         return found
 
     @classmethod
-    def watched(cls, model: nn.Module) -> set[str]:
+    def names_with_masters(cls, model: nn.Module) -> set[str]:
         """Return all names of the parameters of `model` that have masters, which take over what is loaded."""
         found = cls.in_hooks_of(model)
         return set() if found is None else {name for names in found._names(model).values() for name in names}
@@ -116,13 +116,13 @@ def holds(value: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def adopt_loaded(
-    loaded: LoadedWeights, watched: list[str], names: Mapping[Any, str], shards: Shards, masters: Masters
+    loaded: LoadedWeights, half_names: list[str], names: Mapping[Any, str], shards: Shards, masters: Masters
 ) -> Weights:
-    """Take what was loaded for `watched`, by parameter of `masters`, which hold this."""
+    """Take what was loaded for `half_names`, by parameter of `masters`, which hold this."""
     if not loaded.values:
         return {}
     params = {names[param]: param for param in masters.layouts if param in names}
-    values = shards.states.of_weights(shards.states.local, loaded.pop(watched), names)
+    values = shards.states.of_weights(shards.states.local, loaded.pop(half_names), names)
     return {params[name]: value for name, value in values.items() if name in params}
 
 
@@ -142,7 +142,7 @@ class MasterState(OptimizerState):
         super().__init__(context)
         self.masters = masters
         self._loaded = LoadedWeights()
-        self._watched: list[str] = []
+        self._half_names: list[str] = []
         self._places: Places = {}  # of the buckets in `_placed`, which were so many
         self._placed, self._num_placed = masters.buckets, 0
 
@@ -213,7 +213,7 @@ class MasterState(OptimizerState):
         found = {key: value for key, value in self.optimizer.state.items() if key not in handles}
         found |= state_of_params(self.masters.buckets, self.optimizer.state, self.masters.layouts)
         # In one order on all ranks, which have other buckets: who gathers parts of states does so one after another.
-        params = (param for group in self.optimizer.param_groups for param in group["params"] if param in found)
+        params = (param for param in params_of(self.optimizer) if param in found)
         return defaultdict(dict, {param: found[param] for param in params} | found)
 
     def has_master(self, param: torch.Tensor) -> bool:
@@ -302,9 +302,9 @@ class MasterState(OptimizerState):
     # ------------------------------------------------------------------ loading
 
     def attach(self, model: nn.Module) -> None:
-        self._watched = [name for name, param in self._named().items() if param.dtype in HALF_DTYPES]
-        self._loaded = LoadedWeights.of(model, self._watched)
-        self.masters.loaded_weights = partial(adopt_loaded, self._loaded, self._watched, self.names, self.shards)
+        self._half_names = [name for name, param in self._named().items() if param.dtype in HALF_DTYPES]
+        self._loaded = LoadedWeights.of(model, self._half_names)
+        self.masters.loaded_weights = partial(adopt_loaded, self._loaded, self._half_names, self.names, self.shards)
 
     def adopt_loaded(self) -> None:
         if self._loaded.values:
@@ -332,7 +332,7 @@ class MasterState(OptimizerState):
         return {**masters, "weights": residual}, {params[name]: weights[name] for name in own}
 
     def _named(self) -> dict[str, torch.Tensor]:
-        held = (param for group in self.optimizer.param_groups for param in group["params"])
+        held = params_of(self.optimizer)
         return {self.names[param]: param for param in held if param in self.names}
 
     def read_state_dict(
@@ -385,7 +385,7 @@ class MasterState(OptimizerState):
         # Masters and handles stay.
         with replaced_params(optimizer, proxies):
             load_states(optimizer, state_dict)
-        held = (param for group in optimizer.param_groups for param in group["params"])
+        held = params_of(optimizer)
         return {
             param: optimizer.state.pop(proxies[param]) | late.get(index, {})
             for index, param in enumerate(held)
@@ -394,7 +394,7 @@ class MasterState(OptimizerState):
 
     def _params_with_masters(self) -> list[torch.Tensor]:
         """Return the parameters of the groups that have a place in a bucket, or would have if they were trained."""
-        return [p for group in self.optimizer.param_groups for p in group["params"] if self.masters.may_have(p)]
+        return [p for p in params_of(self.optimizer) if self.masters.may_have(p)]
 
     def _adopt(self, states: MutableMapping[torch.Tensor, State], masters: Weights, fill: Fill | None) -> None:
         """Make these the states and masters of half parameters; masters that are not given stay as they are."""

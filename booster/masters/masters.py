@@ -22,7 +22,7 @@ from booster.masters.offload import HostMemory, can_offload
 from booster.masters.rounding import RoundingRNG, rounded
 from booster.masters.states import as_of_master, signature, state_of_bucket, state_of_params, write_pieces
 from booster.model.optimizers import check_attributes, granularity_of, lies_flat
-from booster.model.params import dtensor_around, is_dtensor, local_shard, num_shards
+from booster.model.params import dtensor_around, is_dtensor, local_shard, num_shards, params_of
 from booster.shards.base import State
 from booster.tensors.flat import Piece, bucket_size, cut, cut_apart, flat_like, is_dense, pack, renumber, shaped_like
 from booster.tensors.trees import HALF_DTYPES
@@ -90,7 +90,7 @@ class Masters:
         self.hosts: dict[torch.device, HostMemory] = {}
         self.formats: dict[torch.dtype, Format] = {}
         self.num_removed = 0
-        held = [param for group in optimizer.param_groups for param in group["params"]]
+        held = params_of(optimizer)
         stepped = [param for param in held if param.dtype in HALF_DTYPES or not self.half_only]
         check_attributes(optimizer, stepped, "would be stepped on float32 tensors that stand for them")
         self.register_params(sources)
@@ -172,7 +172,7 @@ class Masters:
 
     def refuse_removed(self) -> None:
         """Raise RuntimeError for parameters that are in buckets, and in no group of the optimizer any more."""
-        held = {param for group in self.optimizer.param_groups for param in group["params"]}
+        held = set(params_of(self.optimizer))
         names = [self.names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in self.layouts if p not in held]
         raise RuntimeError(
             f"{listed(names, 5)} {'was' if len(names) == 1 else 'were'} taken out of the groups of the optimizer after "
@@ -327,11 +327,6 @@ class Masters:
         """Wait until what the last step sent to the host's memory has arrived there."""
         for host in self.hosts.values():
             host.sync()
-
-    def master_of(self, param: torch.Tensor) -> torch.Tensor:
-        """Return a float32 copy of the master of `param`, in its shape."""
-        self.register_params()
-        return self.values_of({param: None})[param].clone()
 
     def values(self) -> Weights:
         """Return the masters by parameter, float32 in its shape: themselves where one is kept in one piece, else copies."""

@@ -220,7 +220,7 @@ class StateSigns:
             self.measured = set(tried) - set(declared)
 
     @property
-    def watched(self) -> set[str]:
+    def unsigned_in_trials(self) -> set[str]:
         """Names of the states that trial steps never made negative, which says nothing of the steps to come."""
         return {name for name in self.measured if self._signs[name] == "unsigned"}
 
@@ -314,7 +314,7 @@ class StateQuantizer:
             if encoding is None:
                 continue
             bucket.clear_padding(value)
-            if encoding == "unsigned" and name in self._signs.watched and float(value.amin()) < 0:
+            if encoding == "unsigned" and name in self._signs.unsigned_in_trials and float(value.amin()) < 0:
                 raise RuntimeError(
                     f"the state {name!r} of {self._name} was never negative in trial steps, and is now; declare it before "
                     f"boost(): register_elementwise({self._name}, states={{{name!r}: 'signed'}})"

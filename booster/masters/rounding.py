@@ -134,7 +134,7 @@ def accept_foreign_writes(working: Views, values: torch.Tensor, scratch: torch.T
     if values.is_cpu and len(working) <= 1 + len(values) // 2**14:
         for weights, masters in zip(working, pieces_like(values, working), strict=True):
             for weight, master in zip(weights.split(CHUNK), masters.split(CHUNK), strict=True):
-                _take_differing(weight, master, scratch)
+                _accept_foreign_stretch(weight, master, scratch)
         return
     dtype, size = working[0].dtype, len(values)
     rounded, found = scratch.view(dtype).split(size)
@@ -149,7 +149,7 @@ def accept_foreign_writes(working: Views, values: torch.Tensor, scratch: torch.T
         torch.where(rounded.view(torch.int16) == found.view(torch.int16), values, found, out=values)
 
 
-def _take_differing(weights: torch.Tensor, masters: torch.Tensor, scratch: torch.Tensor) -> None:
+def _accept_foreign_stretch(weights: torch.Tensor, masters: torch.Tensor, scratch: torch.Tensor) -> None:
     """Do the same for one stretch of weights on the CPU; most often there is nothing to do."""
     scratch = scratch[: len(masters)]
     if weights.dtype == torch.bfloat16:

@@ -73,13 +73,13 @@ class StateView(Mapping[Any, State]):
     def __getitem__(self, param: Any) -> State:
         if param not in self._places:
             return self._state.get(param, {})
-        pieces = [
-            self._piece(bucket, index) for bucket, index in self._places[param] if _handle(bucket, index) in self._state
-        ]
-        layout = local_shard(param) if is_dtensor(param) else self._layouts[param]
-        own = _assemble(layout, param, sorted(pieces, key=lambda piece: piece[0])) if pieces else {}
-        # A bucket that is whole has the user's own dict for its parameter: writes need no way back.
-        if self._put is None or not own or pieces[0][0] < 0:
+        places = [place for place in self._places[param] if _handle(*place) in self._state]
+        if not places:
+            return {}
+        if places[0][0].whole:  # it has the user's own dict for its parameter: writes need no way back
+            return self._state[_handle(*places[0])]
+        own = self._assembled(param, places)
+        if self._put is None or not own:
             return own
         shared = [self._state[bucket.handles[0]] for bucket, _ in self._places[param]]
         at = self._steps()
@@ -142,18 +142,28 @@ class StateView(Mapping[Any, State]):
     def __repr__(self) -> str:
         return repr(dict(self))
 
-    def _piece(self, bucket: Bucket, index: int) -> tuple[int, State]:
-        piece = bucket.pieces[index]
-        if bucket.whole:
-            return -1, self._state[bucket.handles[index]]
-        shared = self._dequantized.get(id(bucket)) or _dequantized(bucket, self._state)
-        own = {
-            key: value[piece.offset : piece.offset + piece.size]
-            if is_elementwise(value, bucket.size)
-            else _Scalar(value)
-            for key, value in shared.items()
-        }
-        return piece.start, own
+    def _assembled(self, param: torch.Tensor, places: list[tuple[Bucket, int]]) -> State:
+        """Return the state of `param`, which lies in `places` of flat buckets."""
+        layout = local_shard(param) if is_dtensor(param) else self._layouts[param]
+        # Large parameters are cut: their pieces are in several buckets, in any order.
+        pieces = sorted(((bucket, bucket.pieces[index]) for bucket, index in places), key=lambda place: place[1].start)
+        shared = [self._dequantized.get(id(bucket)) or _dequantized(bucket, self._state) for bucket, _ in pieces]
+        assembled: State = {}
+        for key, value in shared[0].items():
+            if not is_elementwise(value, pieces[0][0].size):  # it is the same for every element
+                assembled[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                continue
+            values = [
+                own[key][piece.offset : piece.offset + piece.size]
+                for own, (_, piece) in zip(shared, pieces, strict=True)
+            ]
+            shaped = shaped_like(values[0] if len(values) == 1 else torch.cat(values), layout)
+            if is_dtensor(param) and shaped.storage_offset():
+                # Of a DTensor that begins within a storage `copy.deepcopy` raises, so it is given one that begins there.
+                storage = shaped.untyped_storage()[shaped.storage_offset() * shaped.element_size() :]
+                shaped = shaped.new_empty(0).set_(storage, 0, shaped.shape, shaped.stride())
+            assembled[key] = dtensor_around(shaped, param)
+        return assembled
 
 
 class _Entries(dict[str, Any]):
@@ -226,10 +236,8 @@ class WrittenThrough(torch.Tensor):
         return self.__deepcopy__({}).__reduce_ex__(protocol)
 
 
-def _is_view(value: Any, shared: Iterable[Any]) -> bool:
-    """Return whether `value` is a tensor in the memory of one of `shared`, so that writes to it are writes to that."""
-    if not isinstance(value, torch.Tensor):
-        return False
+def _is_view(value: torch.Tensor, shared: Iterable[Any]) -> bool:
+    """Return whether `value` is in the memory of one of `shared`, so that writes to it are writes to that."""
     memory = value.untyped_storage().data_ptr()
     return any(isinstance(own, torch.Tensor) and own.untyped_storage().data_ptr() == memory for own in shared)
 
@@ -318,32 +326,6 @@ def give_back(bucket: Bucket, own: State, states: dict[torch.Tensor, State]) -> 
                 made = torch.empty_strided(layout.shape, layout.stride(), dtype=value.dtype, device=value.device)
                 mine[key] = dtensor_around(made, piece.param)
             flat(local_shard(mine[key]))[piece.start : piece.stop] = value[piece.offset : piece.offset + piece.size]
-
-
-class _Scalar:
-    """A state entry that is the same for every element."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _assemble(layout: torch.Tensor, param: torch.Tensor, pieces: list[tuple[int, State]]) -> State:
-    first = pieces[0][1]
-    if pieces[0][0] < 0:
-        return first
-    assembled: State = {}
-    for key, value in first.items():
-        if isinstance(value, _Scalar):
-            assembled[key] = value.value.clone() if isinstance(value.value, torch.Tensor) else value.value
-        else:
-            values = [own[key] for _, own in pieces]
-            shaped = shaped_like(values[0] if len(values) == 1 else torch.cat(values), layout)
-            if is_dtensor(param) and shaped.storage_offset():
-                # Of a DTensor that begins within a storage `copy.deepcopy` raises, so it is given one that begins there.
-                storage = shaped.untyped_storage()[shaped.storage_offset() * shaped.element_size() :]
-                shaped = shaped.new_empty(0).set_(storage, 0, shaped.shape, shaped.stride())
-            assembled[key] = dtensor_around(shaped, param)
-    return assembled
 
 
 def _has_shape_of(value: Any, param: torch.Tensor) -> bool:

@@ -39,6 +39,7 @@ from booster.masters.master_params import MasterParams
 from booster.masters.masters import Masters, replaced_params
 from booster.masters.offload import HostMemory, Prefetch
 from booster.model.optimizers import OPTIMIZERS
+from booster.model.params import params_of
 from booster.tensors.flat import SMALLEST_BUCKET, has_same_layout, is_dense, pack, split_by_device
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.application import (
@@ -327,7 +328,7 @@ class MasterStep:
         values = [bucket.read_masters(bucket.scratch(), bucket.scratch()) for bucket in buckets]
         for bucket, value in zip(buckets, values, strict=True):
             bucket.attach(value, None)
-        plain = {p: p.grad for g in optimizer.param_groups for p in g["params"] if p.dtype not in HALF_DTYPES}
+        plain = {p: p.grad for p in params_of(optimizer) if p.dtype not in HALF_DTYPES}
 
         def evaluate() -> Any:
             # The closure runs the model: it must find the user's parameters, with what the optimizer has just tried.

@@ -15,6 +15,7 @@ from booster.masters.compiled import CompiledMasterStep
 from booster.masters.master_state import MasterState
 from booster.masters.masters import Masters, own_gradient
 from booster.masters.step import MasterStep
+from booster.model.params import params_of
 from booster.shards import Shards
 from booster.tensors.flat import is_dense
 from booster.tensors.grads import gradient_values, tensor_norms
@@ -108,22 +109,16 @@ class MasterApplication(Application):
             self.whole.step(StepScalars(scalars.number))
         return False
 
-    def step_none(self) -> None:
-        if self._keeps_any():
-            self.whole.step()
-        else:
-            super().step_none()
-
     def step_with_closure(self, gradients: Gradients, closure: Callable[[], Any]) -> tuple[Any, Any]:
         grad_scale: Any = 1.0
 
-        def taken() -> float:
+        def current_grad_scale() -> float:
             nonlocal grad_scale
             grad_scale = gradients.grad_scale
             gradients.carry(grad_scale)
             return float(grad_scale)
 
-        return self.whole.step_with_closure(closure, taken), grad_scale
+        return self.whole.step_with_closure(closure, current_grad_scale), grad_scale
 
     def call(self, gradients: Gradients | None, method: Callable[[], Any], *, keep: bool = True) -> tuple[Any, bool]:
         if not self._keeps_any():
@@ -166,7 +161,7 @@ class MasterApplication(Application):
         """Return whether there are masters; where a plugin shards, float32 shards are stepped as any weights are."""
         if self.masters.buckets:
             return True
-        held = [param for group in self.optimizer.param_groups for param in group["params"]]
+        held = params_of(self.optimizer)
         if self.masters.half_only and HALF_DTYPES.isdisjoint(map(_DTYPE, held)):
             return False  # as under `fully_shard`; without a Python call for each
         return any(self.masters.is_stepped(param) and self.masters.may_have(param) for param in held)

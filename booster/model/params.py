@@ -20,6 +20,11 @@ from torch.optim import Optimizer
 from booster.model.modules import PlacedModule, bare
 
 
+def params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the parameters in the groups of `optimizer`, in their order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def is_dtensor(tensor: Any) -> bool:
     """Return whether `tensor` is a DTensor, without importing them: where they are not imported there is none."""
     return isinstance(tensor, dtensor_types())

@@ -34,10 +34,6 @@ class Piece:
     def size(self) -> int:
         return self.stop - self.start
 
-    @property
-    def is_whole(self) -> bool:
-        return self.size == self.param.numel()
-
 
 def bucket_size(
     num_elements: int, device: torch.device, compiled: bool = False, packed: bool = False, released: bool = False

@@ -201,9 +201,9 @@ class Writes:
     def __init__(self, given: Any, casts: Any) -> None:
         self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._containers: list[tuple[Any, Any, list[Any]]] = []
-        self._note(given, casts)
+        self._add_pair(given, casts)
 
-    def _note(self, given: Any, cast: Any) -> None:
+    def _add_pair(self, given: Any, cast: Any) -> None:
         if given is cast:
             return
         if isinstance(cast, torch.Tensor):
@@ -213,7 +213,7 @@ class Writes:
         items = _items(cast) or []
         self._containers.append((given, cast, items))
         for pair in zip(_items(given) or (), items, strict=True):
-            self._note(*pair)
+            self._add_pair(*pair)
 
     def bring_back(self, finish: Callable[[Any], Any]) -> None:
         """Do to what was given what was done to the casts since; `finish` casts what is new in a container, as an output."""

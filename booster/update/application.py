@@ -20,6 +20,7 @@ from torch.optim import SGD, Optimizer
 from booster.common.torch_internals.optimizer_internals import set_fused_flags, step_hooks
 from booster.common.torch_internals.tensor_internals import like_check
 from booster.model.optimizers import OPTIMIZERS, info_of
+from booster.model.params import params_of
 from booster.tensors.flat import has_same_layout, is_dense
 from booster.tensors.grads import gradient_values, own_memory, scale_values
 from booster.tensors.trees import HALF_DTYPES
@@ -95,7 +96,7 @@ class StepScalars:
     @torch.no_grad()
     def _step_divided(self, call: Callable[[], Any], optimizer: Any) -> None:
         """Call `call`, a step of `optimizer` without a kernel, on gradients that are divided before it."""
-        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        params = [param for param in params_of(optimizer) if param.grad is not None]
         grads = [param.grad for param in params]
         if not self.grad_scale_is_one:
             grad_scale = self.grad_scale.float() if isinstance(self.grad_scale, torch.Tensor) else self.grad_scale
@@ -136,6 +137,7 @@ class Application:
 
     def step(self, gradients: Gradients, params: list[torch.Tensor], scalars: StepScalars) -> bool:
         """Step `params` on `gradients` divided as `scalars`, a number; the division is the optimizer's own where it can be.
+        Where no rank has a gradient there are none.
 
         Returns whether what `.grad` is multiplied by is 1 afterwards, and not what it was.
         """
@@ -186,10 +188,6 @@ class Application:
                     scalars.grad_scale if found is None else torch.where(found > 0, 1.0, scalars.grad_scale)
                 )
         return True
-
-    def step_none(self) -> None:
-        """Step where no rank has a gradient."""
-        self.optimizer.step()
 
     def step_with_closure(self, gradients: Gradients, closure: Callable[[], Any]) -> tuple[Any, Any]:
         """Step an optimizer that evaluates the loss itself, on gradients clipped as asked inside. Returns the loss, and what

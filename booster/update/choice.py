@@ -30,6 +30,7 @@ from torch.optim import SGD, Optimizer
 
 from booster.common.torch_internals.optimizer_internals import set_fused_flags, unhooked
 from booster.common.torch_internals.tensor_internals import has_kernel
+from booster.model.params import params_of
 from booster.ranks import agreement
 from booster.ranks.agreement import communication_device
 from booster.tensors.flat import has_same_layout, is_dense
@@ -88,7 +89,7 @@ class CompiledApplication(Application):
         self._said = False
 
     def step(self, gradients: Gradients, params: list[torch.Tensor], scalars: StepScalars) -> bool:
-        if not self.optimizer.state or not self._lies_as_compiled(params):
+        if not params or not self.optimizer.state or not self._lies_as_compiled(params):
             return super().step(gradients, params, scalars)
         device = params[0].device
         wide = any(param.dtype == torch.float64 for param in params)
@@ -150,12 +151,12 @@ def compiled_norms(context: UpdateContext) -> HostNorms:
 def can_compile(optimizer: Optimizer) -> bool:
     """Return whether fused_optimizer="compile" works for `optimizer` here; one WARNING says why not."""
     reason = None
-    if any(getattr(param, "is_sparse", False) for group in optimizer.param_groups for param in group["params"]):
+    if any(getattr(param, "is_sparse", False) for param in params_of(optimizer)):
         reason = "it has sparse parameters"
     elif honours_grad_scale(optimizer):
         reason = "it was built with fused=True, which leaves nothing to compile"
     else:
-        device = next((param.device for group in optimizer.param_groups for param in group["params"]), None)
+        device = next((param.device for param in params_of(optimizer)), None)
         try:
             # Compiles a one-line function for the parameters' device to find out, which takes a few seconds once per process.
             torch.compile(lambda x: x + 1)(torch.zeros(1, dtype=torch.float32, device=device))
@@ -182,7 +183,7 @@ _CHOICES = ("foreach", "fused")
 
 def has_sound_kernel(optimizer: Optimizer) -> bool:
     """Return whether torch's fused kernel can be trusted with the parameters of `optimizer` as they are."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     # None steps parameters with elements that do not fill one stretch of memory, such as `nn.Parameter(weight[:, :3])`.
     if not all(map(is_dense, params)):
         return False
@@ -234,7 +235,7 @@ def _can_switch(optimizer: Optimizer, model: nn.Module | None) -> bool:
             return False
         if options.get("momentum") and options.get("dampening"):
             return False
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     if model is not None:
         sparse = {id(p) for m in model.modules() if getattr(m, "sparse", False) is True for p in m.parameters(False)}
         if any(id(param) in sparse for param in params):
@@ -327,7 +328,7 @@ def deciding_device(context: UpdateContext) -> torch.device | None:
     on the host. Inside `context.shards.local()`."""
     if context.options.release_gradients:  # whether there is a second pass is decided on the host
         return None
-    devices = {param.device for group in context.optimizer.param_groups for param in group["params"]}
+    devices = {param.device for param in params_of(context.optimizer)}
     fit = decides_on_device(context.optimizer) and len(devices) < 2 and all(each.type in DECIDING for each in devices)
     # Where ranks hold shards all answer alike, as one that decides on the host takes part in other collectives.
     if not context.shards.sharded or context.group is None:

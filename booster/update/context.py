@@ -23,7 +23,7 @@ from booster.common.torch_internals.optimizer_internals import loads_with_hooks
 from booster.common.torch_internals.tensor_internals import local_tensor, version
 from booster.loss_scaler import LossScaler
 from booster.model.optimizers import load_states
-from booster.model.params import is_dtensor, local_shard
+from booster.model.params import is_dtensor, local_shard, params_of
 from booster.shards import Shards
 from booster.tensors.trees import HALF_DTYPES
 
@@ -114,7 +114,7 @@ class Parameters:
 
     def held(self) -> list[torch.Tensor]:
         """What the optimizer's groups hold now."""
-        return [param for group in self._optimizer.param_groups for param in group["params"]]
+        return params_of(self._optimizer)
 
     def name_of(self, param: torch.Tensor) -> str:
         """The qualified name of `param`, for reports."""
@@ -187,24 +187,24 @@ class GradMutationCheck:
 
 
 class StrayPasses:
-    """Backward passes that no `b.backward` of an optimizer made, noted while its parameters are watched.
+    """Backward passes that no `b.backward` of an optimizer made, noted while its parameters have hooks.
 
-    params: to which one brought gradients. Who makes passes clears them afterwards. hooks: empty where nothing is watched.
+    params: to which one brought gradients. Who makes passes clears them afterwards. hooks: empty where nothing is noted.
     """
 
     def __init__(self) -> None:
         self.params: deque[torch.Tensor] = deque()
         self.hooks: list[Any] = []
 
-    def watch(self, params: Sequence[torch.Tensor]) -> None:
+    def register(self, params: Sequence[torch.Tensor]) -> None:
         """Note passes from now on; does nothing where that is so already."""
         if not self.hooks:
-            watched = [param for param in params if param.requires_grad and param.is_leaf]
-            self.params = deque(maxlen=len(watched))
+            leaves = [param for param in params if param.requires_grad and param.is_leaf]
+            self.params = deque(maxlen=len(leaves))
             # Such a method is C's: no hook is a Python call.
-            self.hooks = [param.register_post_accumulate_grad_hook(self.params.append) for param in watched]
+            self.hooks = [param.register_post_accumulate_grad_hook(self.params.append) for param in leaves]
 
-    def stop(self) -> None:
+    def remove(self) -> None:
         """Note nothing any longer."""
         while self.hooks:
             self.hooks.pop().remove()

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from booster.common.torch_internals.optimizer_internals import adjusted_muon_lr
-from booster.model.params import is_dtensor, is_part, local_shard
+from booster.model.params import is_dtensor, is_part, local_shard, params_of
 from booster.update.in_backward_pass import bare_step
 
 MOST = 2**24
@@ -193,7 +193,7 @@ class DistributedMuon:
 
 def distributed_muon(optimizer: Optimizer) -> DistributedMuon | None:
     """Return what replaces the `step` of `optimizer`, where that is torch's Muon with DTensors; else None."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
+    params = params_of(optimizer)
     return DistributedMuon() if type(optimizer) is torch.optim.Muon and any(map(is_dtensor, params)) else None
 
 

@@ -195,9 +195,9 @@ class Gradients:
         is_due = self.scaler.enabled and (self._num_steps < FIRST or self._num_steps % EVERY == 0)
         if is_due and self.scale is not None and not _same(self.scale, 1.0):
             self.mutation_check = GradMutationCheck(self.parameters.held())
-            self.watch()
+            self.register_strays()
         elif self.strays.hooks:
-            self.strays.stop()
+            self.strays.remove()
         if self.check and loss is not None:
             self.losses.append(loss.detach())
         for listener in self.listeners:
@@ -208,10 +208,10 @@ class Gradients:
         self._in_pass = False
         self.strays.params.clear()
 
-    def watch(self) -> None:
+    def register_strays(self) -> None:
         """Note passes that are not ours from now on. Not inside `local()`: the hooks are those of whole parameters."""
         if self.scaler.enabled and not self.takes_bare:
-            self.strays.watch(self.parameters.held())
+            self.strays.register(self.parameters.held())
 
     def check_mutations(self) -> None:
         """RuntimeError for strays, and one WARNING if somebody else wrote to gradients that are noted."""
@@ -220,7 +220,7 @@ class Gradients:
         # Nor are those of optimizers that step together noted any longer: under `fully_shard` all are views of one tensor, and
         # a write to one counts for each.
         for member in self.joint.members:
-            _warn_of_mutation(member)
+            member.warn_of_mutation()
 
     # ------------------------------------------------------------------ what they are
 
@@ -353,7 +353,7 @@ class Gradients:
                 unsure = not self.num_backwards if self.shards.sharded else not self._present
                 if unsure and self.none_anywhere():
                     if asked:
-                        _refuse_early_clip(self, "clip_grad_by_norm")
+                        self._refuse_early_clip("clip_grad_by_norm")
                     return torch.tensor(0.0, dtype=torch.float32)
                 if self.piles_up or not self.num_backwards:
                     self.require_backward()
@@ -378,7 +378,7 @@ class Gradients:
         """Clamp the unscaled gradients to [-clip_value, clip_value]. A step with non-finite gradients is skipped."""
         with self.shards.local():
             if self.none_anywhere():
-                _refuse_early_clip(self, "clip_grad_by_value")
+                self._refuse_early_clip("clip_grad_by_value")
                 return
             self.require_backward()
             self.check = True
@@ -460,6 +460,30 @@ class Gradients:
         if self.strays.params:
             self.refuse_strays()
 
+    def warn_of_mutation(self) -> None:
+        """One WARNING if somebody else wrote to gradients that are noted, which are noted no longer."""
+        mutation_check, self.mutation_check = self.mutation_check, None
+        params = [] if mutation_check is None or self._warned_of_mutation else mutation_check.mutated()
+        if params:
+            self._warned_of_mutation = True
+            _logger.warning(
+                "the gradient of %s%s was changed between b.backward and step() while it was multiplied by the loss "
+                "scale, as by torch's clip_grad_norm_, or by hand: what is added or compared "
+                "with a bound there is thousands of times too small. Clip with optimizer.clip_grad_by_norm(max_norm), pass "
+                "every loss to b.backward, and call optimizer.unscale_grads() before writing to .grad",
+                self.parameters.name_of(params[0]),
+                f" (and of {len(params) - 1} others)" if len(params) > 1 else "",
+            )
+
+    def _refuse_early_clip(self, method: str) -> None:
+        """Raise RuntimeError where the user clips and no backward pass has brought gradients since the last step."""
+        if not self.num_backwards:
+            raise RuntimeError(
+                f"{method}() came before b.backward(loss, optimizer), or after step() and zero_grad(): there are no "
+                "gradients, so nothing would be clipped. Call it between backward and step(); Booster(clip_grad_norm=...) "
+                "clips in every step by itself"
+            )
+
     def refuse_strays(self) -> None:
         """Raise RuntimeError if a stray pass brought gradients that would be added to those of another scale."""
         # Before a pass of ours nothing is known of gradients, and they are taken to have the scale of the next one.
@@ -473,28 +497,3 @@ def _same(scale: Any, other: Any) -> bool:
         # By identity: comparing values would wait for the device.
         return scale is other
     return scale == other
-
-
-def _warn_of_mutation(gradients: Gradients) -> None:
-    mutation_check, gradients.mutation_check = gradients.mutation_check, None
-    params = [] if mutation_check is None or gradients._warned_of_mutation else mutation_check.mutated()
-    if params:
-        gradients._warned_of_mutation = True
-        _logger.warning(
-            "the gradient of %s%s was changed between b.backward and step() while it was multiplied by the loss "
-            "scale, as by torch's clip_grad_norm_, or by hand: what is added or compared "
-            "with a bound there is thousands of times too small. Clip with optimizer.clip_grad_by_norm(max_norm), pass "
-            "every loss to b.backward, and call optimizer.unscale_grads() before writing to .grad",
-            gradients.parameters.name_of(params[0]),
-            f" (and of {len(params) - 1} others)" if len(params) > 1 else "",
-        )
-
-
-def _refuse_early_clip(gradients: Gradients, method: str) -> None:
-    """Raise RuntimeError where the user clips and no backward pass has brought gradients since the last step."""
-    if not gradients.num_backwards:
-        raise RuntimeError(
-            f"{method}() came before b.backward(loss, optimizer), or after step() and zero_grad(): there are no "
-            "gradients, so nothing would be clipped. Call it between backward and step(); Booster(clip_grad_norm=...) "
-            "clips in every step by itself"
-        )

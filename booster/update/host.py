@@ -61,11 +61,11 @@ class HostNorms(Norms):
         nonfinite: tuple[str, ...] = ()
         # Squares of finite float32 gradients can overflow, so a norm of inf proves nothing yet.
         if not math.isfinite(total):
-            total, nonfinite = self._look_again(gradients, values, norms, norm_type, total)
+            total, nonfinite = self._reread_exactly(gradients, values, norms, norm_type, total)
         norm = total if gradients.factor is None else total * gradients.factor
         return HostNorm(total, nonfinite), norm if gradients.scale is None else norm / gradients.scale
 
-    def _look_again(
+    def _reread_exactly(
         self, gradients: Gradients, values: list[torch.Tensor], norms: torch.Tensor, norm_type: float, total: float
     ) -> tuple[float, tuple[str, ...]]:
         params = gradients.params()

@@ -133,12 +133,12 @@ class StashedGrads:
 
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that a backward pass from `loss` fills the gradients of."""
+    if loss.grad_fn is None:
+        return [loss]
     nodes: dict[Any, None] = {loss.grad_fn: None}
-    waiting, found = [loss.grad_fn], [loss] if loss.grad_fn is None else []
+    waiting, found = [loss.grad_fn], []
     while waiting:
         node: Any = waiting.pop()
-        if node is None:
-            continue
         name = type(node).__name__
         if name == "AccumulateGrad":
             found.append(node.variable)

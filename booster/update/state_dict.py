@@ -10,6 +10,7 @@ import torch
 from torch.optim import LBFGS, SGD, Optimizer
 
 from booster.model.optimizers import OPTIMIZERS, granularity_of, info_of, makes_missing_states
+from booster.model.params import params_of
 from booster.shards.base import FlatShard
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
     elementwise = granularity_of(optimizer) == "elementwise"
     # Only of torch's own optimizers is it known which entries are one number.
     single = _SINGLE if info_of(optimizer).reads_all else frozenset()
-    for index, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
+    for index, param in enumerate(params_of(optimizer)):
         state = states.get(index)
         for key, value in state.items() if isinstance(state, Mapping) else ():
             if key in single:
@@ -230,7 +231,7 @@ def _legal_shape(optimizer: Optimizer, param: torch.Tensor, key: str, tensor: to
     """The shape that the entry `key` of `param` must have; that of `tensor` itself where it is not known."""
     given, whole = tuple(tensor.shape), tuple(param.shape)
     if isinstance(optimizer, LBFGS):
-        total = sum(p.numel() * (2 if p.is_complex() else 1) for g in optimizer.param_groups for p in g["params"])
+        total = sum(p.numel() * (2 if p.is_complex() else 1) for p in params_of(optimizer))
         return (total,) if tensor.dim() and key in ("d", "prev_flat_grad", "old_dirs", "old_stps") else given
     shapes = next((OPTIMIZERS[cls].shapes(whole) for cls in type(optimizer).__mro__ if cls in OPTIMIZERS), {})
     if shapes:
@@ -252,13 +253,9 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 def _numbered(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Torch takes any keys for parameters, such as the names that `torch.distributed.checkpoint` writes."""
-    try:
-        groups = [dict(group) for group in state_dict["param_groups"]]
-        # As numbers, they say which parameter is meant.
-        numbers = {key: number for number, key in enumerate(key for group in groups for key in group["params"])}
-        state = {numbers.get(key, key): value for key, value in state_dict["state"].items()}
-    except (KeyError, TypeError, AttributeError):
-        return state_dict  # torch says what is wrong with it
-    for group in groups:
-        group["params"] = [numbers[key] for key in group["params"]]
+    # As numbers, they say which parameter is meant.
+    keys = (key for group in state_dict["param_groups"] for key in group["params"])
+    numbers = {key: number for number, key in enumerate(keys)}
+    state = {numbers.get(key, key): value for key, value in state_dict["state"].items()}
+    groups = [{**group, "params": [numbers[key] for key in group["params"]]} for group in state_dict["param_groups"]]
     return {**state_dict, "state": state, "param_groups": groups}

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from booster.common.snapshot import StateSnapshot
 from booster.model.optimizers import state_differences
-from booster.model.params import local_shard
+from booster.model.params import local_shard, params_of
 from booster.ranks import agreement
 from booster.shards.base import FlatShard
 from booster.tensors.trees import HALF_DTYPES
@@ -258,7 +258,7 @@ def _check_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 
 def _moved(update: Update, state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> list[tuple[Any, str]]:
     """Return which tensors take a collective to be laid out as parameters are here."""
-    params = [param for group in update.optimizer.param_groups for param in group["params"]]
+    params = params_of(update.optimizer)
     entries: list[tuple[Any, str, Any, torch.Tensor]] = []
     if has_torch_format(update.optimizer):
         states = state_dict["state"]

@@ -14,6 +14,7 @@ from torch import nn
 from booster.common.arguments import listed
 from booster.common.snapshot import attributes
 from booster.ranks import agreement
+from booster.update.application import NO_SCALARS
 from booster.update.context import OptimizerState
 from booster.update.decision import Decision, LazyStepFields, StepFields, StepResult
 from booster.update.gradients import WHOLE, Gradients
@@ -81,7 +82,7 @@ class Update:
                 if not params:
                     self._refuse_strangers(params is None)
                 if params is None:
-                    self.decision.application.step_none()
+                    self.decision.application.step(gradients, [], NO_SCALARS)
                     next_scale = gradients.next_scale
                     gradients.reset(gradients.scale)
                     return StepResult(True, LazyStepFields(next_scale))

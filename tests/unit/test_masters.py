@@ -82,7 +82,7 @@ class Run:
             assert self.optimizer.step()
 
     def values(self):
-        return [self.masters.master_of(param) for param in self.params]
+        return [self.masters.values()[param].clone() for param in self.params]
 
 
 @pytest.mark.crossed

@@ -118,7 +118,9 @@ class Run:
 
     def values(self):
         kept = set(self.masters.layouts)  # float32 parameters without dimensions lie in no bucket
-        return [self.masters.master_of(param) if param in kept else param.detach().clone() for param in self.params]
+        return [
+            self.masters.values()[param].clone() if param in kept else param.detach().clone() for param in self.params
+        ]
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ class Run:
         return results
 
     def values(self):
-        return [self.masters.master_of(param) for param in self.params]
+        return [self.masters.values()[param].clone() for param in self.params]
 
     def kept(self):
         """Every bit of what is packed, in order."""

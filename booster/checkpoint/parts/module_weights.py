@@ -164,7 +164,7 @@ class _Entry:
         """Return which tensor of the checkpoint each entry is read from: the float32 master where there is one."""
         sources = {key: reference(value) for key, value in saved.items()}
         wide = self._saved.masters_behind(self._kind, self._name)
-        watched = LoadedWeights.watched(user_module(self.module))
+        watched = LoadedWeights.names_with_masters(user_module(self.module))
         for key in wide.keys() & sources.keys() & current.keys():
             # Not if the module wants just the half weights that were saved: rounded anew, ties could become others.
             if key in watched or not self._is_half(sources[key], current[key]):
