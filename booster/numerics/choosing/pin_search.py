@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from booster.common import arguments
+from booster.common.arguments import columns
 from booster.common.devices import resolve_device
 from booster.common.snapshot import seeded
 from booster.mixed_precision import MixedPrecision, make
@@ -71,21 +72,15 @@ class Pins:
     def __str__(self) -> str:
         if not self.names:
             return f"No module need be kept in float32: the gradient error is {self.without:.2g}, and the bound {self.bound:g}."
-        width = max(len(", ".join(entry.names)) for entry in self.table[:_SHOWN])
-        lines = [f"{'module':{width}}  error alone"]
-        for entry in self.table[:_SHOWN]:
-            mark = "  kept" if entry.kept else ""
-            lines.append(f"{', '.join(entry.names):{width}}  {entry.alone:<11.2g}{mark}".rstrip())
+        shown = [
+            (", ".join(each.names), f"{each.alone:.2g}", "kept" if each.kept else "") for each in self.table[:_SHOWN]
+        ]
+        lines = [columns([("module", "error alone", ""), *shown])]
         if len(self.table) > _SHOWN:
             lines.append(f"and {len(self.table) - _SHOWN} more")
         kept = ", ".join(map(repr, self.names))
-        return "\n".join(
-            [
-                *lines,
-                "",
-                f"With keep_fp32=[{kept}] the gradient error is {self.error:.2g}; without, {self.without:.2g}.",
-            ]
-        )
+        said = f"With keep_fp32=[{kept}] the gradient error is {self.error:.2g}; without, {self.without:.2g}."
+        return "\n".join([*lines, "", said])
 
 
 def auto_pins(

@@ -22,7 +22,7 @@ from booster.mixed_precision import (
 )
 from booster.mixed_precision.low_precision.conversion import seconds, timed
 from booster.mixed_precision.low_precision.operands import for_device
-from booster.tensors.trees import MicroBatch, map_tensors
+from booster.numerics.choosing.trained_subject import copied_batch, made_model
 
 _PRECISIONS: dict[str, Callable[[], LowPrecision]] = {
     "fp8 tensorwise": FP8MixedPrecision,
@@ -126,9 +126,7 @@ def time_layers(
     arguments.count("rounds", rounds)
     where = resolve_device(device)
     with seeded(arguments.count("seed", seed, least=0, most=2**63 - 2), where):
-        legal = "a function that makes a torch.nn.Module that is not boosted"
-        model = arguments.instance("what model_fn() returned", model_fn(), nn.Module, "a torch.nn.Module", fix=legal)
-        shapes = _shapes(model.to(where), batch, where)
+        shapes = _shapes(made_model(model_fn).to(where), batch, where)
         # What the device runs, by name
         recipes = {}
         for name, make in _PRECISIONS.items():
@@ -158,7 +156,7 @@ def _shapes(model: nn.Module, batch: Any, device: torch.device) -> dict[tuple[in
             tokens[name] = max(tokens.get(name, 0), args[0].numel() // max(1, args[0].shape[-1]))
 
         each.register_forward_pre_hook(count)
-    inputs = MicroBatch.of(map_tensors(lambda tensor: tensor.detach().to(device, copy=True), batch))
+    inputs = copied_batch(batch, device)
     with torch.no_grad():
         model(*inputs.args, **inputs.kwargs)
     if not tokens:

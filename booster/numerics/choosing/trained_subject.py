@@ -59,10 +59,7 @@ class Subject:
 
     def __init__(self, task: Task, precision: MixedPrecision, weights: Mapping[str, Any] | None = None) -> None:
         task.begin(task.seed)
-        legal = "a function that makes a torch.nn.Module that is not boosted"
-        model = arguments.instance(
-            "what model_fn() returned", task.model_fn(), nn.Module, "a torch.nn.Module", fix=legal
-        )
+        model = made_model(task.model_fn)
         if weights is not None:
             model.load_state_dict(weights)
         optimizer = arguments.instance(
@@ -70,7 +67,7 @@ class Subject:
         )
         criterion = copy.deepcopy(task.criterion) if isinstance(task.criterion, nn.Module) else task.criterion
         self._task = task
-        self._batch = MicroBatch.of(map_tensors(lambda tensor: tensor.detach().to(task.device, copy=True), task.batch))
+        self._batch = copied_batch(task.batch, task.device)
         self._criterion: Any
         self.model, self.optimizer, self._criterion = precision.configure(
             model, optimizer, criterion, placement=SingleDevice(), options=UpdateOptions(max_consecutive_skips=None)
@@ -130,6 +127,17 @@ class Subject:
         held = measure(self.model, self.optimizer)
         self.optimizer.zero_grad()
         return before + tracker.highest, held
+
+
+def made_model(model_fn: Callable[[], nn.Module]) -> nn.Module:
+    """Return what `model_fn` makes; raises TypeError for what is no module."""
+    legal = "a function that makes a torch.nn.Module that is not boosted"
+    return arguments.instance("what model_fn() returned", model_fn(), nn.Module, "a torch.nn.Module", fix=legal)
+
+
+def copied_batch(batch: Any, device: torch.device) -> MicroBatch:
+    """Return a copy of `batch` on `device`, without graphs, by what the model and what the criterion takes."""
+    return MicroBatch.of(map_tensors(lambda tensor: tensor.detach().to(device, copy=True), batch))
 
 
 def product_ratio(dtype: torch.dtype, device: torch.device) -> float:
