@@ -180,7 +180,7 @@ class _Operations(TorchDispatchMode):
             self._snapshot.keep_generator(generator)
         given = list(tensors((args, kwargs)))
         there = bool(given) and not all(map(self._reads.lies_on_host, given))
-        if there and _waits(func, args):
+        if there and _waits_for_device(func, args):
             name = self._calls.name
             self._reads.add(
                 _SAID.get(name, f"{name or func.overloadpacket.__name__}(), of which a host reads a result")
@@ -206,7 +206,7 @@ _MOVES = {"copy_", "_to_copy"}
 _BY_MASKS = {"index", "index_put", "index_put_", "_index_put_impl_"}  # wait for masks, and not for numbers
 
 
-def _waits(func: Any, args: Sequence[Any]) -> bool:
+def _waits_for_device(func: Any, args: Sequence[Any]) -> bool:
     """Return whether a host waits for the result of an operation, or for its size."""
     name = func.overloadpacket.__name__
     if name in _BY_MASKS:
@@ -257,8 +257,8 @@ def _is_installed(path: str) -> bool:
 
 
 def _shown(path: str) -> str:
-    here = os.getcwd() + os.sep
-    return path.removeprefix(here)
+    folder = os.getcwd() + os.sep
+    return path.removeprefix(folder)
 
 
 def _statement(frame: Any) -> int:
@@ -279,13 +279,13 @@ def _statements(path: str) -> list[tuple[int, int]]:
         tree = ast.parse("".join(linecache.getlines(path)))
     except SyntaxError:  # as of a notebook's magic
         return []
-    found = []
+    spans = []
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt):
             body = getattr(node, "body", None)
             last = body[0].lineno - 1 if isinstance(body, list) and body else node.end_lineno
-            found.append((node.lineno, max(node.lineno, last or node.lineno)))
-    return found
+            spans.append((node.lineno, max(node.lineno, last or node.lineno)))
+    return spans
 
 
 def origin_of(function: Callable[..., Any]) -> tuple[str, int]:
@@ -371,7 +371,7 @@ def reads_of(
     try:
         for optimizer in optimizers:
             _prepare(optimizer)
-        with uncompiled(), reads.recording(), _numbers_watched(optimizers, reads):
+        with uncompiled(), reads.recording(), _writes_reported(optimizers, reads):
             train_step(*batch)
             for optimizer in optimizers:
                 optimizer.sync()
@@ -417,12 +417,12 @@ def decided_on_device(update: Update) -> Update:
 
 def _counts_on_host(optimizers: Sequence[OptimizerWrapper]) -> list[torch.Tensor]:
     """Return states that are on the host on every machine: step counts of optimizers that read them there."""
-    found = []
+    counts = []
     for optimizer in map(OptimizerWrapper.unwrap, optimizers):
         if not honours_grad_scale(optimizer) and not any(group.get("capturable") for group in optimizer.param_groups):
             states = [value for own in optimizer.state.values() for value in own.values()]
-            found += [value for value in states if isinstance(value, torch.Tensor) and value.dim() == 0]
-    return found
+            counts += [value for value in states if isinstance(value, torch.Tensor) and value.dim() == 0]
+    return counts
 
 
 class _Group(dict[str, Any]):
@@ -439,7 +439,7 @@ class _Group(dict[str, Any]):
 
 
 @contextmanager
-def _numbers_watched(optimizers: Sequence[OptimizerWrapper], reads: Reads) -> Iterator[None]:
+def _writes_reported(optimizers: Sequence[OptimizerWrapper], reads: Reads) -> Iterator[None]:
     """Inside, options that are written in groups of `optimizers` are noted: a graph would read them as they were."""
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
@@ -455,10 +455,10 @@ def _numbers_watched(optimizers: Sequence[OptimizerWrapper], reads: Reads) -> It
 def _schedules_of(optimizers: Iterable[OptimizerWrapper]) -> list[Any]:
     """Return the schedulers of `optimizers` in this process, boosted and others, which no other list has."""
     theirs = {id(each) for wrapper in optimizers for each in (wrapper, wrapper.unwrap())}
-    found: list[Any] = []
+    schedules: list[Any] = []
     for each in gc.get_objects():
         if issubclass(type(each), LRSchedulerWrapper):
-            found += [each, vars(each).get("scheduler")]
+            schedules += [each, vars(each).get("scheduler")]
         elif issubclass(type(each), LRScheduler) and id(vars(each).get("optimizer")) in theirs:
-            found.append(each)
-    return found
+            schedules.append(each)
+    return schedules

@@ -239,13 +239,13 @@ class KernelDecision(DeviceDecision):
         # Whether gradients that came before those are not finite, 0-dim; None: there are none.
         self._found_inf: torch.Tensor | None = None
 
-    def _launches(self, known: list[KernelSteps], place: int, *, only_reads: bool) -> KernelSteps:
+    def _launches(self, kept: list[KernelSteps], place: int, *, only_reads: bool) -> KernelSteps:
         """Return the launches at `place` of a pass, which are those of the pass before: tables are kept by them."""
-        if place == len(known):
+        if place == len(kept):
             steps, group = self.steps, self.gradients.group
             options = {"counts_zeros": self._counts_zeros, "only_reads": only_reads}
-            known.append(KernelSteps(steps.rule, self.gradients.optimizer, group, **options))
-        return known[place]
+            kept.append(KernelSteps(steps.rule, self.gradients.optimizer, group, **options))
+        return kept[place]
 
     def read_along(self, params: list[torch.Tensor]) -> KernelReading | TorchReading:
         """Read the gradients of `params`, by which the parts that follow are stepped or not."""
@@ -254,14 +254,14 @@ class KernelDecision(DeviceDecision):
         self._num_readings += 1
         tables = self.supported.reading_tables(readings, params) if params else None
         if tables is None:
-            found = norms.read_by_torch(params)
+            reading = norms.read_by_torch(params)
         else:
             with current(tables.device):
-                found = norms.read_tables(tables, self.gradients.scale)
-        self._sums_along.append(found.sums)
-        if found.zeros is not None:
-            self._zeros_along.append(found.zeros)
-        return found
+                reading = norms.read_tables(tables, self.gradients.scale)
+        self._sums_along.append(reading.sums)
+        if reading.zeros is not None:
+            self._zeros_along.append(reading.zeros)
+        return reading
 
     def step_part(self, params: Sequence[torch.Tensor]) -> bool:
         """Step `params` before the others of their step; return False, with nothing done, where kernels do not know them."""

@@ -19,10 +19,10 @@ class CompiledKernels:
         self, kernel: Any, key: Any, programs: int, args: Sequence[Any], constants: Mapping[str, Any], warps: int = 4
     ) -> None:
         """Launch `kernel` on `args`, its first parameters; `constants` are the others, by name. warps: of a program."""
-        known = self._compiled.get((kernel, key))
-        if known is not None:
+        cached = self._compiled.get((kernel, key))
+        if cached is not None:
             # Triton's own launcher takes longer on the host than a small kernel on the device.
-            compiled, others = known
+            compiled, others = cached
             compiled[(programs, 1, 1)](*args, *others)
             return
         # No fused multiply-adds: they round once where a CPU rounds twice, and results are to be the same.

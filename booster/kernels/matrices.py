@@ -197,15 +197,15 @@ def _differs(
         _logger.info("matrices in %s under %s are rounded by torch's operations: %s", target, scaling, off)
         return off
     try:
-        found = _tried(target, scaling, device, rotates, stochastic, delayed)
+        difference = _tried(target, scaling, device, rotates, stochastic, delayed)
     except Exception as error:  # whatever it is, matrices of a user are not to meet it
         from booster.kernels.launch_cache import failure
 
-        found = failure(error, device)
-    if found is not None:
+        difference = failure(error, device)
+    if difference is not None:
         said = "matrices in %s under %s are rounded by torch's operations on %s, and not by Triton kernels: %s"
-        _logger.warning(said, target, scaling, device, found)
-    return found
+        _logger.warning(said, target, scaling, device, difference)
+    return difference
 
 
 def _tried(
@@ -225,36 +225,36 @@ def _tried(
                 laid = F.pad(each, (0, -each.shape[1] % 32))
                 laid = rotated(laid.float()) if rotates else laid
                 expected = scale_to(laid, target, scaling, noise=noise_of(laid) if stochastic else None)
-                found = quantized_to_e2m1(each, scaling, 32, rotates=rotates, stochastic=stochastic)
+                made = quantized_to_e2m1(each, scaling, 32, rotates=rotates, stochastic=stochastic)
             else:
                 expected = scale_to(F.pad(each, (0, -each.shape[1] % 32)), target, scaling)
-                found, other = quantized(each, target, scaling, 32, transposed=turns)
-                if other is not None and not _is_turned(other, found, each.shape):
+                made, other = quantized(each, target, scaling, 32, transposed=turns)
+                if other is not None and not _is_turned(other, made, each.shape):
                     return f"bytes of a transpose, written with{what}, {dtype}, differ"
-            if not same(found, expected, target):
+            if not same(made, expected, target):
                 return f"bytes or scales{what}, {dtype}, differ"
-            if delayed and not all(_given_is_taken(each, target, scaling, start) for start in (0.0, 0.25)):
+            if delayed and not all(_is_same_under_given(each, target, scaling, start) for start in (0.0, 0.25)):
                 return f"bytes, scales or magnitudes under a scale that is given{what}, {dtype}, differ"
     return None
 
 
-def _is_turned(other: ScaledTensor, found: ScaledTensor, shape: torch.Size) -> bool:
-    """Whether `other` has the bytes of `found`, a matrix of `shape` before it was filled up, turned, and then zeros."""
-    (rows, columns), (transposed, values) = shape, (each.values.view(torch.uint8) for each in (other, found))
+def _is_turned(other: ScaledTensor, plain: ScaledTensor, shape: torch.Size) -> bool:
+    """Whether `other` has the bytes of `plain`, a matrix of `shape` before it was filled up, turned, and then zeros."""
+    (rows, columns), (transposed, values) = shape, (each.values.view(torch.uint8) for each in (other, plain))
     if not torch.equal(transposed[:, :rows], values[:, :columns].t()):
         return False
     finite = bool(torch.isfinite(other.scale).all())
-    return not finite or (torch.equal(other.scale, found.scale.t()) and not transposed[:, rows:].any())
+    return not finite or (torch.equal(other.scale, plain.scale.t()) and not transposed[:, rows:].any())
 
 
-def _given_is_taken(x: torch.Tensor, target: NumberFormat, scaling: Scaling, start: float) -> bool:
+def _is_same_under_given(x: torch.Tensor, target: NumberFormat, scaling: Scaling, start: float) -> bool:
     given, largest = (torch.full((), value, dtype=torch.float32, device=x.device) for value in (start, 1e-9))
-    found, _ = quantized(x, target, scaling, 1, given=given, largest=largest)
+    made, _ = quantized(x, target, scaling, 1, given=given, largest=largest)
     finite = bool(torch.isfinite(x).all())
     expected = scale_to(x, target, scaling, scale=given if start else None)
     noted = x.abs().amax().float() if finite else torch.full_like(largest, 1e-9)
     meant = expected.scale if finite else torch.full_like(given, torch.nan)
-    return torch.equal(largest, noted) and same(found, replace(expected, scale=meant), target)
+    return torch.equal(largest, noted) and same(made, replace(expected, scale=meant), target)
 
 
 def same(one: ScaledTensor, other: ScaledTensor, target: NumberFormat) -> bool:

@@ -45,9 +45,9 @@ def like_torch(rule: Rule, optimizer: Optimizer, masters: Masters | None, device
     options = None if masters is None else dataclasses.replace(masters.options, offload=False)
     for group in optimizer.param_groups:
         # Once in a process for a rule, its flags, forms and device: a trial compiles and takes seconds.
-        found = _tried(rule, _typical(rule.optimizer, group), options, tuple(sorted(dtypes, key=str)), device)
-        if found is not None:
-            return found
+        difference = _tried(rule, _typical(rule.optimizer, group), options, tuple(sorted(dtypes, key=str)), device)
+        if difference is not None:
+            return difference
     return None
 
 
@@ -63,9 +63,9 @@ def _tried(
                 ours.copy_from(torchs)
             for trial in (torchs, ours):
                 trial.step(number, factor)
-            found = ours.difference(torchs)
-            if found is not None:
-                return f"{found} in step {number + 1} of a trial"
+            difference = ours.difference(torchs)
+            if difference is not None:
+                return f"{difference} in step {number + 1} of a trial"
     except Exception as error:  # whatever it is, weights of a user are not to meet it
         return failure(error, device)
     return None
@@ -73,21 +73,21 @@ def _tried(
 
 def _typical(kind: type[Optimizer], group: Mapping[str, Any]) -> Options:
     """Return the options of `group` with typical numbers in place of those there: what is compiled depends on which are 0."""
-    found: list[tuple[str, Any]] = []
+    options: list[tuple[str, Any]] = []
     for name, parameter in inspect.signature(kind).parameters.items():
         value, typical = group.get(name), parameter.default
         if name not in group or name in ("foreach", "fused", "capturable", "differentiable"):
             continue
         if isinstance(value, bool) or value is None:
-            found.append((name, value))
+            options.append((name, value))
         elif name == "lr":
-            found.append((name, 1e-2))
+            options.append((name, 1e-2))
         elif isinstance(value, (int, float)):
             # Zero stays zero: it is compiled into another kernel.
-            found.append((name, value if not value else typical if isinstance(typical, float) and typical else 0.1))
+            options.append((name, value if not value else typical if isinstance(typical, float) and typical else 0.1))
         elif typical is not inspect.Parameter.empty:
-            found.append((name, typical))
-    return tuple(found)
+            options.append((name, typical))
+    return tuple(options)
 
 
 class _Trial:

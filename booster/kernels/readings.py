@@ -63,9 +63,9 @@ class KernelNorms(DeviceNorms):
             totals = [_added_up(sums)]
             for table in tables.each[1:]:
                 with current(table.device):
-                    found, zeros = table.measure(counts_zeros=self._counts_zeros)
-                    totals.append(_added_up(found).to(tables.device))
-                partials.append(found)
+                    partial, zeros = table.measure(counts_zeros=self._counts_zeros)
+                    totals.append(_added_up(partial).to(tables.device))
+                partials.append(partial)
                 counts.append(zeros)
             sums = torch.stack(totals)
         if self.shards.sharded:
@@ -109,12 +109,12 @@ class KernelNorms(DeviceNorms):
         # The kernel compares in float64 with a number of the host; a tensor as bound is read by torch.
         if norm.dtype != torch.float64 or not isinstance(max_norm, float):
             return super().clipped(norm, max_norm, factor)
-        found = torch.empty_like(norm)
+        clip = torch.empty_like(norm)
         bound = self._supported.steps.device_numbers("bound", (max_norm,), norm.device)
         with current(norm.device):
             pending = self._supported.steps.factor_on("pending", factor, norm.device)
-            clip_by[(1,)](norm, bound, pending, found, enable_fp_fusion=False)
-        return found
+            clip_by[(1,)](norm, bound, pending, clip, enable_fp_fusion=False)
+        return clip
 
 
 class TorchReading:
@@ -198,10 +198,10 @@ class KernelReading:
 
     def norm(self, current_scale: torch.Tensor | None, pending: torch.Tensor | None) -> torch.Tensor:
         """The norm, times `pending` and by `current_scale`, 0-dim on the device."""
-        found = torch.empty((), dtype=torch.float64, device=self.sums.device)
-        with current(found.device):
-            norm_of[(1,)](self.sums, self.sums.numel(), current_scale, pending, found, None, enable_fp_fusion=False)
-        return found
+        norm = torch.empty((), dtype=torch.float64, device=self.sums.device)
+        with current(norm.device):
+            norm_of[(1,)](self.sums, self.sums.numel(), current_scale, pending, norm, None, enable_fp_fusion=False)
+        return norm
 
     @cached_property
     def total(self) -> torch.Tensor:

@@ -249,10 +249,10 @@ class Segments:
 
 def flags_of(rule: Rule, group: dict[str, Any]) -> int:
     """Return the flags of a group in the bits of a number."""
-    found = 0
+    bits = 0
     for place, flag in enumerate(rule.flags(group)):
-        found |= bool(flag) << place
-    return found
+        bits |= bool(flag) << place
+    return bits
 
 
 def same(these: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -422,10 +422,10 @@ class Table:
 
     def squares_of_params(self, partials: torch.Tensor) -> dict[torch.Tensor, float]:
         """Return what `measure` found by parameter; waits for the device."""
-        found: dict[torch.Tensor, float] = {}
+        squares: dict[torch.Tensor, float] = {}
         for row, value in zip(self._tile_rows, partials.tolist(), strict=True):
-            found[self.params[row]] = found.get(self.params[row], 0.0) + value
-        return found
+            squares[self.params[row]] = squares.get(self.params[row], 0.0) + value
+        return squares
 
 
 class Tables:

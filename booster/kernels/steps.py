@@ -129,19 +129,19 @@ class KernelSteps:
                 raise Unsupported(self._broken)
             grads = self._gradients(params)
             dtypes = list(map(_DTYPE, grads))
-            known = None
+            kept = None
             for each in self._sets:  # the first, in nearly every step
                 if dtypes == each.dtypes and same(params, each.params) and same(layout, each.layout):
-                    known = each
-                    self._sets.remove(known)
+                    kept = each
+                    self._sets.remove(kept)
                     break
-            if known is None or not known.segments.holds():
+            if kept is None or not kept.segments.holds():
                 # Others would keep states alive that were replaced.
                 self._sets = [each for each in self._sets if each.segments.holds()]
-                known = self._new_set(params, layout, dtypes, shards, collect)
-            self._sets = [known, *self._sets[: _MOST_SETS - 1]]
+                kept = self._new_set(params, layout, dtypes, shards, collect)
+            self._sets = [kept, *self._sets[: _MOST_SETS - 1]]
             self.reason, self._params = None, params
-            return self._current_tables(grads, known)
+            return self._current_tables(grads, kept)
         except Unsupported as unsupported:
             self.reason = str(unsupported)
             if not self._warned:
@@ -182,19 +182,19 @@ class KernelSteps:
         places = [(index[id(each.param)], each.start) for each in segments.all]
         return _Set(params, layout, dtypes, segments, places)
 
-    def _current_tables(self, grads: list[torch.Tensor], known: _Set) -> Tables:
-        """Return the tables of `known` with the addresses that gradients have now."""
+    def _current_tables(self, grads: list[torch.Tensor], kept: _Set) -> Tables:
+        """Return the tables of `kept` with the addresses that gradients have now."""
         addresses = list(map(_ADDRESS, grads))
-        if known.tables is None or known.addresses != addresses:
+        if kept.tables is None or kept.addresses != addresses:
             sizes = [grad.element_size() for grad in grads]
-            there = [addresses[place] + start * sizes[place] for place, start in known.places]
-            if known.tables is None:
-                dtypes = [DTYPES[known.dtypes[place]] for place, _ in known.places]
-                known.tables = self._make_tables(known.segments, dtypes, there)
+            there = [addresses[place] + start * sizes[place] for place, start in kept.places]
+            if kept.tables is None:
+                dtypes = [DTYPES[kept.dtypes[place]] for place, _ in kept.places]
+                kept.tables = self._make_tables(kept.segments, dtypes, there)
             else:
-                known.tables.set_gradients(there)
-            known.addresses = addresses
-        return known.tables
+                kept.tables.set_gradients(there)
+            kept.addresses = addresses
+        return kept.tables
 
     def _make_tables(self, segments: Segments, dtypes: list[int], addresses: list[int]) -> Tables:
         """Return tables of `segments`, with gradients of `dtypes` at `addresses`; one for each device."""
@@ -238,12 +238,12 @@ class KernelSteps:
 
     def device_numbers(self, name: str, values: Any, device: torch.device) -> torch.Tensor:
         """Return `values` as float64 on `device`, copied there only where they changed under `name`."""
-        known = self._values.get((name, device))
-        if known is None or known[0] != values:
-            known = self._values[name, device] = values, self._copies(torch.tensor(values, dtype=torch.float64), device)
+        kept = self._values.get((name, device))
+        if kept is None or kept[0] != values:
+            kept = self._values[name, device] = values, self._copies(torch.tensor(values, dtype=torch.float64), device)
         if self._copies.held is not None:
-            self._copies.hold(known[1])
-        return known[1]
+            self._copies.hold(kept[1])
+        return kept[1]
 
     def factor_on(self, name: str, value: Any, device: torch.device) -> torch.Tensor | None:
         """Return a factor as a tensor on `device`, None where it is 1; a number is copied there where it changed."""
@@ -264,11 +264,11 @@ class KernelSteps:
         """Return the rows of numbers of all groups on `device`. Learning rates that are tensors are copied on the device."""
         groups = self._optimizer.param_groups
         rows = [(*row, *(0.0,) * (MOST_NUMBERS - len(row))) for row in numbers_of(self.rule, groups)]
-        found = self.device_numbers("rows", rows, device)
+        rows_there = self.device_numbers("rows", rows, device)
         for place, group in enumerate(groups):
             if isinstance(group.get("lr"), torch.Tensor):
-                found[place, 0].copy_(group["lr"], non_blocking=True)
-        return found
+                rows_there[place, 0].copy_(group["lr"], non_blocking=True)
+        return rows_there
 
     # ------------------------------------------------------------------ launches
 
@@ -291,7 +291,7 @@ class KernelSteps:
         current_scale = self.factor_on("current_scale", inputs.current_scale, tables.device)
         pending = self.factor_on("pending", inputs.pending, tables.device)
         inputs = inputs._replace(current_scale=current_scale, pending=pending)
-        divide, found = inputs.bound is not None or current_scale is not None or pending is not None, None
+        divide, decided = inputs.bound is not None or current_scale is not None or pending is not None, None
         # Each device decides by itself, from the same numbers: a launch costs less than to wait for another device.
         for table in tables.each:
             with _HERE if table is tables.first else current(table.device):
@@ -303,7 +303,7 @@ class KernelSteps:
                 if self._copies.held is not None:
                     self._copies.hold(*args)
                 self._compiled.launch(decide, key, 1, args, constants)
-                found = out if found is None else found
+                decided = out if decided is None else decided
                 random_bits = self._random_bits(table, supported.rng)
                 for bucket, drawn in noise.items():
                     if bucket.host is None and bucket in table.buckets:
@@ -315,8 +315,8 @@ class KernelSteps:
         # Kernels write through addresses, of which autograd knows nothing: a graph that saved these weights must not run.
         increment_version(self._params)
         self._laid = []
-        assert found is not None
-        return found
+        assert decided is not None
+        return decided
 
     def _deciding(
         self, table: Table, scaler: LossScaler, inputs: DecisionInputs
@@ -366,17 +366,17 @@ class KernelSteps:
         return {**group.constants, **own, "COLUMNS": COLUMNS, "SCALARS": SCALARS, "TILE": TILE}
 
     def _no_random_bits(self, device: torch.device) -> torch.Tensor:
-        known = self._values.get(("random_bits", device))
-        if known is None:
+        kept = self._values.get(("random_bits", device))
+        if kept is None:
             zeros = torch.zeros((1 + MOST_STATES) * ALIGNMENT, dtype=torch.int32, device=device)
-            known = self._values["random_bits", device] = None, zeros
-        return known[1]
+            kept = self._values["random_bits", device] = None, zeros
+        return kept[1]
 
     def _random_bits(self, table: Table, rng: RoundingRNG | None) -> dict[tuple[str, ...], torch.Tensor]:
         """Return 64 random numbers of this step for weights and for each state, by the names of the states of a group."""
-        found = dict.fromkeys((group.names for group in table.groups), self._no_random_bits(table.device))
+        by_names = dict.fromkeys((group.names for group in table.groups), self._no_random_bits(table.device))
         if rng is None:
-            return found
+            return by_names
         # Drawn on the host, and copied at once; what a graph reads is brought to the device by `capture`.
         place = table.device if rng.fixed else _CPU
         for group in table.groups:
@@ -384,5 +384,5 @@ class KernelSteps:
                 drawn = [rng.lanes(name, place) for name in (WEIGHTS, *group.names)]
                 drawn += [torch.zeros_like(drawn[0])] * (MOST_STATES - len(group.names))
                 lanes = torch.cat(drawn)
-                found[group.names] = lanes if rng.fixed else self._copies(lanes, table.device)
-        return found
+                by_names[group.names] = lanes if rng.fixed else self._copies(lanes, table.device)
+        return by_names

@@ -176,10 +176,10 @@ def estimate(
         kept_so = options.states != "fp32" or (options.offload and can_offload(device))
         options = dataclasses.replace(options, master_weights="auto") if kept_so else None
 
-    def step_of(sizes: Sizes, **known: Any) -> StepMemory:
+    def step_of(sizes: Sizes, **params: Any) -> StepMemory:
         may_fuse = fused_optimizer and own.may_fuse(optimizer)
         in_backward = bool(release_gradients)
-        return step_memory(optimizer, sizes, options, fused=may_fuse, in_backward=in_backward, device=device, **known)
+        return step_memory(optimizer, sizes, options, fused=may_fuse, in_backward=in_backward, device=device, **params)
 
     def arrivals_of(params: Sequence[torch.Tensor]) -> GradientArrivals:
         if world_size == 1:
@@ -203,7 +203,7 @@ def estimate(
     sizes = tuple((dtype, -(-n // divisor)) for dtype, n in passes.sizes)
     step = step_of(sizes) if divisor > 1 else step_of(sizes, shapes=passes.shapes, idle=passes.idle)
     gradients = passes.gradients // (1 if fully_sharded else gradient_shards)
-    found = Estimate(
+    without_peak = Estimate(
         precision=precision if isinstance(precision, str) else "fp32" if precision is None else type(own).__name__,
         plugin=plugin,
         world_size=world_size,
@@ -226,7 +226,7 @@ def estimate(
         highest = max(passes.highest, 2 * passes.gradients)
     # With the optimizer in backward, the passes have followed what its steps take.
     stepping = gradients + (0 if in_backward is not None else step.temporaries)
-    return dataclasses.replace(found, peak=found.held - gradients + max(highest, stepping))
+    return dataclasses.replace(without_peak, peak=without_peak.held - gradients + max(highest, stepping))
 
 
 def estimate_placed(
@@ -249,8 +249,8 @@ def estimate_placed(
     device: of the rank.
     options: how the optimizer steps, see `UpdateOptions`.
     """
-    known: Any = plugin.divides_as
-    if known is None:
+    name: Any = plugin.divides_as
+    if name is None:
         raise ValueError(
             f"what a rank holds under this {type(plugin).__name__} is not known to the estimate; it knows {list(PLUGINS)}, as "
             "their plugins are without further options: booster.memory.estimate(..., plugin='fsdp', world_size=8)"
@@ -261,8 +261,8 @@ def estimate_placed(
         batch,
         criterion,
         precision=precision,
-        plugin=known,
-        world_size=1 if known == "single" else plugin.averaging_size,
+        plugin=name,
+        world_size=1 if name == "single" else plugin.averaging_size,
         device=device,
         fused_optimizer=bool(options.fused_optimizer),
         release_gradients=options.release_gradients,  # type: ignore[arg-type]
@@ -314,19 +314,19 @@ def checked_device(device: str | torch.device) -> torch.device:
     """Return `device`. Raises ValueError for one that tensors without memory cannot be on by name in this build of torch."""
     arguments.instance("device", device, (str, torch.device), "'cpu', 'cuda' or a torch.device")
     try:
-        found = torch.device(device)
+        checked = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is not a device; choose 'cpu' or 'cuda'") from error
-    if found.type == "cuda" and not (torch.backends.cuda.is_built() and _goes_backward(found)):
+    if checked.type == "cuda" and not (torch.backends.cuda.is_built() and _runs_backward(checked)):
         raise ValueError(
             f"device={str(device)!r} cannot be estimated here: autograd of torch {torch.__version__} does not go backward over "
             "CUDA tensors without memory. It needs a GPU, or a build of torch for CUDA that does so without one; or estimate "
             "for device='cpu': all but activations and temporaries is the same, of which it says what kernels for CPUs take"
         )
-    return found
+    return checked
 
 
-def _goes_backward(device: torch.device) -> bool:
+def _runs_backward(device: torch.device) -> bool:
     """Whether autograd, which may ask the driver for streams, goes backward over tensors without memory on `device`."""
     try:
         with tensor_internals.FakeTensorMode():

@@ -180,15 +180,15 @@ def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _make_fake(model: nn.Module, device: torch.device) -> None:
     """Replace the tensors of `model` by fake ones on `device`; tied ones stay tied."""
-    known: dict[int, Any] = {}
+    fakes: dict[int, Any] = {}
     for module in model.modules():
         for store in (module._parameters, module._buffers):
             for name, tensor in list(store.items()):
                 if tensor is None:
                     continue
-                if id(tensor) not in known:
+                if id(tensor) not in fakes:
                     fake = _fake(tensor, device)
                     is_param = isinstance(tensor, nn.Parameter)
                     # With the tensor, which must live as long as its identifier is asked for.
-                    known[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_param else fake, tensor
-                store[name] = known[id(tensor)][0]
+                    fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_param else fake, tensor
+                store[name] = fakes[id(tensor)][0]

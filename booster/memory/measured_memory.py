@@ -275,13 +275,13 @@ def step_memory(
     masters = host = scratch = largest_of_all = 0
     total = sum(n for (_, n), inside in zip(sizes, in_buckets, strict=True) if inside)
     for dtype in {dtype for (dtype, _), inside in zip(sizes, in_buckets, strict=True) if inside}:
-        here = [i for i, inside in enumerate(in_buckets) if inside and sizes[i][0] == dtype]
-        probe = probe_of[max(here, key=lambda i: sizes[i][1])]
-        elements = sum(aligned(sizes[i][1]) for i in here)
-        with_states = sum(aligned(sizes[i][1]) for i in here if has_states[i])
+        own = [i for i, inside in enumerate(in_buckets) if inside and sizes[i][0] == dtype]
+        probe = probe_of[max(own, key=lambda i: sizes[i][1])]
+        elements = sum(aligned(sizes[i][1]) for i in own)
+        with_states = sum(aligned(sizes[i][1]) for i in own if has_states[i])
         bucket = most = bucket_size(total, device if offloaded else _CPU, packed=is_packed, released=in_backward)
         if not elementwise:
-            bucket = max(*(sizes[i][1] for i in here), bucket if lies_flat(optimizer) else 0)
+            bucket = max(*(sizes[i][1] for i in own), bucket if lies_flat(optimizer) else 0)
             most = total if kind == "whole" else max(most, bucket)
         format = options.make_format(optimizer, dtype, RoundingRNG())  # type: ignore[union-attr]
         residual = format.allocate(64, dtype, _CPU)
@@ -291,7 +291,7 @@ def step_memory(
             states += probe.other_bytes(()) * -(-with_states // bucket)
             held = sum(kept.values()) * with_states
         else:  # each parameter is a bucket, and what it has depends on its shape
-            stepped = [i for i in here if has_states[i]]
+            stepped = [i for i in own if has_states[i]]
             states += sum(probe_of[i].other_bytes(shapes[i]) for i in stepped)
             held = sum(
                 (aligned(sizes[i][1]) if lies_flat(optimizer) else sizes[i][1])
@@ -309,7 +309,7 @@ def step_memory(
         on_device = min(2, -(-elements // bucket)) * (sum(kept.values()) + residual_bytes) if offloaded else 0
         buffers = 4 + 4 * format.needs_values  # float32 gradients, and weights where the format gives no view of them
         temporaries = max(temporaries, min(bucket, elements) * (buffers + dequantized + probe.at_once + on_device))
-        trained = sum(aligned(sizes[i][1]) for i in here if not (idle and idle[i]))
+        trained = sum(aligned(sizes[i][1]) for i in own if not (idle and idle[i]))
         scratch, largest_of_all = max(scratch, min(most, trained) * buffers), max(largest_of_all, min(most, trained))
     if not (is_packed or in_backward) and device.type == "cpu" and largest_of_all <= SMALLEST_BUCKET:
         # A small model keeps its scratch, so that a step allocates nothing.

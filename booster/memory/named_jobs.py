@@ -129,9 +129,9 @@ def _of_timm(name: str, size: int) -> Job:
 
 def _of_transformers(name: str, size: int) -> Job:
     transformers: Any = importlib.import_module("transformers")
-    known = transformers.CONFIG_MAPPING
+    configs = transformers.CONFIG_MAPPING
     # A type of model that transformers knows needs no download.
-    config = known[name]() if name in known else transformers.AutoConfig.from_pretrained(name)
+    config = configs[name]() if name in configs else transformers.AutoConfig.from_pretrained(name)
     with torch.device("meta"):
         model, data = _model_and_data(transformers, config, size)
     return Job(model, torch.optim.AdamW(model.parameters()), data, lambda output, batch: output.loss)
@@ -170,11 +170,11 @@ def _of_file(path: Path) -> Any:
 
 
 def _imported(name: str) -> Any:
-    here = str(Path.cwd())
+    folder = str(Path.cwd())
     # `python -m` puts the working directory there, an installed command does not.
-    added = here not in sys.path and "" not in sys.path
+    added = folder not in sys.path and "" not in sys.path
     if added:
-        sys.path.insert(0, here)
+        sys.path.insert(0, folder)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -183,4 +183,4 @@ def _imported(name: str) -> Any:
         ) from error
     finally:
         if added:
-            sys.path.remove(here)
+            sys.path.remove(folder)

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from booster.capture.trial import _waits, written
+from booster.capture.trial import _waits_for_device, written
 from booster.common.snapshot import MemorySnapshot
 from booster.common.torch_internals.tensor_internals import TorchDispatchMode, storage_key
 from booster.tensors.trees import map_tensors, tensors
@@ -170,7 +170,7 @@ class _Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _waits(func, args):
+        if _waits_for_device(func, args):
             raise RuntimeError(f"a host reads in a recording: {func}")
         changed = list(tensors(list(written(func, args, kwargs))))
         for tensor in changed:

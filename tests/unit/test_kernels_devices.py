@@ -112,6 +112,6 @@ def test_devices_of_several_types_are_refused_by_name():
     step = pair(make_model, adamw, "fp32")[1]
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))], 0.1)
     context = UpdateContext(optimizer=optimizer, scaler=NoScale(), options=UpdateOptions())
-    assert _refusal(step[2]._update, context, torch.device("cpu")) == (
+    assert _refusal(step[2]._update, None, context, torch.device("cpu")) == (
         "its parameters lie on devices of several types, cpu, meta"
     )

@@ -187,21 +187,21 @@ class _Measurement:
         later = Subject(self._task, precision, self._points[1].weights).gradients()
         trained = Subject(self._task, precision)
         at_points = [trained.gradients(), later]
-        errors = [self._error(found, point) for found, point in zip(at_points, self._points, strict=True)]
+        errors = [self._error(result, point) for result, point in zip(at_points, self._points, strict=True)]
         worst = max(errors, key=lambda error: error.relative)
-        known: dict[str, Any] = {
+        measured: dict[str, Any] = {
             "name": name,
             "loss_error": max(
-                _relative(found.loss, point.exact.loss) for found, point in zip(at_points, self._points, strict=True)
+                _relative(result.loss, point.exact.loss) for result, point in zip(at_points, self._points, strict=True)
             ),
             "gradient_error": worst.relative,
             "cosine": worst.cosine,
             "layers": worst.layers,
-            "loss_scale": min(found.loss_scale for found in at_points),
-            "finite": all(found.finite for found in at_points),
+            "loss_scale": min(result.loss_scale for result in at_points),
+            "finite": all(result.finite for result in at_points),
         }
         if precision.is_rehearsal:
-            return Row(status="rehearsed", **known)
+            return Row(status="rehearsed", **measured)
         for _ in range(_WARM_UP):
             trained.step()
         peak, held = trained.memory()
@@ -224,14 +224,14 @@ class _Measurement:
             peak=peak,
             held=held.held,
             skipped=trained.num_skipped,
-            **known,
+            **measured,
         )
 
     def _point(self, reference: Subject) -> _Point:
         return _Point(copy.deepcopy(dict(reference.model.state_dict())), reference.gradients())
 
-    def _error(self, found: LossAndGradients, point: _Point) -> GradientError:
-        return gradient_error(found.grads, point.exact.grads, whole=self._whole)
+    def _error(self, result: LossAndGradients, point: _Point) -> GradientError:
+        return gradient_error(result.grads, point.exact.grads, whole=self._whole)
 
     def _in_turns(self, other: Subject) -> tuple[list[float], float]:
         """Return the ratio of each pair of steps, of `other` and of float32, and the median of the seconds of `other`."""

@@ -162,7 +162,7 @@ class _Search:
     def run(self) -> Pins:
         without = self._error(())
         if without.relative <= self._bound:
-            return self._found((), without, without, ())
+            return self._pins((), without, without, ())
         # Searching blocks first, and inside of those that are needed later, keeps the number of passes small.
         units = list(_units(self._model, [name for name, _ in _blocks(self._model, "")]))
         alone = {unit: self._alone(unit, units) for unit in units}
@@ -176,7 +176,7 @@ class _Search:
             for unit in order
         )
         names = tuple(sorted(name for unit in chosen for name in unit))
-        return self._found(names, self._error(names), without, table)
+        return self._pins(names, self._error(names), without, table)
 
     def _alone(self, unit: Unit, units: Sequence[Unit]) -> float:
         """The error where all blocks but `unit` are in float32."""
@@ -238,15 +238,15 @@ class _Search:
     def _error(self, names: Sequence[str]) -> GradientError:
         precision = self._precision.keeping(names)
         precision.bind(self._task.device)
-        found = self._subject(precision).gradients()
-        error = gradient_error(found.grads, self._exact.grads, whole=type(self._model).__name__)
-        return error if found.finite else dataclasses.replace(error, relative=math.inf, cosine=math.nan)
+        result = self._subject(precision).gradients()
+        error = gradient_error(result.grads, self._exact.grads, whole=type(self._model).__name__)
+        return error if result.finite else dataclasses.replace(error, relative=math.inf, cosine=math.nan)
 
     def _subject(self, precision: MixedPrecision) -> Subject:
         self._passes += 1
         return Subject(self._task, precision)
 
-    def _found(
+    def _pins(
         self, names: tuple[str, ...], error: GradientError, without: GradientError, table: tuple[Contribution, ...]
     ) -> Pins:
         return Pins(

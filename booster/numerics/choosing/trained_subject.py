@@ -115,13 +115,13 @@ class Subject:
 
     def memory(self) -> tuple[int, Measured]:
         """Make one training step; returns the highest bytes of tensors in it, and what is held at its end."""
-        known = [*self.model.parameters(), *self.model.buffers()]
+        held_before = [*self.model.parameters(), *self.model.buffers()]
         for kept in kept_tensors(self.optimizer):
-            known += kept
-        known += list(tensors((self._batch.args, self._batch.kwargs, self._batch.target)))
-        before = storage_bytes(known)
+            held_before += kept
+        held_before += list(tensors((self._batch.args, self._batch.kwargs, self._batch.target)))
+        before = storage_bytes(held_before)
         # The highest point is counted by storages, as operations make and free them.
-        with StorageTracker(known) as tracker:
+        with StorageTracker(held_before) as tracker:
             self.backward()
             self.optimizer.step()
         held = measure(self.model, self.optimizer)
@@ -183,18 +183,18 @@ class GradientError:
 
 
 def gradient_error(
-    found: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], *, whole: str = "model"
+    grads: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], *, whole: str = "model"
 ) -> GradientError:
     """Compare gradients by the names of their parameters; one that is missing is zero. whole: the name of the model itself.
 
     Sums are in float64.
     """
     sums: dict[str, list[float]] = {}
-    for name in reference.keys() | found.keys():
-        known = found[name] if name in found else reference[name]
-        zero = torch.zeros((), dtype=torch.float64, device=known.device).expand_as(known)
+    for name in reference.keys() | grads.keys():
+        either = grads[name] if name in grads else reference[name]
+        zero = torch.zeros((), dtype=torch.float64, device=either.device).expand_as(either)
         # In float64: squares of large gradients overflow float32.
-        mine, exact = found.get(name, zero).double(), reference.get(name, zero).double()
+        mine, exact = grads.get(name, zero).double(), reference.get(name, zero).double()
         layer = sums.setdefault(name.rpartition(".")[0] or whole, [0.0, 0.0, 0.0, 0.0])
         products = (mine - exact).square().sum(), exact.square().sum(), mine.square().sum(), (mine * exact).sum()
         for place, product in enumerate(products):
@@ -209,11 +209,11 @@ def gradient_error(
 
 def _ratios(sums: list[float], floor: float) -> tuple[float, float]:
     """Return the relative error and the cosine from sums of squares: of difference, reference, found; and of their product."""
-    difference, exact, found, product = sums
+    difference, exact, own, product = sums
     if not math.isfinite(difference):
         return math.inf, math.nan
     if difference == 0.0:
         return 0.0, 1.0
     below = max(math.sqrt(exact), floor)
-    lengths = math.sqrt(exact * found)
+    lengths = math.sqrt(exact * own)
     return (math.sqrt(difference) / below if below else math.inf), (product / lengths if lengths else 0.0)

@@ -114,13 +114,13 @@ class Diagnosis:
         return " and ".join(f"{count} {what}" for what, count in counts if count) or "an inf or NaN"
 
     def _where(self) -> list[str]:
-        found = [f"rank {self.rank}"]
-        found += [f"stage {self.stage}"] if self.stage is not None else []
-        found += [f"micro-batch {self.micro_batch}"] if self.micro_batch else []
-        found += [f"rows {', '.join(map(str, self.rows))}"] if self.rows and self.direction != "backward" else []
-        found += [f"{self.autograd_node} of {self.of}"] if self.autograd_node and self.of else []
-        found += [self.source] if self.source else []
-        said = [f"Where: {'; '.join(found)}."]
+        facts = [f"rank {self.rank}"]
+        facts += [f"stage {self.stage}"] if self.stage is not None else []
+        facts += [f"micro-batch {self.micro_batch}"] if self.micro_batch else []
+        facts += [f"rows {', '.join(map(str, self.rows))}"] if self.rows and self.direction != "backward" else []
+        facts += [f"{self.autograd_node} of {self.of}"] if self.autograd_node and self.of else []
+        facts += [self.source] if self.source else []
+        said = [f"Where: {'; '.join(facts)}."]
         if len(self.modules) > 1:
             said.append(f"Called through {' > '.join(self.modules)}.")
         if self.passed:
@@ -193,7 +193,7 @@ def _traced(outcome: Outcome, sinks: Sequence[NonFiniteResult | NonFiniteInput],
     # With each event, whether the infinities in it, if they were meant for a mask, were taken for numbers.
     waiting = [(sink, False) for sink in sinks if isinstance(sink, NonFiniteResult)]
     seen: set[tuple[NonFiniteResult, bool]] = set()
-    found: list[tuple[NonFiniteResult, NonFiniteInput | None]] = []
+    ends: list[tuple[NonFiniteResult, NonFiniteInput | None]] = []
     while waiting:
         event, misused = waiting.pop()
         if (event, misused) in seen:
@@ -206,16 +206,16 @@ def _traced(outcome: Outcome, sinks: Sequence[NonFiniteResult | NonFiniteInput],
         worse = [parent for parent in event.parents if misused or not is_intended(parent, event.name)]
         leaves = [parent for parent in worse if isinstance(parent, NonFiniteInput)]
         if leaves:
-            found.append((event, leaves[0]))
+            ends.append((event, leaves[0]))
         elif not worse:
-            found.append(_reader_of_data(event) or (event, None))
+            ends.append(_reader_of_data(event) or (event, None))
         waiting += [(parent, parent.intended) for parent in worse if isinstance(parent, NonFiniteResult)]
-    if found:
+    if ends:
         # What collectives brought comes last: it was made elsewhere, or an operation here fed it.
-        event, leaf = min(found, key=lambda pair: (pair[0].foreign, pair[0].index))
-        alike = [(end, of) for end, of in found if _SITE(end) == _SITE(event) and (of is None) == (leaf is None)]
+        event, leaf = min(ends, key=lambda pair: (pair[0].foreign, pair[0].index))
+        alike = [(end, of) for end, of in ends if _SITE(end) == _SITE(event) and (of is None) == (leaf is None)]
         repair = {end.index for end, _ in alike} | {of.key for _, of in alike if of is not None}
-        return _cause(outcome, event, leaf, rank, repair, alone=len({end for end, _ in found}) == 1)
+        return _cause(outcome, event, leaf, rank, repair, alone=len({end for end, _ in ends}) == 1)
     if not seen:
         return None
     event = _where_masks_came_out(sinks)

@@ -398,14 +398,14 @@ def is_intended(parent: NonFiniteResult | NonFiniteInput, name: str) -> bool:
 
 
 def _holds_inf(tree: Any) -> bool:
-    found = []
+    infinite = []
 
     def add(value: Any) -> Any:
-        found.append(isinstance(value, float) and math.isinf(value))
+        infinite.append(isinstance(value, float) and math.isinf(value))
         return NotImplemented
 
-    map_tensors(lambda tensor: found.append(tensor.dim() == 0 and bool(tensor.isinf())), tree, instead=add)
-    return any(found)
+    map_tensors(lambda tensor: infinite.append(tensor.dim() == 0 and bool(tensor.isinf())), tree, instead=add)
+    return any(infinite)
 
 
 def _exact(func: Any, name: str, kept: Arguments) -> float | None:

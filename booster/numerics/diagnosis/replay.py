@@ -258,11 +258,11 @@ class Replay:
             torch.autograd.backward(loss, gradient)
 
     def _gradients(self) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
         for update in self._updates:
             with update.shards.local():
-                found += [grad.detach() for grad in update.gradients.values()]
-        return [local_shard(grad) for grad in found]
+                grads += [grad.detach() for grad in update.gradients.values()]
+        return [local_shard(grad) for grad in grads]
 
 
 def replayed_scale(optimizers: Sequence[OptimizerWrapper]) -> float:

@@ -107,15 +107,15 @@ class SkipWatcher:
                 # Inputs are kept for replays; after the last one that memory is free.
                 self.log.stop()
         try:
-            found = self._diagnose(passes, result.loss_scale)
+            diagnosis = self._diagnose(passes, result.loss_scale)
         # Ranks that wait for each other cannot go on: this one ends the training.
         except RanksApart:
             raise
         except Exception as error:
             _logger.warning(f"a skipped step could not be replayed: {type(error).__name__}: {error}")
             return
-        self.diagnoses.append(found)
-        _logger.warning(f"a step was skipped. {found}", ranks=[0])
+        self.diagnoses.append(diagnosis)
+        _logger.warning(f"a step was skipped. {diagnosis}", ranks=[0])
 
     def _diagnose(self, passes: list[LoggedPass], scale: float) -> Diagnosis:
         whole = all(
@@ -129,14 +129,14 @@ class SkipWatcher:
         notes = ["An input was written to in place since, so the replay may differ from the step."] if written else []
         with self.log.paused():
             replay = self._make_replay(lambda: _run_again(passes, whole, scale), passes[0].optimizers, scale)
-            found = diagnose(replay, group=self._group, device=self._device)
+            diagnosis = diagnose(replay, group=self._group, device=self._device)
         if not whole:
             notes.append(f"What computes the loss is not in the replay. {_ADVICE}")
-            if found.kind is None:
-                found = dataclasses.replace(found, **_outside_of_calls(passes))
+            if diagnosis.kind is None:
+                diagnosis = dataclasses.replace(diagnosis, **_outside_of_calls(passes))
         # With other inputs the replay may overflow elsewhere.
-        certain = found.certain and not written
-        return dataclasses.replace(found, certain=certain, notes=(*found.notes, *notes))
+        certain = diagnosis.certain and not written
+        return dataclasses.replace(diagnosis, certain=certain, notes=(*diagnosis.notes, *notes))
 
 
 class _StepsOf(StepListener):
@@ -259,16 +259,16 @@ class PinningWatcher(SkipWatcher):
                 )
 
 
-def blamed_module(found: Diagnosis) -> str:
-    """Return the module that `found` blames and float32 would help; "" where there is none.
+def blamed_module(diagnosis: Diagnosis) -> str:
+    """Return the module that `diagnosis` blames and float32 would help; "" where there is none.
 
     Where no single module was enough, because several overflow, that of the first overflow.
     """
-    if found.kind not in ("overflow", "operation"):
+    if diagnosis.kind not in ("overflow", "operation"):
         return ""
     # The innermost module with which, computed in float32, the replay was finite.
-    for name in reversed(found.modules):
-        if f"finite with keep_fp32={name!r}" in found.remedies:
+    for name in reversed(diagnosis.modules):
+        if f"finite with keep_fp32={name!r}" in diagnosis.remedies:
             return name
     # None for bad data or weights, and where a smaller loss scale is enough.
-    return found.module if found.kind == "overflow" else ""
+    return diagnosis.module if diagnosis.kind == "overflow" else ""

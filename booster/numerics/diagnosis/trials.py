@@ -219,10 +219,10 @@ class ReplayTrials:
             findings = self.run(scale=scale)
             if not findings.bad:
                 return scale
-            found = findings.cause
-            if found is None or found.kind != "overflow" or found.direction != "backward":
+            cause_there = findings.cause
+            if cause_there is None or cause_there.kind != "overflow" or cause_there.direction != "backward":
                 return None
-            overflow = found
+            overflow = cause_there
         return None
 
     def module_in_float32(self, cause: Cause) -> str | None:
@@ -289,17 +289,17 @@ def diagnose(replay: Replay, *, group: dist.ProcessGroup | None, device: torch.d
     trials = ReplayTrials(replay, group, device.type)
     findings = trials.first()
     cause = findings.cause
-    known: dict[str, Any] = {"loss": findings.loss, "loss_scale": replay.scale}
+    fields: dict[str, Any] = {"loss": findings.loss, "loss_scale": replay.scale}
     if not findings.bad:
         largest = f"{findings.largest_gradient:.3g}"
         finite = (
             f"Every number that reached the loss or a gradient was finite, the largest gradient {largest}. "
             "What made the step bad is not in this computation, or not with these random numbers."
         )
-        return Diagnosis(kind=None, **known, notes=(finite,))
+        return Diagnosis(kind=None, **fields, notes=(finite,))
     if cause is None:
         untraced = "The loss or a gradient is not finite, but no operation of the replay made it so."
-        return Diagnosis(kind=None, **known, notes=(untraced,))
+        return Diagnosis(kind=None, **fields, notes=(untraced,))
     kind, remedies = cause.kind, []
     if kind == "overflow" and cause.direction == "backward" and replay.scale > 1.0:
         scale = trials.largest_scale(cause)
@@ -315,13 +315,13 @@ def diagnose(replay: Replay, *, group: dist.ProcessGroup | None, device: torch.d
                 "finite with mixed_precision='fp32'" if trials.is_root(module) else f"finite with keep_fp32={module!r}"
             )
     certain = bool(remedies) or trials.is_mended(cause) or (cause.alone and not cause.foreign)
-    known |= {
+    fields |= {
         "kind": kind,
         "remedies": tuple(remedies),
         "certain": certain,
         "advice": _advice(cause, kind),
     }
-    return Diagnosis(**{field.name: getattr(cause, field.name) for field in dataclasses.fields(Diagnosis)} | known)
+    return Diagnosis(**{field.name: getattr(cause, field.name) for field in dataclasses.fields(Diagnosis)} | fields)
 
 
 def _advice(cause: Cause, kind: CauseKind | None) -> tuple[str, ...]:

@@ -108,8 +108,8 @@ class Record:
                 counter.attach(model)
         # Waits for the device.
         self.flush()
-        known = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
-        step = max((optimizer.num_steps for optimizer in known), default=0)
+        optimizers = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
+        step = max((optimizer.num_steps for optimizer in optimizers), default=0)
         self.write([{"kind": "switch", "step": step, "time": time.time(), "precision": said, "why": why}])
 
     def write(self, lines: Sequence[Line]) -> None:

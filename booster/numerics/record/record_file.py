@@ -44,8 +44,8 @@ def check_line(line: Mapping[str, Any]) -> dict[str, Any]:
     check_form("its kind", kind, TEXT)
     form = _FORMS.get(kind, {})
     check_form(f"a line of the kind {kind}", line, form)
-    known = {key.rstrip("?") for key in form}
-    return {key: value for key, value in line.items() if key in known or not isinstance(value, (dict, list))}
+    keys = {key.rstrip("?") for key in form}
+    return {key: value for key, value in line.items() if key in keys or not isinstance(value, (dict, list))}
 
 
 def _number(value: Any) -> bool:

@@ -140,23 +140,23 @@ def read_run(folder: Any) -> Run:
     ranks = [_RankFile(path) for path in files]
     first, about = ranks[0], ranks[0].about
     for rank in ranks[1:]:
-        rank.leave_out_lost_ranks(first.spans)
+        rank.drop_lost_ranks(first.spans)
     run = Run(root, about)
     run.piloted, run.looks, run.switches = map(first.still_valid, ("pilot", "look", "switch"))
     for rank in ranks:
         run.notes += rank.notes()
-    num_ranks, here = about.get("world_size", 1), {rank.about.get("rank", 0) for rank in ranks}
-    missing = list(islice((rank for rank in range(num_ranks) if rank not in here), _MOST_RANKS))
+    num_ranks, present = about.get("world_size", 1), {rank.about.get("rank", 0) for rank in ranks}
+    missing = list(islice((rank for rank in range(num_ranks) if rank not in present), _MOST_RANKS))
     if missing:
-        more = num_ranks - sum(0 <= rank < num_ranks for rank in here) - len(missing)
+        more = num_ranks - sum(0 <= rank < num_ranks for rank in present) - len(missing)
         others = f" and {more} more" if more else ""
         run.notes.append(f"the files of ranks {missing}{others} are not here; what follows is of the others")
     for name in dict.fromkeys(name for rank in ranks for name in rank.steps):
         lines = _collected(rank.steps.get(name, {}) for rank in ranks)
         run.steps[name] = [_merged_step(number, lines[number]) for number in sorted(lines)]
     for (_, *place), counts in _collected(rank.rounded for rank in ranks).items():
-        total, *found = map(sum, zip(*counts, strict=True))
-        run.rounded.append(RoundedOperand(*place, *(count / max(1, total) for count in found)))
+        total, *shares = map(sum, zip(*counts, strict=True))
+        run.rounded.append(RoundedOperand(*place, *(count / max(1, total) for count in shares)))
     run.rounded.sort(key=lambda each: each.step)
     samples = _collected(rank.samples for rank in ranks)
     for key in sorted(samples, key=lambda key: (*key[:3], samples[key][0].get("place", 0))):
@@ -166,11 +166,11 @@ def read_run(folder: Any) -> Run:
 
 def _collected(tables: Iterable[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
     """Return what any of `tables` has, by key."""
-    found: dict[Any, list[Any]] = {}
+    values: dict[Any, list[Any]] = {}
     for table in tables:
         for key, value in table.items():
-            found.setdefault(key, []).append(value)
-    return found
+            values.setdefault(key, []).append(value)
+    return values
 
 
 class _Span:
@@ -251,7 +251,7 @@ class _RankFile:
         """The line of the last process that wrote."""
         return self.spans[-1].about
 
-    def leave_out_lost_ranks(self, spans: Sequence[_Span]) -> None:
+    def drop_lost_ranks(self, spans: Sequence[_Span]) -> None:
         """Leave out what this rank wrote of steps that fewer ranks, without it, have made again since."""
         for later in spans:
             since = later.about.get("time", -math.inf)
@@ -265,7 +265,7 @@ class _RankFile:
 
     def still_valid(self, kind: str) -> list[Any]:
         """Return the events of `kind` that no later span went back behind, by step."""
-        own = [found for key, found in self._events.items() if key[0] == kind]
+        own = [placed for key, placed in self._events.items() if key[0] == kind]
         valid = [event for place, event in own if all(later.keeps(event.step) for later in self.spans[place + 1 :])]
         return sorted(valid, key=lambda event: event.step)
 

@@ -61,10 +61,10 @@ class Exponents:
 
     def below(self, bound: float) -> float:
         """How many are smaller than 2**bound and not zero. A bin that `bound` divides counts in proportion."""
-        found = 0.0
+        count_below = 0.0
         for place, count in enumerate(self.counts):
-            found += count * min(1.0, max(0.0, bound - self.low - place))
-        return found
+            count_below += count * min(1.0, max(0.0, bound - self.low - place))
+        return count_below
 
     def __add__(self, other: Exponents) -> Exponents:
         if not self.counts or not other.counts:
@@ -251,7 +251,7 @@ class _Stored(NamedTuple):
 
 def _stored(update: Update, wanted: Mapping[torch.Tensor, Any]) -> dict[torch.Tensor, _Stored]:
     """Evenly spread elements of what keeps each of the parameters `wanted`. Inside `local()`."""
-    found: dict[torch.Tensor, _Stored] = {}
+    stored: dict[torch.Tensor, _Stored] = {}
     if isinstance(update.optimizer_state, MasterState):
         masters = update.optimizer_state.masters
         masters.register_params()
@@ -268,11 +268,11 @@ def _stored(update: Update, wanted: Mapping[torch.Tensor, Any]) -> dict[torch.Te
                 formats[piece.param] = _name_of_format(bucket.format, piece.param.dtype)
         for param, own_pieces in pieces.items():
             ordered = [values for _, values in sorted(own_pieces, key=lambda piece: piece[0])]
-            found[param] = _Stored(formats[param], torch.cat(ordered))
+            stored[param] = _Stored(formats[param], torch.cat(ordered))
     for param in wanted:
-        if param not in found:
-            found[param] = _Stored(dtype_name(param.dtype), _spread_out(flat_like(param.detach(), param)).clone())
-    return found
+        if param not in stored:
+            stored[param] = _Stored(dtype_name(param.dtype), _spread_out(flat_like(param.detach(), param)).clone())
+    return stored
 
 
 def _stride(size: int) -> int:
@@ -380,8 +380,8 @@ def best_scale(rows: Sequence[Underflow]) -> float | None:
 
     None where nothing bounds it.
     """
-    known = [(row.scale, row.headroom) for row in rows if row.headroom is not None and 0 < row.scale < math.inf]
-    bounds = [math.log2(scale) + headroom for scale, headroom in known]
+    finite = [(row.scale, row.headroom) for row in rows if row.headroom is not None and 0 < row.scale < math.inf]
+    bounds = [math.log2(scale) + headroom for scale, headroom in finite]
     # A larger scale never underflows more.
     return 2.0 ** min(1023, math.floor(min(bounds) - _MARGIN)) if bounds else None
 
@@ -439,9 +439,9 @@ def _thinning(spread: Exponents, floor: int) -> float:
     curve, slope, level = _fitted(places, densities, weights)
     total, density, place = 0.0, curve - slope + level, -1.0
     while place > -60:
-        here = max(0.0, min(2 * curve * (place - _WIDTH / 2) + slope, _STEEPEST))
-        total += math.exp(density - here * _WIDTH / 2) * _WIDTH
-        density, place = density - here * _WIDTH, place - _WIDTH
+        slope_there = max(0.0, min(2 * curve * (place - _WIDTH / 2) + slope, _STEEPEST))
+        total += math.exp(density - slope_there * _WIDTH / 2) * _WIDTH
+        density, place = density - slope_there * _WIDTH, place - _WIDTH
     return total
 
 
@@ -450,10 +450,12 @@ def _fitted(x: Sequence[float], y: Sequence[float], weights: Sequence[float]) ->
     for degree in (2, 1):
         powers = torch.tensor([[place**power for power in range(degree, -1, -1)] for place in x], dtype=torch.float64)
         weigh = torch.tensor(weights, dtype=torch.float64)[:, None]
-        found = torch.linalg.lstsq(powers * weigh, torch.tensor(y, dtype=torch.float64)[:, None] * weigh).solution
-        if degree == 1 or found[0] <= 0:
+        coefficients = torch.linalg.lstsq(
+            powers * weigh, torch.tensor(y, dtype=torch.float64)[:, None] * weigh
+        ).solution
+        if degree == 1 or coefficients[0] <= 0:
             break
-    numbers = found.flatten().tolist()
+    numbers = coefficients.flatten().tolist()
     return (0.0, numbers[0], numbers[1]) if len(numbers) == 2 else (numbers[0], numbers[1], numbers[2])
 
 

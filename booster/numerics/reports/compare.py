@@ -106,17 +106,19 @@ def compare(a: Run, b: Run) -> Comparison:
         arguments.instance(name, run, Run, "what booster.numerics.read_run returned")
     # The coarser run decides what rounding explains.
     roundoff = max(_roundoff(a), _roundoff(b))
-    found: list[Comparison] = []
+    comparisons: list[Comparison] = []
     notes = [f"{side.folder.name}: {note}" for side in (a, b) for note in side.notes]
     for name in a.steps.keys() & b.steps.keys():
-        found.append(_of_optimizer(name, a, b, roundoff))
-    found = [each for each in found if each.num_common]
-    if not found:
+        comparisons.append(_of_optimizer(name, a, b, roundoff))
+    comparisons = [each for each in comparisons if each.num_common]
+    if not comparisons:
         raise ValueError(f"the records in {a.folder} and {b.folder} have no step in common")
     others = sorted(a.steps.keys() ^ b.steps.keys())
     if others:
         notes.append(f"only one of the runs has the optimizers {', '.join(others)}")
-    first = min(found, key=lambda each: (each.alike, each.step if each.step is not None else math.inf, each.optimizer))
+    first = min(
+        comparisons, key=lambda each: (each.alike, each.step if each.step is not None else math.inf, each.optimizer)
+    )
     first.notes = notes + first.notes
     return first
 
@@ -203,14 +205,14 @@ class _TrackedDifference:
 
     def beyond(self, name: str, a: float | None, b: float | None, step: int, floor: float = 0.0) -> Difference | None:
         """Return the difference where it is more than explained; otherwise later ones may grow from it."""
-        found = self.difference(name, a, b, step, floor)
-        if found is None:
+        difference = self.difference(name, a, b, step, floor)
+        if difference is None:
             return None
-        if found.relative > found.explained:
-            return found
-        if found.relative > self._share * math.sqrt(step) and self.first_beyond is None:
+        if difference.relative > difference.explained:
+            return difference
+        if difference.relative > self._share * math.sqrt(step) and self.first_beyond is None:
             self.first_beyond = step
-        self._largest = max(self._largest, found.relative)
+        self._largest = max(self._largest, difference.relative)
         return None
 
 
@@ -225,14 +227,14 @@ class _TrackedNorms:
         """Return the parameters with a `norm` that parts in this step, the furthest first."""
         # A gradient that is zero but for rounding, as of a bias before a BatchNorm, is noise in both runs.
         floor = self._share * math.hypot(*(value for pair in pairs for value in pair.values(norm) if value is not None))
-        found = []
+        differences = []
         for pair in pairs:
             tracked = self._tracked.setdefault((norm, pair.name), _TrackedDifference(self._share))
             one, other = pair.values(norm)
             parted = tracked.beyond(pair.name, one, other, step, floor)
             if parted is not None:
-                found.append(parted)
-        return sorted(found, key=lambda parted: -parted.relative)
+                differences.append(parted)
+        return sorted(differences, key=lambda parted: -parted.relative)
 
 
 @dataclass(frozen=True)
@@ -247,23 +249,23 @@ class _Pair:
 
 def _weights_apart(pairs: Sequence[_Pair], share: float) -> list[Difference]:
     """Return the parameters with weights that differ after the first step by more than rounding and both updates explain."""
-    found = []
+    differences = []
     for pair in pairs:
         (a, b), updates = pair.values("weight_norm"), pair.values("update_norm")
         if a is None or b is None or not max(a, b):
             continue
         explained = share + sum(update or 0.0 for update in updates) / max(a, b)
         if abs(a - b) / max(a, b) > explained:
-            found.append(Difference(pair.name, a, b, abs(a - b) / max(a, b), explained))
-    return sorted(found, key=lambda parted: -parted.relative)
+            differences.append(Difference(pair.name, a, b, abs(a - b) / max(a, b), explained))
+    return sorted(differences, key=lambda parted: -parted.relative)
 
 
 def _by_step(samples: Sequence[Underflow]) -> dict[int, dict[str, Underflow]]:
-    found: dict[int, dict[str, Underflow]] = {}
+    by_step: dict[int, dict[str, Underflow]] = {}
     for sample in samples:
         if sample.of == "gradient":
-            found.setdefault(sample.step, {})[sample.name] = sample
-    return found
+            by_step.setdefault(sample.step, {})[sample.name] = sample
+    return by_step
 
 
 def _ends_apart(ours: dict[int, Step], theirs: dict[int, Step], common: Sequence[int]) -> bool:

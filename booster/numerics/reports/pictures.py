@@ -67,8 +67,8 @@ def lines(
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     pairs = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
-    known = [(step, value) for step, value in pairs if math.isfinite(value) and (value > 0 or logarithm is None)]
-    logarithm = logarithm if known else None  # an axis without values has no logarithm
+    finite = [(step, value) for step, value in pairs if math.isfinite(value) and (value > 0 or logarithm is None)]
+    logarithm = logarithm if finite else None  # an axis without values has no logarithm
     left, right, top = 58, 24, 16 if marks else 8
     below = 48 if strip is not None else 26
     first, last = steps[0], max(steps[-1], steps[0] + 1)
@@ -77,13 +77,13 @@ def lines(
     axes = canvas.figure.add_axes((left / width, below / height, inner / width, (height - top - below) / height))
     if corners:
         changes: list[Any] = [
-            own for own, before in zip(known, [(0, None), *known], strict=False) if own[1] != before[1]
+            own for own, before in zip(finite, [(0, None), *finite], strict=False) if own[1] != before[1]
         ]
         points = changes if len(changes) <= width else _thinned(changes, first, last, width)
         points = [*points, *((last, *point[1:]) for point in points[-1:])]
         axes.step(*_columns(points)[:2], where="post", color=_ACCENT, linewidth=1.6)
     else:
-        points = _thinned(known, first, last, max(1, inner // 2))
+        points = _thinned(finite, first, last, max(1, inner // 2))
         if len(points) == 1:  # a dot, drawn by the round ends of a line
             points.append((points[0][0] + (last - first) / 1000, *points[0][1:]))
         if any(point[2] < point[3] for point in points):
@@ -254,25 +254,25 @@ class _Canvas:
         # Clip paths, to which nothing refers then, and a style, which would be that of the whole page.
         text = re.sub(r' clip-path="url\(#\w+\)"', "", re.sub(r"<defs>.*?</defs>", "", text, flags=re.DOTALL))
         # A page holds many pictures: their identifiers would not be unique.
-        text = re.sub(r'<g id="(\w+)[^"]*"', lambda found: '<g class="mark"' if found[1] == "mark" else "<g", text)
-        text = re.sub(r' d="[^"]*"', lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0].replace("\n", "")), text)
+        text = re.sub(r'<g id="(\w+)[^"]*"', lambda match: '<g class="mark"' if match[1] == "mark" else "<g", text)
+        text = re.sub(r' d="[^"]*"', lambda match: re.sub(r"(\.\d)\d+", r"\1", match[0].replace("\n", "")), text)
         text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text)
         text = re.sub(r"font-family: [^;\"]*", "font-family: system-ui, sans-serif", text)
-        return re.sub("|".join(_VARIABLES), lambda found: _VARIABLES[found[0]], text)
+        return re.sub("|".join(_VARIABLES), lambda match: _VARIABLES[match[0]], text)
 
 
 def _columns(points: Sequence[tuple[float, ...]]) -> list[list[float]]:
     return [list(column) for column in zip(*points, strict=True)] or [[], []]
 
 
-def _thinned(known: Sequence[tuple[float, float]], first: int, last: int, most: int) -> list[tuple[float, ...]]:
+def _thinned(pairs: Sequence[tuple[float, float]], first: int, last: int, most: int) -> list[tuple[float, ...]]:
     """Return at most so many points for the values: mean step, mean, smallest and largest of neighbouring steps."""
     size = max(1, math.ceil((last - first + 1) / most))
-    found: list[tuple[float, ...]] = []
-    for _, own in itertools.groupby(known, lambda pair: (pair[0] - first) // size):
+    points: list[tuple[float, ...]] = []
+    for _, own in itertools.groupby(pairs, lambda pair: (pair[0] - first) // size):
         steps, values = _columns(list(own))
-        found.append((sum(steps) / len(steps), sum(values) / len(values), min(values), max(values)))
-    return found
+        points.append((sum(steps) / len(steps), sum(values) / len(values), min(values), max(values)))
+    return points
 
 
 def _fitting(name: str, width: float) -> str:

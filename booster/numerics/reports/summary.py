@@ -189,19 +189,19 @@ def summarise(run: Run) -> Summary:
         [each._asdict() for each in run.switches],
         _rounded(run),
         [each._asdict() for each in run.piloted],
-        _looks(run.looks),
+        _autopilot_rows(run.looks),
     )
 
 
-def _looks(looks: Sequence[AutopilotLook]) -> list[dict[str, Any]]:
+def _autopilot_rows(looks: Sequence[AutopilotLook]) -> list[dict[str, Any]]:
     """Of each model how often its autopilot looked, at how many layers, how often again at what grew, what all of it took, and
     how much was wide, in the mean and at most."""
-    found = []
+    rows = []
     for model in sorted({look.model for look in looks}):
         own = [look for look in looks if look.model == model]
         # A look again is at some layers alone, so it would lower the means.
         first = [look for look in own if not look.again] or own
-        found.append(
+        rows.append(
             {
                 "model": model,
                 "looks": len(first),
@@ -212,18 +212,18 @@ def _looks(looks: Sequence[AutopilotLook]) -> list[dict[str, Any]]:
                 "most_wide": max(look.wide for look in own),
             }
         )
-    return found
+    return rows
 
 
 def _rounded(run: Run) -> list[dict[str, Any]]:
     """Shares of each operand of each low-precision layer, means over the samples, those with most in the top bin first."""
-    found: dict[tuple[str, str, str, str], list[RoundedOperand]] = {}
+    by_operand: dict[tuple[str, str, str, str], list[RoundedOperand]] = {}
     for each in run.rounded:
-        found.setdefault((each.name, each.product, each.operand, each.format), []).append(each)
+        by_operand.setdefault((each.name, each.product, each.operand, each.format), []).append(each)
     rows = [
         dict(zip(("name", "product", "operand", "format"), key, strict=True))
         | {share: sum(getattr(each, share) for each in own) / len(own) for share in ("underflow", "saturated", "top")}
-        for key, own in found.items()
+        for key, own in by_operand.items()
     ]
     # Saturation spoils a product more than what is lost at the bottom.
     return sorted(rows, key=lambda row: (-row["top"], -row["underflow"]))
@@ -231,10 +231,10 @@ def _rounded(run: Run) -> list[dict[str, Any]]:
 
 def by_tensor(samples: Sequence[Underflow]) -> dict[tuple[str, str], list[Underflow]]:
     """Samples by what they are of and the name, each in the order of steps."""
-    found: dict[tuple[str, str], list[Underflow]] = {}
+    samples_of: dict[tuple[str, str], list[Underflow]] = {}
     for sample in samples:
-        found.setdefault((sample.of, sample.name), []).append(sample)
-    return found
+        samples_of.setdefault((sample.of, sample.name), []).append(sample)
+    return samples_of
 
 
 def _of_tensor(samples: Sequence[Underflow]) -> TensorSummary:
@@ -257,15 +257,15 @@ def _of_tensor(samples: Sequence[Underflow]) -> TensorSummary:
 
 def _groups(samples: Sequence[Underflow]) -> list[dict[str, float | None]]:
     """Norms of the parameters of each group, by those of its parameters."""
-    found = []
+    groups = []
     for group in sorted({sample.group for sample in samples if sample.group is not None}):
         own = [sample for sample in samples if sample.group == group]
         norms: dict[str, float | None] = {}
         for name in ("norm", "update_norm", "weight_norm"):
             values = [getattr(sample, name) for sample in own if getattr(sample, name) is not None]
             norms["grad_norm" if name == "norm" else name] = math.hypot(*values) if values else None
-        found.append(norms)
-    return found
+        groups.append(norms)
+    return groups
 
 
 def _of_optimizer(name: str, steps: Sequence[Step], samples: Sequence[Underflow]) -> OptimizerSummary:

@@ -92,11 +92,11 @@ def _show_optimizer(console: Any, summary: OptimizerSummary, steps: Sequence[Ste
         ("loss scale", summary.scale if summary.is_scaled else None, [step.loss_scale for step in steps], True),
     ]
     for name, spread, values, logarithmic in rows:
-        known = [value for value in values if value is not None]
+        numbers = [value for value in values if value is not None]
         if spread is not None:
             shown = [f"{value:.4g}" for value in spread]
-        elif known and not any(map(math.isfinite, known)):
-            shown = [f"{known[0]:.4g}", f"{known[-1]:.4g}", "", ""]
+        elif numbers and not any(map(math.isfinite, numbers)):
+            shown = [f"{numbers[0]:.4g}", f"{numbers[-1]:.4g}", "", ""]
         else:
             continue
         bars = sparkline(values, logarithmic=logarithmic, width=max(8, min(_WIDTH, console.width - _BEFORE_BARS)))
@@ -177,9 +177,9 @@ def sparkline(values: Sequence[float | None], *, logarithmic: bool = False, widt
     size = max(1, math.ceil(len(values) / width))
     means: list[float | None] = []
     for start in range(0, len(values), size):
-        known = [value for value in values[start : start + size] if value is not None]
-        finite = [value for value in known if math.isfinite(value) and (value > 0 or not logarithmic)]
-        means.append(sum(finite) / len(finite) if finite else math.nan if known else None)
+        numbers = [value for value in values[start : start + size] if value is not None]
+        finite = [value for value in numbers if math.isfinite(value) and (value > 0 or not logarithmic)]
+        means.append(sum(finite) / len(finite) if finite else math.nan if numbers else None)
     heights = [math.log(mean) if logarithmic and mean is not None and mean > 0 else mean for mean in means]
     ordered = sorted(height for height in heights if height is not None and math.isfinite(height))
     # A few far outliers, as the loss of a batch that overflowed, would make all others look alike.
