@@ -19,7 +19,7 @@ from booster.memory.pass_memory import FullySharded, GradientArrivals, Sizes, St
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.configure import wrap_criterion
 from booster.mixed_precision.policy import cast_parameters
-from booster.model.modules import copy_on_meta
+from booster.model.modules import copy_on_meta, replace_tensors
 from booster.plugin.sequence_parallel.attention_mode import CutShapes, SequenceMode
 from booster.plugin.sequence_parallel.sequence_cut import SequenceCut
 from booster.plugin.sequence_parallel.transformers_attention import is_of_transformers, use_own_masks
@@ -180,15 +180,6 @@ def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _make_fake(model: nn.Module, device: torch.device) -> None:
     """Replace the tensors of `model` by fake ones on `device`; tied ones stay tied."""
-    fakes: dict[int, Any] = {}
+    done: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
-        for store in (module._parameters, module._buffers):
-            for name, tensor in list(store.items()):
-                if tensor is None:
-                    continue
-                if id(tensor) not in fakes:
-                    fake = _fake(tensor, device)
-                    is_param = isinstance(tensor, nn.Parameter)
-                    # With the tensor, which must live as long as its identifier is asked for.
-                    fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_param else fake, tensor
-                store[name] = fakes[id(tensor)][0]
+        replace_tensors(module, lambda tensor: _fake(tensor, device), done)

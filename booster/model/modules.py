@@ -264,23 +264,12 @@ def materialise(modules: Iterable[nn.Module], device: torch.device) -> None:
     Tied parameters stay tied if all their modules are among `modules`. Call `check_meta` first. Raises ValueError for a
     parameter or buffer that the method did not set.
     """
-    memo: dict[int, torch.Tensor] = {}
-    held: list[torch.Tensor] = []  # keeps ids in `memo` from being used again
+    done: dict[torch.Tensor, torch.Tensor] = {}
     waiting = [module for module in modules if any(tensor.is_meta for tensor in _own_tensors(module))]
     # Values are those of each module's `reset_parameters()`, called children first, as constructors do.
     for module in waiting:
-        for store in (module._parameters, module._buffers):
-            for name, tensor in store.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
-                held.append(tensor)
-                if id(tensor) not in memo:
-                    empty = _unset(torch.empty_like(tensor, device=device))
-                    memo[id(tensor)] = (
-                        nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-                    )
-                store[name] = memo[id(tensor)]  # type: ignore[assignment]
-    made = set(map(id, memo.values()))
+        replace_tensors(module, lambda t: _unset(torch.empty_like(t, device=device)) if t.is_meta else t, done)
+    made = {id(new) for old, new in done.items() if new is not old}
     # All tensors first: an initialiser may read those of modules inside.
     for module in waiting:
         initialise = _initialiser(module)
@@ -298,6 +287,25 @@ def materialise(modules: Iterable[nn.Module], device: torch.device) -> None:
             f"reset_parameters() left parameters or buffers that were on the meta device without values: {listed(left)}. Have "
             "it set every parameter and buffer of its module, as the constructor does, or build the model on the CPU"
         )
+
+
+def replace_tensors(
+    module: nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor], done: dict[torch.Tensor, torch.Tensor]
+) -> None:
+    """Put what `replacement` makes of each parameter and buffer of `module` itself in its place; parameters stay parameters.
+
+    done: replacements by tensor; one dict for all modules of a model, so that tied tensors stay tied.
+    """
+    stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    for store in stores:
+        for name, tensor in store.items():
+            if tensor is None:
+                continue
+            if tensor not in done:
+                new = replacement(tensor)
+                is_param = isinstance(tensor, nn.Parameter) and new is not tensor
+                done[tensor] = nn.Parameter(new, tensor.requires_grad) if is_param else new
+            store[name] = done[tensor]
 
 
 def materialise_on(module: nn.Module, device: torch.device) -> nn.Module:

@@ -324,7 +324,6 @@ SENDS_ITS_OWN = {
     "plugin/ddp/gradient_reducer.py": "bytes",
     "plugin/expert_parallel.py": "counts, and contiguous rows of activations",
     "plugin/fsdp/unused_parameters.py": "bytes",
-    "plugin/fsdp/forward_hooks.py": "int64 sums",
     "plugin/pipeline/pipeline.py": "a float32 number",
     "plugin/sequence_parallel/all_to_all.py": "parts for each rank, laid out anew",
     "update/distributed_muon.py": "flat bfloat16 copies",

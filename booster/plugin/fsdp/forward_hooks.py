@@ -31,6 +31,7 @@ from booster.common.torch_internals.fsdp_internals import (
 from booster.common.torch_internals.tensor_internals import is_view, of_class, storage_key
 from booster.model.params import is_dtensor, local_shard
 from booster.plugin.fsdp.groups import Group
+from booster.ranks.agreement import reduced
 from booster.shards.fully_sharded import UnshardedParams, compared, recover, reshard, write_back
 from booster.tensors.trees import Writes, is_container, map_tensors, tensors
 
@@ -289,10 +290,9 @@ class ForwardWrites:
     small collective, for which a GPU is waited for.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         self._model = weakref.ref(model)
         self._ranks = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
-        self._device = device
         self._groups: list[GatheredGroup] = []
         self._passes_left, self._late = _COMPARED, False
         self._known: set[Any] = set()
@@ -362,9 +362,9 @@ class ForwardWrites:
         params = [param for group in self._groups for param in group.params]
         kinds, bits = zip(*(self._seen.get(param, (0, 0)) for param in params), strict=True)
         # The maximum of a sum and of its negative: ranks agree if both are one number.
-        sums = torch.tensor([*kinds, *bits, *(-each for each in bits)], dtype=torch.int64, device=self._device)
+        sums = torch.tensor([*kinds, *bits, *(-each for each in bits)], dtype=torch.int64)
         for ranks in self._ranks:
-            dist.all_reduce(sums, dist.ReduceOp.MAX, group=ranks)
+            sums = reduced(sums, dist.ReduceOp.MAX, ranks)
         anywhere = sums.view(3, -1).tolist()
         self._seen.clear()
         if self._passes_left and self._model().training:  # type: ignore[union-attr]

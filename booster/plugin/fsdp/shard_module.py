@@ -37,7 +37,7 @@ from booster.mixed_precision.policy import (
     reads_weakly,
     weak_buffers,
 )
-from booster.model.modules import LinearProxy, bare, check_meta, materialise
+from booster.model.modules import LinearProxy, bare, check_meta, materialise, replace_tensors
 from booster.plugin.expert_parallel import ExpertSharding
 from booster.plugin.fsdp.forward_hooks import (
     AdmitUnfrozen,
@@ -110,9 +110,8 @@ def shard_module(
     groups = _groups(model, policy, blocks, gathered)
     dealt = {} if experts is None else _experts_groups(model, experts, groups)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
-    memo: dict[int, torch.Tensor] = {}
-    held: list[torch.Tensor] = []  # keeps ids in `memo` from being used again
-    written = ForwardWrites(model, mesh, device)
+    done: dict[torch.Tensor, torch.Tensor] = {}
+    written = ForwardWrites(model, mesh)
     unused = UnusedParameters(model, mesh, device, written)
     weakly = reads_weakly(policy) and bool(policy.keep_fp32 or weak_buffers(model, policy))
     for group in groups:
@@ -124,7 +123,7 @@ def shard_module(
         own_sharding = dealt.get(group)
         if own_sharding is not None:
             own_sharding.divide(group.modules[0])
-        _cast(group, policy, memo, held)
+        _cast(group, policy, done)
         for child in group.modules:
             child.register_forward_hook(outputs_without_views)  # before those of fully_shard
         counted = unused.before_sharding(group.modules)
@@ -382,19 +381,17 @@ def _mixed_precision(policy: DtypePolicy, group: Group, reduce_dtype: torch.dtyp
     )
 
 
-def _cast(group: Group, policy: DtypePolicy, memo: dict[int, torch.Tensor], held: list[torch.Tensor]) -> None:
-    """Cast what the members of `group` hold; tied tensors stay tied."""
+def _cast(group: Group, policy: DtypePolicy, done: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Cast parameters that the members of `group` hold; done: see `replace_tensors`."""
+
+    def cast_param(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor
+        dtype = dtype_at_rest(tensor, policy, group.pinned)
+        return tensor.detach().to(dtype).contiguous() if dtype != tensor.dtype or not tensor.is_contiguous() else tensor
+
     for module in group.members:
-        for name, param in module._parameters.items():
-            if param is None:
-                continue
-            if id(param) not in memo:
-                dtype = dtype_at_rest(param, policy, group.pinned)
-                changes = dtype != param.dtype or not param.is_contiguous()
-                cast_param = param.detach().to(dtype).contiguous() if changes else None
-                memo[id(param)] = param if cast_param is None else nn.Parameter(cast_param, param.requires_grad)
-                held.append(param)
-            module._parameters[name] = cast(nn.Parameter, memo[id(param)])
+        replace_tensors(module, cast_param, done)
 
 
 def _cast_buffers(model: nn.Module, policy: DtypePolicy) -> None:
@@ -407,8 +404,6 @@ def _cast_buffers(model: nn.Module, policy: DtypePolicy) -> None:
         to |= {
             id(buffer): torch.float32 for buffer in model.get_submodule(name).buffers() if buffer.is_floating_point()
         }
-    buffers = {id(buffer): buffer for buffer in model.buffers()}  # held, so that no other gets its id meanwhile
-    made = {own: buffers[own].to(dtype) for own, dtype in to.items()}
+    done: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = made.get(id(buffer), buffer)
+        replace_tensors(module, lambda tensor: tensor.to(to[id(tensor)]) if id(tensor) in to else tensor, done)
