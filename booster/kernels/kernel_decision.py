@@ -382,9 +382,3 @@ class _Fields(LazyStepFields):
         scale = there.view(torch.float32)[_SEED] if isinstance(self.loss_scale, torch.Tensor) else self.loss_scale
         norm = there.view(torch.float64)[_NORM] if self.is_first else self.grad_norm
         return LazyStepFields(scale, norm, self.report, there[_ZEROS] if self.counted else None)(applied)
-
-    def map_tensors(self, copy: Copy) -> _Fields:
-        assert self.decided is not None
-        plain, decided = super().map_tensors(copy), self.decided.map_tensors(copy)
-        fields = plain.loss_scale, plain.grad_norm, plain.report, plain.num_zeros
-        return _Fields(*fields, decided, self.is_first, self.counted)

@@ -29,7 +29,7 @@ class Bucket:
 
     Attributes:
         group: index of the optimizer's group.
-        pieces: what of which parameter, in order; of one dtype, on one device.
+        pieces, params: what of which parameter, in order; of one dtype, on one device.
         whole: each piece is a parameter with a handle of its shape, a DTensor for a DTensor; else there is one flat handle.
         quantizer: how states of a flat handle are quantized between steps; None: they are not.
         host: the host memory of residual bits and states between steps; None: they stay on the device.
@@ -48,6 +48,7 @@ class Bucket:
     ) -> None:
         self.group = group
         self.pieces = list(pieces)
+        self.params = [piece.param for piece in pieces]
         self.whole = whole
         self.quantizer = None if whole else quantizer
         self.host = None if whole else host
@@ -61,8 +62,7 @@ class Bucket:
         self._filled = [inner_tensor(handle) for handle in self.handles]
         self._empty = [tensor.data for tensor in self._filled]
         self._given: Sequence[torch.Tensor] = ()  # what handles are views of
-        self._params = self.params
-        self._divided = any(map(is_dtensor, self._params))
+        self._divided = any(map(is_dtensor, self.params))
         self.layouts = [
             torch.empty_strided(p.shape, p.stride(), dtype=torch.float32, device="meta")
             for p in map(local_shard, self.params)
@@ -79,13 +79,9 @@ class Bucket:
 
     # ------------------------------------------------------------------ working weights
 
-    @property
-    def params(self) -> list[torch.Tensor]:
-        return [piece.param for piece in self.pieces]
-
     def working(self) -> list[torch.Tensor]:
         """Return flat views of the working weights, piece by piece."""
-        held = self._parts() if self._divided else self._params
+        held = self._parts() if self._divided else self.params
         # A load, `model.to` or a plugin may have given a parameter other memory.
         if list(map(_ADDRESS, held)) != self._addresses:
             self.find_working()
@@ -93,7 +89,7 @@ class Bucket:
 
     def find_working(self) -> None:
         """Find the working weights in memory again; those in another memory order than the bucket's are copied."""
-        held = self._parts() if self._divided else self._params
+        held = self._parts() if self._divided else self.params
         for param, layout in zip(held, self.layouts, strict=True):
             if (param.shape, param.dtype, param.device) != (layout.shape, self.dtype, self.device):
                 # A master of other numbers would be stepped.
@@ -111,7 +107,7 @@ class Bucket:
 
     def _parts(self) -> list[torch.Tensor]:
         """Return what this rank holds of the working weights, piece by piece."""
-        return [local_shard(piece.param) for piece in self.pieces]
+        return list(map(local_shard, self.params))
 
     def gradients(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None]) -> list[torch.Tensor]:
         """Return flat views of the gradients, piece by piece; none of them may be missing."""
@@ -213,7 +209,7 @@ class Bucket:
         (handle,), (group,), state = self.handles, optimizer.param_groups, optimizer.state
 
         def shaped(values: torch.Tensor) -> list[torch.Tensor]:
-            return list(map(dtensor_around, self.shaped(values), self._params))
+            return list(map(dtensor_around, self.shaped(values), self.params))
 
         own, made = state.pop(handle, {}), [each.requires_grad_() for each in shaped(handle.detach())]
         try:

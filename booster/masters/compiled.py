@@ -170,9 +170,9 @@ class Kernel:
         arguments = entries, wide, rate, ratio, residual, weights, grads, codes, factors, lanes, present
         written, after, scales = self._update(*arguments)
         for name, kept in packed.items():
-            found = scales[name]
-            if kept.scales is not None and found is not None:
-                kept.scales.copy_(found)
+            new = scales[name]
+            if kept.scales is not None and new is not None:
+                kept.scales.copy_(new)
         for key, value in after.items():
             if state.get(key) is not value:
                 state[key] = value
@@ -196,10 +196,10 @@ def scalars_first(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable
     whole: Any = split_module(graph, graph, lambda node: 0 if node in scalars else 1, keep_original_order=False)
     # Bias corrections are powers of the step count. Torch's compiler for CPUs puts them into the loop over the elements, once
     # for each vector, where they take longer than the update itself.
-    residual = whole.submod_1
+    elementwise = whole.submod_1
     values = {node.name: node.meta.get("example_value") for node in graph.graph.nodes}
-    examples: Any = [values[node.name] for node in residual.graph.nodes if node.op == "placeholder"]
-    whole.submod_1 = _Compiled(inductor(residual, examples))
+    examples: Any = [values[node.name] for node in elementwise.graph.nodes if node.op == "placeholder"]
+    whole.submod_1 = _Compiled(inductor(elementwise, examples))
     return whole.forward
 
 

@@ -84,10 +84,9 @@ def can_offload(device: torch.device) -> bool:
 
 
 class OffloadedBucket(Protocol):
-    """The members of a bucket that offloading reads."""
+    """The members of a bucket with one flat handle that offloading reads."""
 
     size: int
-    whole: bool
     device: torch.device
     handles: list[Any]
     residual: torch.Tensor | None
@@ -165,9 +164,9 @@ class Prefetch:
         device = self._buckets[0].device
         # Two: one is stepped while the next arrives and the last one leaves.
         count = min(len(self._buckets), 2)
-        self._rooms = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(count)]
+        self._memory = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(count)]
         into = self._transfers.into
-        # The rooms may be memory that kernels before still use, and what is fetched may still be on its way here.
+        # Kernels before may still use this memory, and what is fetched may still be on its way here.
         into.wait(self._transfers.computing.mark())
         if host.saved is not None:
             into.wait(host.saved)
@@ -180,11 +179,11 @@ class Prefetch:
         # The next bucket travels while this one is stepped.
         if index + 1 < len(self._buckets):
             self._fetch(index + 1)
-        residual_on_device, residual, arrived = self._fetched.pop(index)
+        states, residual, arrived = self._fetched.pop(index)
         self._transfers.computing.wait(arrived)
         own = self._state.get(bucket.handles[0], {})
-        homes = {name: own[name] for name in residual_on_device}
-        own.update(residual_on_device)
+        homes = {name: own[name] for name in states}
+        own.update(states)
         try:
             with self._host.swapped_residual(bucket, residual):
                 yield
@@ -196,35 +195,33 @@ class Prefetch:
 
     def _offloaded_entries(self, bucket: OffloadedBucket) -> dict[str | None, Any]:
         """Return what travels, by name of a state; the remainder has None."""
-        if bucket.whole:
-            return {}
         residual: dict[str | None, Any] = {} if bucket.residual is None else {None: bucket.residual}
         own = self._state.get(bucket.handles[0], {})
         return {**residual, **{name: value for name, value in own.items() if is_offloaded(value, bucket.size)}}
 
     def _fetch(self, index: int) -> None:
         bucket, into = self._buckets[index], self._transfers.into
-        allocate_on_host, free = self._rooms[index % 2], self._free[index % 2]
+        memory, free = self._memory[index % 2], self._free[index % 2]
         if free is not None:
             into.wait(free)
-        residual_on_device: dict[str | None, Any] = {}
+        states: dict[str | None, Any] = {}
         begin = 0
         for name, value in self._offloaded_entries(bucket).items():
             copies = []
             for tensor in tensors_of(value):
-                copies.append(allocate_on_host[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+                copies.append(memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
                 into.copy(copies[-1], tensor)
                 begin += _aligned_bytes(tensor)
-            residual_on_device[name] = _rebuilt(value, copies)
-        residual = residual_on_device.pop(None, None)
-        self._fetched[index] = residual_on_device, residual, into.mark()  # type: ignore[assignment]
+            states[name] = _rebuilt(value, copies)
+        residual = states.pop(None, None)
+        self._fetched[index] = states, residual, into.mark()  # type: ignore[assignment]
 
     def _save(self, index: int, bucket: OffloadedBucket, homes: dict[str, Any], residual: torch.Tensor | None) -> None:
         out = self._transfers.out
         out.wait(self._transfers.computing.mark())
         if residual is not None:
             out.copy(bucket.residual, residual)  # type: ignore[arg-type]
-        own = {} if bucket.whole else self._state.get(bucket.handles[0], {})
+        own = self._state.get(bucket.handles[0], {})
         for name, value in own.items():
             if not is_offloaded(value, bucket.size):
                 continue

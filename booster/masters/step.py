@@ -76,9 +76,9 @@ class MasterStep:
     def step(self, scalars: StepScalars = NO_SCALARS) -> None:
         """Update masters and working weights by the working gradients, divided as `scalars`. Hooks fire once.
 
-        nothing waits for them.
+        Nothing waits for tensors in `scalars`; they are for an optimizer with states and a kernel that heeds them
+        (`honours_grad_scale`).
         """
-        # Tensors in it are for an optimizer with states and a kernel that heeds them (`honours_grad_scale`)
         optimizer = self.masters.optimizer
         hooked = any(step_hooks(optimizer))
         try:

@@ -241,7 +241,7 @@ def compiled_half_norms(context: UpdateContext) -> HostNorms:
 
     compiled = compile_alone(half_norms, options=COMPILER_OPTIONS)
 
-    def norms(values: list[torch.Tensor], norm_type: float, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def norms(values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         devices = {value.device for value in values}
         if norm_type == 2.0 and len(devices) == 1 and all(value.dtype in HALF_DTYPES for value in values):
             return compiled(values)

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 from booster.common import arguments
 from booster.tensors.cast_regions import region
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.decision import Copy, NonFiniteParams, SkippedReason, SkipReport
+from booster.update.decision import NonFiniteParams, SkippedReason, SkipReport
 from booster.update.in_backward import run_in_backward
 
 Gradients = Any  # of `update.gradients`, which imports this file
@@ -72,12 +72,6 @@ class _Report(NamedTuple):
         finite_loss = all(bool(loss.isfinite().all()) for loss in self.losses) if known is None else not known
         culprit = tuple(name for names in self.nonfinite_params for name in names())
         return "nonfinite_grad" if finite_loss else "nonfinite_loss", culprit
-
-    def map_tensors(self, copy: Copy) -> _Report:
-        return self._replace(
-            losses=list(map(copy, self.losses)),
-            nonfinite_params=[each.map_tensors(copy) for each in self.nonfinite_params],
-        )
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ import torch.distributed as dist
 from booster.common import arguments
 from booster.loss_scaler import LossScaler
 from booster.ranks import agreement
+from booster.tensors.trees import map_tensors
 from booster.update.context import UpdateContext
 from booster.update.in_backward_pass import InBackwardPass
 
@@ -52,28 +53,29 @@ class StepFields(NamedTuple):
 Copy = Callable[[torch.Tensor], torch.Tensor]
 
 
-T_co = TypeVar("T_co", covariant=True)
+class Applied(Protocol):
+    """Whether a step was applied, which a device knows: a call waits for it.
 
+    ready: whether a call would not wait. on_device: the answer, 0-dim. map_tensors: the same of copies of tensors.
+    """
 
-class Lazy(Protocol[T_co]):
-    """A result that is made when it is called for, which waits for the device. map_tensors: the same of copies of tensors."""
-
-    def __call__(self) -> T_co: ...
-    def map_tensors(self, copy: Copy) -> Lazy[T_co]: ...
-
-
-class Applied(Lazy[bool], Protocol):
-    """Whether a step was applied, which a device knows. ready: whether a call would not wait. on_device: the answer, 0-dim."""
-
+    def __call__(self) -> bool: ...
     def ready(self) -> bool: ...
     def on_device(self) -> torch.Tensor: ...
     def map_tensors(self, copy: Copy) -> Applied: ...
 
 
-NonFiniteParams = Lazy[tuple[str, ...]]
-"""Names of the parameters with an inf or NaN in their gradients."""
-SkipReport = Lazy[tuple[SkippedReason, tuple[str, ...]]]
-"""Why a step was skipped, and those names."""
+class NonFiniteParams(Protocol):
+    """Names of the parameters with an inf or NaN in their gradients; waits for the device. A named tuple, so that
+    `StepResult.map_tensors` finds what it reads."""
+
+    def __call__(self) -> tuple[str, ...]: ...
+
+
+class SkipReport(Protocol):
+    """Why a step was skipped, and those names; likewise."""
+
+    def __call__(self) -> tuple[SkippedReason, tuple[str, ...]]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,16 +107,6 @@ class LazyStepFields:
         """Those that live on a device, by name."""
         numbers = {"loss_scale": self.loss_scale, "grad_norm": self.grad_norm}
         return {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
-
-    def map_tensors(self, copy: Copy) -> LazyStepFields:
-        """The same, of `copy` of each tensor."""
-        loss_scale, grad_norm, num_zeros = (
-            copy(value) if isinstance(value, torch.Tensor) else value
-            for value in (self.loss_scale, self.grad_norm, self.num_zeros)
-        )
-        return LazyStepFields(
-            loss_scale, grad_norm, None if self.report is None else self.report.map_tensors(copy), num_zeros
-        )
 
 
 class StepResult:
@@ -213,13 +205,17 @@ class StepResult:
 
         Raises TypeError for a result that is read by another way.
         """
-        applied = self._applied if isinstance(self._applied, bool) else self._applied.map_tensors(copy)
+
+        def by_itself(value: Any) -> Any:  # what holds tensors that nobody reads later, such as parameters
+            return value.map_tensors(copy) if hasattr(value, "map_tensors") else NotImplemented
+
+        applied = map_tensors(copy, self._applied, instead=by_itself)
         if isinstance(self._fields, StepFields):
             return StepResult(applied, self._fields, loss=self.loss)
         if not isinstance(self._fields, LazyStepFields):
             raise TypeError(f"a step result that is read by {type(self._fields).__name__} cannot be copied")
         # Waits for nothing.
-        fields = self._fields.map_tensors(copy)
+        fields = map_tensors(copy, self._fields, instead=by_itself)
         return StepResult(applied, fields, loss=self.loss, pending=fields.pending if self.pending else None)
 
     def _read(self) -> StepFields:

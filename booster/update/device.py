@@ -236,9 +236,6 @@ class _NonfiniteParams(NamedTuple):
         each = (zip(norm.params, norm.each.isfinite().tolist(), strict=True) for norm in self.read)
         return tuple(dict.fromkeys(self.name_of(param) for norms in each for param, finite in norms if not finite))
 
-    def map_tensors(self, copy: Copy) -> _NonfiniteParams:
-        return _NonfiniteParams([norm.map_tensors(copy) for norm in self.read], self.name_of)
-
 
 class _Applied(HostCopy):
     """The opposite of a 0-dim found_inf."""

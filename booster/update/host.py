@@ -16,7 +16,7 @@ from booster.ranks import agreement
 from booster.tensors.grads import clamp_values, nonfinite_indices, tensor_norms
 from booster.update.application import NO_SCALARS, Application, StepScalars
 from booster.update.context import UpdateContext
-from booster.update.decision import Copy, Decision, NonFiniteParams, Norms, StepFields, StepResult
+from booster.update.decision import Decision, NonFiniteParams, Norms, StepFields, StepResult
 from booster.update.gradients import Gradients
 
 _NONFINITE = attrgetter("nonfinite")  # of every norm in every step, without a Python call for each
@@ -36,9 +36,6 @@ class _Known(NamedTuple):
 
     def __call__(self) -> tuple[str, ...]:
         return self.names
-
-    def map_tensors(self, copy: Copy) -> _Known:
-        return self
 
 
 class HostNorms(Norms):

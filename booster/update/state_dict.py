@@ -35,31 +35,33 @@ def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], 
     # The groups hold shards here, by which states and masters are kept.
     with shards.local():
         convert = shards.states.sharded if divided else shards.states.full
-        state, own = update.optimizer_state.state_dict()
-        if isinstance(state.get("state"), dict):
-            state["state"] = shards.states.of_params(convert, state["state"])
-        if "masters" in own:
-            weights = shards.states.of_weights(convert, own["masters"]["weights"], update.names)
-            own = {**own, "masters": {**own["masters"], "weights": weights}}
+        state, own = _converted(update, convert, *update.optimizer_state.state_dict())
     if "masters" in own:
         own["masters"][IN_MODEL] = update.optimizer_state.weights_in_model()
     if update.gradients.in_backward is not None and update.gradients.in_backward.previous is not None:
-        own = {**own, RELEASE: {PREVIOUS_NORM: float(update.gradients.in_backward.previous)}}
+        own[RELEASE] = {PREVIOUS_NORM: float(update.gradients.in_backward.previous)}
     if shards.selection is not None:
         # A pipeline rank numbers its own layers from 0: names say which these are.
-        own = {**own, PARAMETERS: [name for names in _names(update) for name in names]}
+        own[PARAMETERS] = [name for names in _names(update) for name in names]
     return state, own
 
 
 def cut(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """Of what `state_of` gave, numbered, the part of this rank. Inside `local()`; a collective where parts are others'."""
+    return _converted(update, update.shards.states.local, state_dict, own)
+
+
+def _converted(
+    update: Update, convert: Any, state_dict: dict[str, Any], own: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A state dict and what is kept besides, with tensors as `convert`, a method of the states of shards, makes them."""
     states = update.shards.states
     if isinstance(state_dict.get("state"), dict):
-        state_dict = {**state_dict, "state": states.of_params(states.local, state_dict["state"])}
-    masters = own.get("masters")
-    if isinstance(masters, Mapping) and isinstance(masters.get("weights"), Mapping):
-        weights = states.of_weights(states.local, masters["weights"], update.names)
-        own = {**own, "masters": {**masters, "weights": weights}}
+        state_dict = {**state_dict, "state": states.of_params(convert, state_dict["state"])}
+    own = dict(own)
+    if "masters" in own:
+        weights = states.of_weights(convert, own["masters"]["weights"], update.names)
+        own["masters"] = {**own["masters"], "weights": weights}
     return state_dict, own
 
 
