@@ -108,7 +108,10 @@ SCHEDULES = {
 
 
 class Run:
-    """A model with dropout and batch statistics, trained by eager steps, or by captured ones where `captured`."""
+    """A model with dropout and batch statistics, trained by eager steps, or by captured ones where `captured`.
+
+    function: the name of a method that is a step, or what makes the step of a run. example: what that is recorded with.
+    """
 
     def __init__(
         self,
@@ -120,6 +123,7 @@ class Run:
         clip=1.0,
         max_graphs=8,
         function=None,
+        example=None,
         **options,
     ):
         torch.manual_seed(0)
@@ -131,9 +135,9 @@ class Run:
         )
         self.clip = clip
         self.graphs = RecordedGraphs()
-        self.step = getattr(self, function or "whole_step")
+        self.step = function(self) if callable(function) else getattr(self, function or "whole_step")
         if captured:
-            self.step = self.booster._captured(self.step, batch(0), self.graphs, max_graphs)
+            self.step = self.booster._captured(self.step, example or batch(0), self.graphs, max_graphs)
 
     def loss(self, x, y, factor):
         return self.criterion(self.model(x), y) * factor
@@ -185,6 +189,13 @@ def trained(captured, *arguments, train=lambda run, step: run.step(*batch(step))
     results = [fields(each["result"]) for each in returned if isinstance(each, dict)]
     losses = [each["loss"].detach() if isinstance(each, dict) else each for each in returned]
     return run, {"losses": losses, "results": results, **run.everything()}
+
+
+def same_as_eager(*arguments, **options):
+    """The run of captured steps, which left to the bit what eager ones leave."""
+    run, found = trained(True, *arguments, **options)
+    assert_same(found, trained(False, *arguments, **options)[1])
+    return run
 
 
 # ---------------------------------------------------------------------- the same steps
@@ -277,7 +288,7 @@ def test_a_skip_leaves_what_a_capturable_optimizer_has_and_the_host_reads_nothin
 
 
 def test_steps_that_look_at_nothing_are_the_same():
-    assert_same(trained(True, "bf16", clip=0.0)[1], trained(False, "bf16", clip=0.0)[1])
+    same_as_eager("bf16", clip=0.0)
 
 
 def test_capture_itself_changes_nothing():
@@ -346,8 +357,7 @@ def test_results_of_eager_steps_between_replays_stay_what_they_were():
     def train(run, step):
         return (run.whole_step if step % 3 == 2 else run.step)(*batch(step))
 
-    run, found = trained(True, train=train)
-    assert_same(found, trained(False, train=train)[1])
+    run = same_as_eager(train=train)
     assert run.graphs.num_replays == STEPS - STEPS // 3 - 1
 
 
@@ -538,8 +548,7 @@ def test_new_shapes_are_captured_again_and_the_short_last_batch_has_the_same_bit
     def train(run, step):
         return run.step(*batch(step, size=4 if step % 5 < 4 else 2))
 
-    run, found = trained(True, train=train)
-    assert_same(found, trained(False, train=train)[1])
+    run = same_as_eager(train=train)
     assert (run.step.num_graphs, run.graphs.num_recordings) == (2, 2)
 
 
@@ -560,27 +569,19 @@ def test_more_kinds_than_max_graphs_run_without_a_graph_and_one_warning(caplog):
     def train(run, step):
         return run.step(*batch(step, size=2 + step % 4))
 
-    run, found = trained(True, train=train, max_graphs=2)
-    assert_same(found, trained(False, train=train)[1])
+    run = same_as_eager(train=train, max_graphs=2)
     assert run.step.num_graphs == 2
     assert sum("max_graphs=" in record.message for record in caplog.records) == 1
 
 
 def test_numbers_in_the_batch_are_of_the_kind():
     def step_of(run):
-        def step(x, y, factor, weight):
-            return run.whole_step(x, y, factor * weight)
-
-        return step
+        return lambda x, y, factor, weight: run.whole_step(x, y, factor * weight)
 
     def train(run, step):
-        if step == 0:
-            function = step_of(run)
-            captured = isinstance(run.step, type(run.whole_step)) is False
-            run.own = run.booster._captured(function, (*batch(0), 1.0), run.graphs, 8) if captured else function
-        return run.own(*batch(step), (1.0, 0.5)[step % 2])
+        return run.step(*batch(step), (1.0, 0.5)[step % 2])
 
-    assert_same(trained(True, train=train)[1], trained(False, train=train)[1])
+    same_as_eager(train=train, function=step_of, example=(*batch(0), 1.0))
 
 
 def test_evaluation_and_training_have_graphs_of_their_own():
@@ -588,8 +589,7 @@ def test_evaluation_and_training_have_graphs_of_their_own():
         run.model.train(step % 4 != 3)
         return run.step(*batch(step))
 
-    run, found = trained(True, train=train)
-    assert_same(found, trained(False, train=train)[1])
+    run = same_as_eager(train=train)
     assert run.step.num_graphs == 2
 
 
@@ -600,7 +600,7 @@ def test_a_layer_that_is_frozen_on_the_way_stays():
                 param.requires_grad_(step == 20)
         return run.step(*batch(step))
 
-    assert_same(trained(True, train=train)[1], trained(False, train=train)[1])
+    same_as_eager(train=train)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive split"])
@@ -615,8 +615,7 @@ def test_every_micro_batch_of_a_group_replays_a_graph_of_its_own(precision):
         run.optimizer.zero_grad()
         return torch.stack([loss.detach() for loss in losses])
 
-    run, found = trained(True, precision, train=train, steps=12, function="micro_step")
-    assert_same(found, trained(False, precision, train=train, steps=12, function="micro_step")[1])
+    run = same_as_eager(precision, train=train, steps=12, function="micro_step")
     assert run.step.num_graphs == 5  # three of a whole group, two of a short one
     with pytest.raises(RuntimeError, match="left after 1 of num_micro_batches=2"):
         with run.booster.accumulate(run.model, run.optimizer, 2):
@@ -635,33 +634,28 @@ def test_a_whole_group_can_be_one_graph():
 
         return step
 
-    def train(captured):
-        run = Run(False, "fp16")
-        step = step_of(run)
-        if captured:
-            step = run.booster._captured(step, ([batch(0), batch(1)],), run.graphs, 8)
-        losses = [step([batch(2 * number), batch(2 * number + 1)])["loss"].detach() for number in range(12)]
-        return {"losses": losses, **run.everything()}
+    def train(run, number):
+        return run.step([batch(2 * number), batch(2 * number + 1)])
 
-    assert_same(train(True), train(False))
+    same_as_eager(train=train, steps=12, function=step_of, example=([batch(0), batch(1)],))
 
 
 def test_an_average_of_weights_is_followed_in_the_graph():
-    def train(captured):
-        run = Run(False, "fp16")
+    averages = []
+
+    def step_of(run):
         average = [param.detach().clone() for param in run.model.parameters()]
+        averages.append(average)
 
         def step(x, y, factor):
             found = run.whole_step(x, y, factor)
             torch._foreach_lerp_(average, [param.detach() for param in run.model.parameters()], 0.1)
             return found
 
-        step = run.booster._captured(step, batch(0), run.graphs, 8) if captured else step
-        losses = [step(*batch(number))["loss"].detach() for number in range(12)]
-        assert run.graphs.num_replays == 11 * captured
-        return {"losses": losses, "average": average, **run.everything()}
+        return step
 
-    assert_same(train(True), train(False))
+    assert same_as_eager(steps=12, function=step_of).graphs.num_replays == 11
+    assert_same(*averages)
 
 
 def test_micro_batches_inside_no_sync_are_replayed():
@@ -674,8 +668,7 @@ def test_micro_batches_inside_no_sync_are_replayed():
         run.optimizer.zero_grad()
         return torch.stack([first.detach(), second.detach()])
 
-    run, found = trained(True, train=train, steps=8, function="micro_step")
-    assert_same(found, trained(False, train=train, steps=8, function="micro_step")[1])
+    run = same_as_eager(train=train, steps=8, function="micro_step")
     assert (run.step.num_graphs, run.graphs.num_replays) == (
         2,
         12,
@@ -684,31 +677,28 @@ def test_micro_batches_inside_no_sync_are_replayed():
 
 @pytest.mark.parametrize("where", ["before", "never", "outside"])
 def test_gradients_may_be_cleared_elsewhere(where):
+    left = []
+
     def step_of(run):
+        left.append(list(run.model.parameters()))
+
         def step(x, y, factor):
             if where == "before":
                 run.optimizer.zero_grad()
             loss = run.loss(x, y, factor)
             run.booster.backward(loss, run.optimizer)
-            result = run.optimizer.step()
-            return {"loss": loss, "result": result}
+            return {"loss": loss, "result": run.optimizer.step()}
 
         return step
 
-    def train(captured):
-        run = Run(False, "fp16")
-        step = step_of(run)
-        if captured:
-            step = run.booster._captured(step, batch(0), run.graphs, 8)
-        losses = []
-        for number in range(14):
-            losses.append(step(*batch(number))["loss"].detach())
-            if where == "outside":
-                run.optimizer.zero_grad(set_to_none=number % 2 == 0)
-        assert not captured or run.graphs.num_replays > 6
-        return {"losses": losses, **run.everything(), "grads": [param.grad for param in run.model.parameters()]}
+    def train(run, number):
+        returned = run.step(*batch(number))
+        if where == "outside":
+            run.optimizer.zero_grad(set_to_none=number % 2 == 0)
+        return returned
 
-    assert_same(train(True), train(False))
+    assert same_as_eager(train=train, steps=14, function=step_of).graphs.num_replays > 6
+    assert_same(*([param.grad for param in params] for params in left))
 
 
 def test_two_models_and_their_optimizers_step_in_one_graph():
@@ -822,8 +812,7 @@ def test_states_begin_as_they_do_in_eager_steps_where_the_first_are_skipped(opti
         x, y, _ = batch(step)
         return run.step(x, y, torch.tensor(math.inf if step < 3 else 1.0))
 
-    run, found = trained(True, "fp16", optimizer, train=train)
-    assert_same(found, trained(False, "fp16", optimizer, train=train)[1])
+    run = same_as_eager("fp16", optimizer, train=train)
     assert run.graphs.num_recordings == 1
 
 
@@ -865,7 +854,7 @@ def test_a_checkpoint_that_is_saved_and_loaded_on_the_way_is_followed(precision,
             run.booster.load(tmp_path / str(id(run)), *given)
         return run.step(*batch(step))
 
-    assert_same(trained(True, precision, train=train)[1], trained(False, precision, train=train)[1])
+    same_as_eager(precision, train=train)
 
 
 def test_states_and_weights_that_are_loaded_or_dropped_are_followed():
@@ -879,7 +868,7 @@ def test_states_and_weights_that_are_loaded_or_dropped_are_followed():
             run.optimizer.unwrap().state.clear()
         return run.step(*batch(step))
 
-    assert_same(trained(True, train=train)[1], trained(False, train=train)[1])
+    same_as_eager(train=train)
 
 
 @pytest.mark.parametrize("precision", ["bf16_naive 8bit", "bf16_naive bf16 states"])
@@ -894,8 +883,7 @@ def test_packed_states_that_are_loaded_are_followed(precision):
             run.optimizer.load_state_dict(run.kept)
         return run.step(*batch(step))
 
-    run, found = trained(True, precision, "SGD momentum", train=train)
-    assert_same(found, trained(False, precision, "SGD momentum", train=train)[1])
+    run = same_as_eager(precision, "SGD momentum", train=train)
     assert run.graphs.num_recordings == 2
 
 
@@ -912,8 +900,7 @@ def test_wide_weights_that_are_loaded_into_half_ones_become_masters_before_the_n
             run.model.load_state_dict(given, strict=False)
         return (run.whole_step if step == 15 else run.step)(*batch(step))
 
-    run, found = trained(True, precision, train=train)
-    assert_same(found, trained(False, precision, train=train)[1])
+    run = same_as_eager(precision, train=train)
     assert run.graphs.num_recordings == 1
 
 
@@ -937,7 +924,7 @@ def test_a_weight_that_is_put_elsewhere_is_followed():
             weight.data = weight.data.clone()
         return run.step(*batch(step))
 
-    assert_same(trained(True, "fp32", train=train)[1], trained(False, "fp32", train=train)[1])
+    same_as_eager("fp32", train=train)
 
 
 def test_a_new_group_of_parameters_is_followed():
@@ -950,7 +937,7 @@ def test_a_new_group_of_parameters_is_followed():
         x, y, factor = batch(step)
         return run.step(x, y, factor)
 
-    assert_same(trained(True, train=train)[1], trained(False, train=train)[1])
+    same_as_eager(train=train)
 
 
 @pytest.mark.parametrize("option", ["weight_decay", "betas", "eps", "amsgrad"])
@@ -962,8 +949,7 @@ def test_options_that_graphs_hold_as_numbers_have_them_made_anew(option):
             run.optimizer.param_groups[0][option] = values[option]
         return run.step(*batch(step))
 
-    run, found = trained(True, train=train)
-    assert_same(found, trained(False, train=train)[1])
+    run = same_as_eager(train=train)
     assert run.graphs.num_recordings == (1 if option == "amsgrad" else 2)
 
 
@@ -975,8 +961,7 @@ def test_another_precision_that_is_switched_to_is_followed_or_refused():
             run.booster.switch(FP16TorchMixedPrecision(**SCALE))
         return run.step(*batch(step))
 
-    run, found = trained(True, "bf16", train=train)
-    assert_same(found, trained(False, "bf16", train=train)[1])
+    run = same_as_eager("bf16", train=train)
     assert run.graphs.num_recordings == 3
     run.booster.switch(BF16NaiveMixedPrecision(log_num_zeros_in_grad=True))
     with pytest.raises(RuntimeError, match="the host decides on its steps"):
@@ -997,8 +982,7 @@ def test_a_schedule_of_momentum_runs_without_a_graph_to_the_same_bits_and_says_s
     monkeypatch.setitem(
         SCHEDULES, "momentum", lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=STEPS + 1)
     )
-    run, found = trained(True, schedule="momentum")
-    assert_same(found, trained(False, schedule="momentum")[1])
+    same_as_eager(schedule="momentum")
     (said,) = [record.message for record in caplog.records if "run without a graph" in record.message]
     assert "betas" in said
 
@@ -1010,8 +994,7 @@ def test_a_rate_that_is_written_between_steps_is_read():
             run.schedule.base_lrs[0] = 0.5
         return run.step(*batch(step))
 
-    run, found = trained(True, train=train)
-    assert_same(found, trained(False, train=train)[1])
+    run = same_as_eager(train=train)
     assert run.graphs.num_recordings == 1
 
 
@@ -1024,8 +1007,7 @@ def test_a_record_goes_on_and_graphs_come_back_when_it_is_closed(tmp_path):
             assert run.record.latest["step" if "step" in run.record.latest else "loss"] > 0
         return run.step(*batch(step))
 
-    run, found = trained(True, train=train)
-    assert_same(found, trained(False, train=train)[1])
+    run = same_as_eager(train=train)
     assert run.graphs.num_replays == 3 + STEPS - 9
 
 

@@ -215,43 +215,6 @@ def test_next_to_an_outlier_of_1e4_roots_keep_what_equal_steps_lose():
     assert float((found[1] - gradient.abs())[others].norm() / gradient[others].norm()) < 0.35
 
 
-def test_equal_steps_let_the_neighbours_of_one_outlier_of_1e4_run_away_and_roots_do_not():
-    def gradient(generator, step):
-        found = torch.randn(8, GROUP, generator=generator) * 1e-3 + 1e-3
-        if step == 0:
-            found[:, 5] *= 1e4
-        return found.to(BF16)
-
-    def rounded(values, levels):
-        largest = values.abs().view(-1, GROUP).amax(1, keepdim=True)
-        return ((values.view(-1, GROUP) / largest * levels).round() / levels * largest).view_as(values)
-
-    def equal_steps(steps):
-        run = Run(lambda p: optim.AdamW(p, lr=1e-3), states="fp32", form="fp32", shapes=[(8, GROUP)])
-        param = nn.Parameter(run.sources[0].clone())
-        optimizer = optim.AdamW([param], lr=1e-3)
-        for step in range(steps):
-            param.grad = gradient(run.generator, step).float()
-            optimizer.step()
-            state = optimizer.state[param]
-            state["exp_avg"].copy_(rounded(state["exp_avg"], 127))
-            state["exp_avg_sq"].copy_(rounded(state["exp_avg_sq"].sqrt(), 255).square())
-        return param.detach() - run.sources[0]
-
-    def ours(states, steps):
-        run = Run(lambda p: optim.AdamW(p, lr=1e-3), states=states, shapes=[(8, GROUP)])
-        start = run.values()[0]
-        for step in range(steps):
-            run.optimizer.zero_grad()
-            run.optimizer.backward(loss_with(run.params, [gradient(run.generator, step)]))
-            run.optimizer.step()
-        return run.values()[0] - start
-
-    wide, few, equal = (float(m.abs().mean()) for m in (ours("fp32", 80), ours("8bit", 80), equal_steps(80)))
-    assert 0.5 < few / wide < 2.5
-    assert equal / wide > 10
-
-
 def test_a_never_negative_state_does_not_vanish_beside_any_outlier():
     values = torch.full((64,), 1e-12)
     values[7] = 1e12
@@ -489,16 +452,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(precision, name):
     assert same(whole.everything(), second.everything())
 
 
-def test_a_run_saved_in_a_folder_resumes_to_the_bit(tmp_path):
-    whole, first, second = (Training("bf16, split24, 8bit", ELEMENTWISE["AdamW"]) for _ in range(3))
-    whole.train(range(12))
-    first.train(range(5))
-    first.booster.save(tmp_path, first.model, first.optimizer, step=5)
-    second.booster.load(tmp_path, second.model, second.optimizer)
-    second.train(range(5, 12))
-    assert same(whole.everything(), second.everything())
-
-
 def test_states_go_out_in_float32_under_their_usual_names_and_any_precision_loads_them():
     few, wide = (
         Training("bf16, split24, 8bit", ELEMENTWISE["AdamW"]),
@@ -612,20 +565,6 @@ def test_a_state_that_becomes_negative_after_all_raises_and_says_how_to_declare_
     run.inner.param_groups[0]["late"] = True
     with pytest.raises(RuntimeError, match=r"'count' of Late was never negative.*states=\{'count': 'signed'\}"):
         run.train(4)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda p: optim.Adafactor(p), "states='8bit' steps flat buckets, but Adafactor needs whole tensors"),
-        (lambda p: optim.LBFGS(p), "LBFGS would be stepped on flat buckets by states='8bit'"),
-        (lambda p: optim.RMSprop(p, centered=True), r"RMSprop\(centered=True\) takes the root of a difference"),
-    ],
-)
-def test_optimizers_whose_states_cannot_be_packed_are_refused_when_they_are_boosted(make, message):
-    net = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=message):
-        Booster("cpu", BF16NaiveMixedPrecision(master_weights="fp32", states="8bit")).boost(net, make(net.parameters()))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
