@@ -93,7 +93,7 @@ class KernelNorms(DeviceNorms):
         squares = norms.square()
         if self.shards.sharded:
             # What several ranks hold would be added up once by each of them.
-            copies = torch.tensor(self.shards.num_replicas_of(params), dtype=torch.float64).to(norms.device)
+            copies = torch.tensor(self.shards.num_replicas(params), dtype=torch.float64).to(norms.device)
             squares = agreement.all_reduce((squares / copies).sum(), self.group, dist.ReduceOp.SUM).view(1)
         return TorchReading(list(params), norms, squares, self.zeros_by_torch(params) if self._counts_zeros else None)
 

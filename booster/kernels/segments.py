@@ -172,7 +172,7 @@ class Segments:
     def _put(self, group: int, count: int, param: torch.Tensor, **own: Any) -> None:
         names = self._rule.states(self._optimizer.param_groups[group])
         # Several ranks may hold the segment; its squares count once.
-        copies, half = self._shards.num_replicas(param) or 1, DTYPES[param.dtype]
+        (copies,), half = self._shards.num_replicas([param]), DTYPES[param.dtype]
         flags = self._flags[group]
         segment = Segment(param=param, step_count=count, names=names, flags=flags, half=half, copies=copies, **own)
         self.all.append(segment)

@@ -262,13 +262,9 @@ class Shards:
         """
         return shard
 
-    def num_replicas(self, shard: torch.Tensor) -> int | None:
-        """Return how many of the ranks that step together hold this very shard; None: each has all of every parameter."""
-        return None
-
-    def num_replicas_of(self, shards: Sequence[torch.Tensor]) -> list[int]:
-        """Return `num_replicas` of each of `shards`, with 1 for None."""
-        return [self.num_replicas(shard) or 1 for shard in shards]
+    def num_replicas(self, shards: Sequence[torch.Tensor]) -> list[int]:
+        """Return how many of the ranks that step together hold each of `shards`; 1 where each has all of every parameter."""
+        return [1] * len(shards)
 
     def grad_holders(self) -> list[torch.Tensor]:
         """Return every tensor with a `.grad` that a backward pass may add to, also those that have none. Inside `local()`."""

@@ -191,21 +191,15 @@ class DTensorShards(Shards):
     def param_of(self, shard: torch.Tensor) -> torch.Tensor:
         return self._params.get(shard, shard)
 
-    def num_replicas(self, shard: torch.Tensor) -> int:
-        if shard not in self._num_replicas:
+    def num_replicas(self, shards: Sequence[torch.Tensor]) -> list[int]:
+        for shard in set(shards).difference(self._num_replicas):
             param = self._params.get(shard, shard)
-            shards = 1
+            parts = 1
             if isinstance(param, DTensor):
                 for size, placement in zip(param.device_mesh.shape, param.placements, strict=True):
                     # A dimension of the mesh that does not shard the parameter replicates it.
-                    shards *= 1 if isinstance(placement, Replicate) else size
-            self._num_replicas[shard] = self._ranks_of_stage * self._num_holders(param) // shards
-        return self._num_replicas[shard]
-
-    def num_replicas_of(self, shards: Sequence[torch.Tensor]) -> list[int]:
-        if not self._num_replicas.keys() >= set(shards):
-            for shard in shards:
-                self.num_replicas(shard)
+                    parts *= 1 if isinstance(placement, Replicate) else size
+            self._num_replicas[shard] = self._ranks_of_stage * self._num_holders(param) // parts
         return list(map(self._num_replicas.__getitem__, shards))
 
     def local_slice(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

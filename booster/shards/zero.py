@@ -182,10 +182,7 @@ class ZeroShards(ReplicatedShards):
         if self._reduced and any(param.grad is not None for layout in self._layouts for param in layout.params):
             raise RuntimeError(UNSYNCHRONISED)
 
-    def num_replicas(self, shard: torch.Tensor) -> int:
-        return 1 if shard in self._params else self._layouts[0].world_size
-
-    def num_replicas_of(self, shards: Sequence[torch.Tensor]) -> list[int]:
+    def num_replicas(self, shards: Sequence[torch.Tensor]) -> list[int]:
         alone = set(map(id, self._params))
         return [1 if id(shard) in alone else self._layouts[0].world_size for shard in shards]
 

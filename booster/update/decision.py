@@ -415,7 +415,7 @@ class Norms(ABC):
             total = agreement.all_reduce(sent, self.group, dist.ReduceOp.MAX)
             return torch.where(total.isinf(), math.nan, torch.where(total == sys.float_info.max, math.inf, total))
         # A replica is summed on each rank that holds it, and counts once.
-        copies = self.shards.num_replicas_of(params)
+        copies = self.shards.num_replicas(params)
         if self._copies is None or self._copies[0] != copies:
             self._copies = copies, torch.tensor(copies, dtype=torch.float64).to(norms.device)
         # It is the same on every rank, and not finite if any rank holds an inf or NaN.

@@ -478,6 +478,32 @@ def unknown_optimizer(rank, world_size, stage):
     assert all(torch.allclose(job.weights()[name], weight, atol=1e-6) for name, weight in like.weights().items())
 
 
+def of_frozen_weights(rank, world_size, stage):
+    """What an optimizer of frozen weights alone keeps and has, next to one that trains, and what the latter's weights are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    optimizers = [torch.optim.AdamW(part.parameters(), lr=0.1) for part in model]
+    booster = Booster("cpu", "fp32", LowLevelZeroPlugin(stage=stage))
+    model, (idle, trains), *_ = booster.boost(model, optimizers)
+    for _ in range(2):
+        booster.backward(model(torch.ones(2, DIM)).square().mean(), [idle, trains])
+        for each in (idle, trains):
+            each.step()
+            each.zero_grad()
+    idle.load_state_dict(idle.state_dict())
+    first, second = (layer.weight.detach() for layer in model.modules() if isinstance(layer, nn.Linear))
+    return idle.state_dict()["state"], torch.equal(first, before), second
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_optimizer_of_frozen_weights_alone_divides_nothing(ranks2, stage):
+    (state, is_same, weights), (*_, other) = ranks2(of_frozen_weights, stage)
+    assert (state, is_same) == ({}, True)
+    assert torch.equal(weights, other)
+
+
 @stages
 def test_an_optimizer_of_unknown_kind_raises_and_a_registered_one_trains(ranks2, stage):
     ranks2(unknown_optimizer, stage)

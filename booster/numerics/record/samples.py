@@ -168,7 +168,7 @@ class Sample:
                     continue
                 self._params.append(param)
                 line: Line = {"kind": "sample", "of": "gradient", "name": update.name_of(param), **places[param]}
-                copies = update.shards.num_replicas(param)
+                (copies,) = update.shards.num_replicas([param])
                 self._lines.append(
                     {**line, "copies": copies if copies != 1 else None, "format": dtype_name(format(param))}
                 )
