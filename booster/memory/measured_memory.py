@@ -251,65 +251,69 @@ def step_memory(
 
     Raises ValueError for an optimizer that cannot be stepped so, or not on a few random numbers.
     """
-    shapes = shapes or tuple((n,) for _, n in sizes)
     kind = granularity_of(optimizer)
     elementwise = kind == "elementwise"
-    probes = {
-        dims: _observed(optimizer, fused, dims) for dims in {1 if elementwise else len(shape) for shape in shapes}
-    }
-    probe_of = [probes[1 if elementwise else len(shape)] for shape in shapes]
-    has_states = [bool(optimizer.state) or not without for without in idle or (False,) * len(sizes)]
+    shapes = shapes or tuple((n,) for _, n in sizes)
+    dims = [1 if elementwise else len(shape) for shape in shapes]
+    probes = {num_dims: _observed(optimizer, fused, num_dims) for num_dims in set(dims)}
     quantizer = None if options is None else options.make_quantizer(optimizer, RoundingRNG())
     if options is not None:
         options.check(optimizer)
+    kept = {
+        num_dims: {name: _kept_bytes(quantizer, name, size) for name, size in probe.shaped.items()}
+        for num_dims, probe in probes.items()
+    }
+    params = [
+        _SteppedParam(dtype, n, shape, probes[num], kept[num], is_idle, bool(optimizer.state) or not is_idle)
+        for (dtype, n), shape, num, is_idle in zip(sizes, shapes, dims, idle or (False,) * len(sizes), strict=True)
+    ]
     offloaded = options is not None and options.offload and can_offload(device)
     is_packed = quantizer is not None or offloaded
     with_masters = _HALF + ((torch.float32,) if is_packed else ())
-    in_buckets = [options is not None and n > 0 and dtype in with_masters for dtype, n in sizes]
+    by_dtype: dict[torch.dtype, list[_SteppedParam]] = {}  # those that are stepped in buckets
     states, temporaries = 0.0, 0.0
-    for (_, n), shape, probe, inside, has in zip(sizes, shapes, probe_of, in_buckets, has_states, strict=True):
-        if not inside:
-            temporaries = max(temporaries, n * probe.at_once)
-            states += has * (n * sum(probe.shaped.values()) + probe.other_bytes(shape))
+    for param in params:
+        if options is not None and param.size > 0 and param.dtype in with_masters:
+            by_dtype.setdefault(param.dtype, []).append(param)
+            continue
+        temporaries = max(temporaries, param.size * param.probe.at_once)
+        if param.has_states:
+            states += param.size * sum(param.probe.shaped.values()) + param.probe.other_bytes(param.shape)
     at_once = most_at_once(sum(n for _, n in sizes))
     masters = host = scratch = largest_of_all = 0
-    total = sum(n for (_, n), inside in zip(sizes, in_buckets, strict=True) if inside)
-    for dtype in {dtype for (dtype, _), inside in zip(sizes, in_buckets, strict=True) if inside}:
-        own = [i for i, inside in enumerate(in_buckets) if inside and sizes[i][0] == dtype]
-        probe = probe_of[max(own, key=lambda i: sizes[i][1])]
-        elements = sum(aligned(sizes[i][1]) for i in own)
-        with_states = sum(aligned(sizes[i][1]) for i in own if has_states[i])
+    total = sum(param.size for own in by_dtype.values() for param in own)
+    for dtype, own in by_dtype.items():
+        largest = max(own, key=lambda param: param.size)
+        elements = sum(param.padded for param in own)
+        stepped = [param for param in own if param.has_states]
         bucket = most = bucket_size(total, device if offloaded else _CPU, packed=is_packed, released=in_backward)
         if not elementwise:
-            bucket = max(*(sizes[i][1] for i in own), bucket if lies_flat(optimizer) else 0)
+            bucket = max(*(param.size for param in own), bucket if lies_flat(optimizer) else 0)
             most = total if kind == "whole" else max(most, bucket)
         format = options.make_format(optimizer, dtype, RoundingRNG())  # type: ignore[union-attr]
         residual = format.allocate(64, dtype, _CPU)
         residual_bytes = 0 if residual is None else residual.nbytes / 64
-        kept = {name: _kept_bytes(quantizer, name, size) for name, size in probe.shaped.items()}
+        padded = lies_flat(optimizer)
+        held = sum((param.padded if padded else param.size) * sum(param.kept.values()) for param in stepped)
         if elementwise:
-            states += probe.other_bytes(()) * -(-with_states // bucket)
-            held = sum(kept.values()) * with_states
+            num_buckets = -(-sum(param.padded for param in stepped) // bucket)
+            states += largest.probe.other_bytes(()) * num_buckets
         else:  # each parameter is a bucket, and what it has depends on its shape
-            stepped = [i for i in own if has_states[i]]
-            states += sum(probe_of[i].other_bytes(shapes[i]) for i in stepped)
-            held = sum(
-                (aligned(sizes[i][1]) if lies_flat(optimizer) else sizes[i][1])
-                * sum(_kept_bytes(quantizer, *s) for s in probe_of[i].shaped.items())
-                for i in stepped
-            )
+            states += sum(param.probe.other_bytes(param.shape) for param in stepped)
         if offloaded:
             host += int(held + elements * residual_bytes)
         else:
             states += int(held)
             masters += int(elements * residual_bytes)
-        dequantized = sum(probe.shaped[name] for name in probe.shaped if kept[name] != probe.shaped[name])
+        dequantized = sum(size for name, size in largest.probe.shaped.items() if largest.kept[name] != size)
         at_once = min(at_once, bucket)
         # Two buckets of what is offloaded are on the device at a time; a whole master is stepped where it is.
-        on_device = min(2, -(-elements // bucket)) * (sum(kept.values()) + residual_bytes) if offloaded else 0
+        on_device = min(2, -(-elements // bucket)) * (sum(largest.kept.values()) + residual_bytes) if offloaded else 0
         buffers = 4 + 4 * format.needs_values  # float32 gradients, and weights where the format gives no view of them
-        temporaries = max(temporaries, min(bucket, elements) * (buffers + dequantized + probe.at_once + on_device))
-        trained = sum(aligned(sizes[i][1]) for i in own if not (idle and idle[i]))
+        temporaries = max(
+            temporaries, min(bucket, elements) * (buffers + dequantized + largest.probe.at_once + on_device)
+        )
+        trained = sum(param.padded for param in own if not param.idle)
         scratch, largest_of_all = max(scratch, min(most, trained) * buffers), max(largest_of_all, min(most, trained))
     if not (is_packed or in_backward) and device.type == "cpu" and largest_of_all <= SMALLEST_BUCKET:
         # A small model keeps its scratch, so that a step allocates nothing.
@@ -346,6 +350,25 @@ class _Probe:
             itemsize * math.prod(length if like is None else shape[like] for like, length in dims)
             for itemsize, dims in self.other
         )
+
+
+@dataclass(frozen=True)
+class _SteppedParam:
+    """A parameter of `size` elements. probe: what steps of one with as many dimensions showed. kept: bytes an element of each
+    state of its shape, as it is kept between steps. idle: it gets no gradient."""
+
+    dtype: torch.dtype
+    size: int
+    shape: tuple[int, ...]
+    probe: _Probe
+    kept: dict[str, float]
+    idle: bool
+    has_states: bool
+
+    @property
+    def padded(self) -> int:
+        """Its elements in a bucket, where the next one begins at a multiple."""
+        return aligned(self.size)
 
 
 def _observed(optimizer: Optimizer, fused: bool, num_dims: int) -> _Probe:

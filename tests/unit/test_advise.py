@@ -246,6 +246,21 @@ def test_a_precision_that_refuses_the_model_says_why():
     assert str(found).count("refused; as int8") == 1
 
 
+def test_what_does_not_fit_beside_the_float32_model_says_so():
+    made = []
+
+    def model_fn():
+        made.append(mlp())
+        if len(made) > 2:  # after both of float32
+            raise torch.OutOfMemoryError("a long text of the allocator")
+        return made[-1]
+
+    found = advised("bf16", model_fn=model_fn)
+    assert (found["bf16"].status, found["bf16"].note) == ("refused", "out of memory, next to the float32 model")
+    with pytest.raises(KeyError, match=r"'fp16' was not measured; there are \['fp32', 'bf16'\]"):
+        found["fp16"]
+
+
 def test_what_comes_after_the_budget_of_time_is_left_out():
     found = advised("bf16", budget=Budget(seconds=1e-9))
     assert found["bf16"].status == "left out"

@@ -154,6 +154,13 @@ def test_runs_without_a_common_step_are_refused(reference, tmp_path):
         compare(reference, read_run(tmp_path))
 
 
+def test_an_optimizer_that_one_run_alone_has_is_said(reference):
+    other = dataclasses.replace(reference, steps={**reference.steps, "1": reference.steps["0"]})
+    found = compare(reference, other)
+    assert found.alike
+    assert found.notes == ["only one of the runs has the optimizers 1"]
+
+
 def test_the_command_says_it_and_its_status_tells(reference, tmp_path, capsys):
     run(tmp_path / "b", "bf16", fault=Gradient())
     folder = str(reference.folder)

@@ -134,3 +134,16 @@ def test_half_copies_of_weights_that_a_trial_repaired_are_not_used_after_it():
         found = run.diagnose()
         assert run.loss().isnan()
     assert (found.kind, found.parameter, found.certain) == ("weights", "head.weight", True)
+
+
+def test_a_bad_number_that_no_operation_made_is_said_to_be_untraced():
+    run = Run("fp32")
+
+    def forward():
+        loss = run.loss()
+        loss.detach().numpy()[()] = float("inf")
+        return loss
+
+    found = run.diagnose(forward)
+    assert (found.kind, found.certain) == (None, False)
+    assert "no operation of the replay made it so" in str(found)

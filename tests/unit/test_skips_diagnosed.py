@@ -136,6 +136,14 @@ def test_a_loss_made_outside_is_said_to_be_out_of_sight_but_the_model_is_seen():
     assert diagnoses_of(run)[1] == ("overflow", "up", "forward", True)
 
 
+def test_a_finite_loss_with_a_bad_gradient_is_said_to_be_that_of_what_computes_the_loss():
+    run = Run()
+    assert run.step(lambda: (run.model(run.x).float().sum() * 0.0).sqrt()) == (0.0, False)
+    (found,) = run.booster.diagnoses
+    assert (found.kind, found.direction, found.micro_batch) == ("loss", "backward", 0)
+    assert "The loss is finite, and the gradient that came back from it" in str(found)
+
+
 def test_what_stands_between_model_and_criterion_is_said_to_be_out_of_sight_but_the_model_is_seen():
     run = Run()
     run.break_up()

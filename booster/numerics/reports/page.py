@@ -93,9 +93,7 @@ def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Seq
         yield _panel(
             "Gradient norm",
             f"Of all gradients of the optimizer, before clipping.{share}",
-            lambda width: lines(
-                numbers, norms, width=width, logarithm=10, strip=clips, strip_name="clipped", marks=skipped
-            ),
+            lambda width: lines(numbers, norms, width=width, logarithm=10, clipped=clips, marks=skipped),
         )
     if summary.skips_by_culprit and not summary.none_stands_out:
         culprits = [(name, float(count)) for name, count in summary.skips_by_culprit.items()][:MOST_CULPRITS]

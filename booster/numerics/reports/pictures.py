@@ -50,8 +50,7 @@ def lines(
     height: int = 200,
     logarithm: int | None = None,
     marks: Sequence[int] = (),
-    strip: Sequence[bool] | None = None,
-    strip_name: str = "",
+    clipped: Sequence[bool] | None = None,
     corners: bool = False,
 ) -> str:
     """Return a line over steps: means of every two pixels' steps, in a band from the smallest to the largest of them.
@@ -60,20 +59,19 @@ def lines(
 
     logarithm: the base of the axis, 2 or 10; None is a linear one.
     marks: steps to mark by a small cross at the top.
-    strip: for each step whether it counts in the strip below; the stronger it is, the more steps do.
+    clipped: for each step whether it was, for a strip below; the stronger its colour, the more steps were.
     corners: values hold until the next step, as a loss scale does.
     """
-    _need_matplotlib()
-    from matplotlib.ticker import LogLocator, MaxNLocator
-
     pairs = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
     finite = [(step, value) for step, value in pairs if math.isfinite(value) and (value > 0 or logarithm is None)]
     logarithm = logarithm if finite else None  # an axis without values has no logarithm
     left, right, top = 58, 24, 16 if marks else 8
-    below = 48 if strip is not None else 26
+    below = 48 if clipped is not None else 26
     first, last = steps[0], max(steps[-1], steps[0] + 1)
     inner = width - left - right
-    canvas = _Canvas(width, height)
+    canvas = _Canvas(width, height)  # which says how to install matplotlib
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
     axes = canvas.figure.add_axes((left / width, below / height, inner / width, (height - top - below) / height))
     if corners:
         changes: list[Any] = [
@@ -117,13 +115,13 @@ def lines(
     for slope in (3, -3) if crosses else ():
         around = [(x + dx, 6 + dy) for x in crosses for dx, dy in ((-3, -slope), (3, slope), (math.nan, 0))]
         canvas.rule(around, _BAD, gid="mark", linewidth=1.8)
-    if strip is not None:
-        canvas.text(left - 6, height - 7, strip_name, "right")
+    if clipped is not None:
+        canvas.text(left - 6, height - 7, "clipped", "right")
         count = min(60, len(steps))
         for place in range(count):
             own = range(place * len(steps) // count, (place + 1) * len(steps) // count)
             start, stop = pixel(steps[own[0]]), pixel(steps[min(own[-1] + 1, len(steps) - 1)])
-            share = sum(strip[index] for index in own) / len(own)
+            share = sum(clipped[index] for index in own) / len(own)
             canvas.cells([(start, height - 16, max(1.0, stop - start), 10, share)])
     return canvas.svg()
 
@@ -187,15 +185,6 @@ def map_of(
     return canvas.svg()
 
 
-def _need_matplotlib() -> None:
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "pictures of a record are drawn by matplotlib: pip install matplotlib, or pip install '.[report]' in a clone"
-        ) from error
-
-
 class _Canvas:
     """A matplotlib figure that is drawn on in pixels, from the upper left corner.
 
@@ -203,9 +192,12 @@ class _Canvas:
     """
 
     def __init__(self, width: int, height: float) -> None:
-        _need_matplotlib()
-        from matplotlib.figure import Figure
-
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "pictures of a record are drawn by matplotlib: pip install matplotlib, or pip install '.[report]' in a clone"
+            ) from error
         # SVG's unit is a 72nd of an inch in matplotlib: at 72 dots an inch a pixel.
         self.figure = Figure(figsize=(width / 72, height / 72), dpi=72)
         self.figure.patch.set_visible(False)
