@@ -66,72 +66,71 @@ def plan_groups(
             f"parameters without dimensions cannot be sharded: {scalars}; make each a tensor of shape (1,), e.g. "
             "nn.Parameter(torch.ones(1))"
         )
-    kept = {name: module for name, module in ((name, model.get_submodule(name)) for name in blocks) if _has(module)}
-    in_fp32 = {id(module): module for module in (model.get_submodule(name) for name in pinned) if _has(module)}
+    wrapped = {module for module in map(model.get_submodule, blocks) if _has(module)}
+    in_fp32 = {module for module in map(model.get_submodule, pinned) if _has(module)}
     while True:
-        homes, inside = _homes(model, kept.values(), in_fp32)
+        homes, inside = _homes(model, wrapped, in_fp32)
         torn = _torn(model, homes, in_fp32)  # such a block joins the group around it
         if not torn:
             break
-        kept = {name: module for name, module in kept.items() if id(module) not in torn}
+        wrapped -= torn
     order = list(_children_first(model, set()))
-    members: dict[int, list[nn.Module]] = {}
+    members: dict[nn.Module | None, list[nn.Module]] = {}
     for module in order:
-        members.setdefault(homes[id(module)], []).append(module)
-    wrapped = {id(module) for module in kept.values()}
-    sequence = [module for module in order if id(module) in wrapped and id(module) in inside]
-    groups = [Group([module], members[id(module)], pinned=True) for module in sequence]
+        members.setdefault(homes[module], []).append(module)
+    sequence = [module for module in order if module in wrapped and module in inside]
+    groups = [Group([module], members[module], pinned=True) for module in sequence]
     if _PINNED in members:
-        listed = [module for module in order if id(module) in in_fp32 and id(module) not in wrapped]
+        listed = [module for module in order if module in in_fp32 and module not in wrapped]
         groups.append(Group(listed, members[_PINNED], pinned=True))
-    rest = [module for module in order if id(module) in wrapped and id(module) not in inside]
-    groups += [Group([module], members[id(module)]) for module in rest if id(module) in members]
-    groups.append(Group([model], members[id(model)], stays=True))
-    names = {id(module): name for name, module in model.named_modules()}
+    rest = [module for module in order if module in wrapped and module not in inside]
+    groups += [Group([module], members[module]) for module in rest if module in members]
+    groups.append(Group([model], members[model], stays=True))
+    names = {module: name for name, module in model.named_modules()}
     products = {model.get_submodule(name) for name in gathered}
     groups = [part for group in groups for part in _by_gather(group, products)]
     return [part for group in groups for part in _by_dtype(group, dtype_of, names)]
 
 
-_PINNED = 0  # no object has this id
+_PINNED = None  # in place of a module: the group of all that are pinned
 
 
 def _homes(
-    model: nn.Module, blocks: Collection[nn.Module], in_fp32: dict[int, nn.Module]
-) -> tuple[dict[int, int], set[int]]:
-    """Return, for each module by id, the block around it, `_PINNED` or the model; and the ids of those in a pinned one."""
-    wrapped = {id(module) for module in blocks}
-    homes: dict[int, int] = {}
-    inside: set[int] = set()
-
-    left = [(model, id(model), False)]
+    model: nn.Module, wrapped: Collection[nn.Module], in_fp32: Collection[nn.Module]
+) -> tuple[dict[nn.Module, nn.Module | None], set[nn.Module]]:
+    """Return, for each module, the block around it, `_PINNED` or the model; and which modules are in a pinned one."""
+    homes: dict[nn.Module, nn.Module | None] = {}
+    inside: set[nn.Module] = set()
+    left: list[tuple[nn.Module, nn.Module | None, bool]] = [(model, model, False)]
     while left:  # not recursion: a closure that calls itself is a cycle, which keeps the modules alive
         module, home, is_pinned = left.pop()
-        if id(module) in homes:
+        if module in homes:
             continue
-        is_pinned = is_pinned or id(module) in in_fp32
-        if id(module) in wrapped:
-            home = id(module)
-        elif id(module) in in_fp32:
+        is_pinned = is_pinned or module in in_fp32
+        if module in wrapped:
+            home = module
+        elif module in in_fp32:
             home = _PINNED
-        homes[id(module)] = home
+        homes[module] = home
         if is_pinned:
-            inside.add(id(module))
+            inside.add(module)
         left += [(child, home, is_pinned) for child in reversed(list(module.children()))]
     return homes, inside
 
 
-def _torn(model: nn.Module, homes: dict[int, int], in_fp32: dict[int, nn.Module]) -> set[int]:
-    """Return the ids of blocks that hold a parameter which another group holds too."""
-    users: dict[torch.Tensor, dict[int, tuple[str, bool]]] = {}
+def _torn(
+    model: nn.Module, homes: dict[nn.Module, nn.Module | None], in_fp32: Collection[nn.Module]
+) -> set[nn.Module | None]:
+    """Return the blocks that hold a parameter which another group holds too."""
+    users: dict[torch.Tensor, dict[nn.Module | None, tuple[str, bool]]] = {}
     # By path, because a module that is in two blocks shares its parameters too.
     for param, places in tensor_places(model).items():
         for place in places:
-            inner = [module for module in place.path if homes[id(module)] == id(module) or id(module) in in_fp32]
-            home = homes[id(inner[-1])] if inner else id(model)
-            is_pinned = any(id(module) in in_fp32 for module in place.path)
+            inner = [module for module in place.path if homes[module] is module or module in in_fp32]
+            home = homes[inner[-1]] if inner else model
+            is_pinned = any(module in in_fp32 for module in place.path)
             users.setdefault(param, {}).setdefault(home, (place.name, is_pinned))
-    torn: set[int] = set()
+    torn: set[nn.Module | None] = set()
     for by_home in users.values():
         if len(by_home) < 2:
             continue
@@ -141,7 +140,7 @@ def _torn(model: nn.Module, homes: dict[int, int], in_fp32: dict[int, nn.Module]
                 f"{shown[True]} is in a module that is kept in float32, and is the same parameter as {shown[False]}, which is "
                 "not; keep both of its modules in float32, or neither"
             )
-        torn |= by_home.keys() - {id(model), _PINNED}
+        torn |= by_home.keys() - {model, _PINNED}
     return torn
 
 
@@ -174,7 +173,7 @@ def _has_children(module: nn.Module) -> bool:
 
 
 def _by_dtype(
-    group: Group, dtype_of: Callable[[nn.Parameter, bool], torch.dtype], names: dict[int, str]
+    group: Group, dtype_of: Callable[[nn.Parameter, bool], torch.dtype], names: dict[nn.Module, str]
 ) -> Iterator[Group]:
     """Yield one more group for each further dtype among the trainable parameters of `group`, then what is left of it."""
     owners: dict[torch.dtype, list[nn.Module]] = {}
@@ -199,7 +198,7 @@ def _by_dtype(
         never_called = [m for m in modules if not _is_called(m)]
         for module in mixed or never_called:
             raise ValueError(
-                f"the trainable parameters in {names[id(module)] or 'the model'!r} have several dtypes "
+                f"the trainable parameters in {names[module] or 'the model'!r} have several dtypes "
                 f"({', '.join(sorted(map(str, sizes)))}), and their gradients cannot be reduced together; cast them to one "
                 "dtype, or put those of each dtype into a module of their own that has a forward"
             )
@@ -212,9 +211,9 @@ def _is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    if id(module) not in seen:
-        seen.add(id(module))
+def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    if module not in seen:
+        seen.add(module)
         for child in module.children():
             yield from _children_first(child, seen)
         yield module

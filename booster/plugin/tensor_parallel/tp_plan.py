@@ -194,9 +194,9 @@ def _known_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 
 def _without_half_tied(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
     """Return `plan` without output layers tied to an embedding that the plan does not name."""
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {module: name for name, module in model.named_modules()}
     for places in tied_slots(model):
-        holders = {names[id(module)] for _, module, _ in places}
+        holders = {names[module] for _, module, _ in places}
         if not holders <= plan.keys():
             plan = {name: style for name, style in plan.items() if name not in holders}
     return plan
@@ -210,7 +210,7 @@ def _expand(model: nn.Module, plan: Mapping[str, Any], *, strict: bool) -> dict[
     """Return the plan by exact names. Later patterns win; a shared module is listed once, by its first name."""
     modules = dict(model.named_modules(remove_duplicate=False))
     # Reversed, so that the first name of a shared module is the one that stays.
-    first = {id(module): name for name, module in reversed(modules.items())}
+    first = {module: name for name, module in reversed(modules.items())}
     prefix = f"{model.base_model_prefix}." if _is_transformers(model) else ""
     expanded: dict[str, Any] = {}  # in the order of patterns, which is that of application
     experts: dict[str, dict[str, Any]] = {}
@@ -223,7 +223,7 @@ def _expand(model: nn.Module, plan: Mapping[str, Any], *, strict: bool) -> dict[
         # Plans of transformers name modules of the base model, without its prefix in a model with a head.
         names = matching(pattern) or matching(prefix + pattern)
         if names:
-            expanded |= {first[id(modules[name])]: style_of(pattern, modules[name], value) for name in names}
+            expanded |= {first[modules[name]]: style_of(pattern, modules[name], value) for name in names}
             continue
         # Fused experts are parameters without modules of their own.
         holders, _, own = pattern.rpartition(".")
@@ -368,16 +368,16 @@ def tied_slots(model: nn.Module) -> list[Slots]:
     all_slots = []
     for places in tensor_places(model).values():
         # A module that is registered twice is one slot.
-        slots = {(id(place.holder), place.own): (place.name, place.holder, place.own) for place in reversed(places)}
+        slots = {(place.holder, place.own): (place.name, place.holder, place.own) for place in reversed(places)}
         all_slots.append(list(reversed(slots.values())))
     return [slots for slots in all_slots if len(slots) > 1]
 
 
 def check_ties(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
     """Raise ValueError if `plan`, of exact names, would give a tied parameter several placements."""
-    styles = {id(model.get_submodule(name)): style for name, style in plan.items()}
+    styles = {model.get_submodule(name): style for name, style in plan.items()}
     for places in tied_slots(model):
-        placements = [(name, _placement(styles.get(id(module)), module, own)) for name, module, own in places]
+        placements = [(name, _placement(styles.get(module), module, own)) for name, module, own in places]
         for name, placement in placements[1:]:
             if placement != placements[0][1]:
                 raise placements_differ(placements[0][0], placements[0][1], name, placement)
