@@ -188,11 +188,7 @@ class SplitFloat16(Format):
     residual_dtype = torch.int16
 
     def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
-        assert residual is not None
-        torch._foreach_copy_(pieces_like(values, working), list(working))
-        for chunk, left in in_chunks(values, residual):
-            chunk.add_(to_step(scratch[: len(chunk)].copy_(chunk)).mul_(left))
-        accept_foreign_writes(working, values, scratch)
+        _read_distances(working, residual, values, scratch, 2.0**-14)
 
     def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
@@ -202,6 +198,17 @@ class SplitFloat16(Format):
             # The difference to an overflown weight is not a number; nothing is left over then.
             chunk.sub_(scratch.copy_(weight)).div_(to_step(scratch)).nan_to_num_(0.0, 0.0, 0.0)
             left.copy_(whole_steps(chunk))
+
+
+def _read_distances(
+    working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor, share: float
+) -> None:
+    """Fill `values` with the masters of float16 weights, of which `residual` counts the distance in `share` of their ulp."""
+    assert residual is not None
+    torch._foreach_copy_(pieces_like(values, working), list(working))
+    for chunk, left in in_chunks(values, residual):
+        chunk.add_(to_ulp(scratch[: len(chunk)].copy_(chunk), share).mul_(left))
+    accept_foreign_writes(working, values, scratch)
 
 
 class Nearest(Format):
@@ -291,7 +298,6 @@ class Kahan(Format):
 
 
 WEIGHTS = "weights"  # what `RoundingRNG` gives them random numbers by
-_CHUNK = 2**15  # elements of a temporary
 LARGEST = 127.0
 STEP = 2.0**-8  # ulp of the weight
 
@@ -335,12 +341,7 @@ class Split24Float16(Split24):
     """Keeps the distance from weight to master, counted in 2**-8 of the weight's ulp. 1 byte an element."""
 
     def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
-        assert residual is not None
-        torch._foreach_copy_(pieces_like(values, working), list(working))
-        wide = torch.empty(min(_CHUNK, len(values)), dtype=torch.float32, device=values.device)
-        for chunk, left, step in zip(*(t.split(_CHUNK) for t in (values, residual, scratch)), strict=True):
-            chunk.add_(to_ulp(step.copy_(chunk), STEP).mul_(wide[: len(chunk)].copy_(left)))
-        accept_foreign_writes(working, values, scratch)
+        _read_distances(working, residual, values, scratch, STEP)
 
     def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None

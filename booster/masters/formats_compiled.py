@@ -73,9 +73,8 @@ from booster.masters.quantized_state import (
     bits_at_zero,
     narrow_scales,
 )
-from booster.masters.rounding import Views, fractions, pieces_like, scale_random_bits, whole_steps
+from booster.masters.rounding import Views, fractions, in_chunks, pieces_like, scale_random_bits, whole_steps
 
-_CHUNK = 2**16  # elements of the temporaries where a format is read or written without a compiler
 _OFFSET = 2**15  # what makes a signed remainder a positive number
 
 
@@ -90,12 +89,12 @@ class Planes(Format):
     def read(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))
-        for value, low, high in zip(*(t.split(_CHUNK) for t in (values, residual[0], residual[1])), strict=True):
+        for value, low, high in in_chunks(values, *residual):
             value.copy_(self.join(value, _counted(low, high)))
 
     def write(self, working: Views, residual: torch.Tensor | None, values: torch.Tensor, scratch: torch.Tensor) -> None:
         assert residual is not None
-        for value, low, high in zip(*(t.split(_CHUNK) for t in (values, residual[0], residual[1])), strict=True):
+        for value, low, high in in_chunks(values, *residual):
             rounded, left = self.split(value)
             for plane, new in zip((low, high), _planes(left), strict=True):
                 plane.copy_(new)

@@ -189,9 +189,6 @@ class MasterState(OptimizerState):
                     for p, each in states.items()
                 }
                 values = {p: value.clone() for p, value in self.masters.values().items()}
-                for bucket in self.masters.buckets:
-                    for handle in bucket.handles:
-                        state.pop(handle, None)
                 self.masters.rebuild(states, values)
                 return
             for bucket in holds:

@@ -224,12 +224,8 @@ class Masters:
         for bucket in self.buckets:
             bucket.find_working()
         self.sync()
-        state = self.optimizer.state
-        states = state_of_params(self.buckets, state, self.layouts)
+        states = self.states_of(self.buckets)
         values = self.values_of(self.layouts)
-        for bucket in self.buckets:
-            for handle in bucket.handles:
-                state.pop(handle, None)
         self.rebuild(states, values)
 
     def rebuild(
@@ -238,7 +234,11 @@ class Masters:
         values: MutableMapping[torch.Tensor, torch.Tensor],
         fill: Fill | None = None,
     ) -> None:
-        """Make buckets anew, of the parameters that are in `values`, which are their masters, and of their `states`."""
+        """Make buckets anew, of the parameters that are in `values`, which are their masters, and of their `states`; those that
+        the buckets had are dropped."""
+        for bucket in self.buckets:
+            for handle in bucket.handles:
+                self.optimizer.state.pop(handle, None)
         held = [[p for p in group["params"] if p in values] for group in self.optimizer.param_groups]
         old, self.buckets, self.layouts = self.buckets if fill is not None else [], [], {}
         self.buckets = self._build(held, states, values, fill, old)

@@ -46,6 +46,7 @@ from booster.update.application import (
     NO_SCALARS,
     FusedKernel,
     StepScalars,
+    given_grads,
     honours_grad_scale,
     laid_like,
     start_late_momentum,
@@ -286,25 +287,18 @@ class MasterStep:
 
     def _step_plain(self, params: list[torch.Tensor], scalars: StepScalars) -> None:
         start_late_momentum(self.masters.optimizer)
-        # Put back at the end: hooks and users read `.grad` after a step.
         grads: list[Any] = [param.grad for param in params]
-        copies = grads
         if not scalars.grad_scale_is_one:
             sparse = any(grad.is_sparse for grad in grads)
             # Copies, because a fused kernel divides gradients in place, and the user's are to stay as they are.
-            copies = [grad * inverse(scalars.number) if sparse else grad.clone() for grad in grads]
+            grads = [grad * inverse(scalars.number) if sparse else grad.clone() for grad in grads]
             scalars = NO_SCALARS if sparse else scalars
-        copies = [
+        grads = [
             grad if grad.is_sparse or has_same_layout(grad, param) else laid_like(grad, param)
-            for grad, param in zip(copies, params, strict=True)
+            for grad, param in zip(grads, params, strict=True)
         ]
-        try:
-            for param, grad in zip(params, copies, strict=True):
-                param.grad = grad
-            self._call(copies, scalars)
-        finally:
-            for param, grad in zip(params, grads, strict=True):
-                param.grad = grad
+        with given_grads(params, grads):
+            self._call(grads, scalars)
 
     def _call(self, grads: list[torch.Tensor], scalars: StepScalars) -> None:
         """Step on `grads`, which may be overwritten, as `scalars`: by the optimizer itself where it can."""

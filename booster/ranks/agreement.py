@@ -248,7 +248,7 @@ def min_and_max(value: float, group: dist.ProcessGroup | None) -> tuple[float, f
 
 
 def all_reduce(value: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-    """Return `value`, a 0-dim float64 tensor, reduced over the ranks of `group`, on its own device, which nothing waits for.
+    """Return `value`, a 0-dim floating tensor, reduced over the ranks of `group`, on its own device, which nothing waits for.
 
     A MAX must not be of NaN; in a SUM inf and NaN reach every rank.
     """

@@ -1,7 +1,7 @@
 """Tensors as such: in containers, in flat buckets, as gradients; cast in regions, or so that they do not widen what they meet.
 
-The idea: what several rooms do to tensors is done here once, without knowing models, optimizers or ranks (but for one MAX of a
-flag). Every function takes tensors or containers of them and says what it writes to.
+The idea: what several rooms do to tensors is done here once, without knowing models, optimizers or ranks.
+Every function takes tensors or containers of them and says what it writes to.
 
 An example: what a boosted model does with its inputs, `model({"ids": ids, "mask": mask})` in half weights.
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from booster.common.torch_internals.optimizer_internals import multiply_and_check_
 from booster.common.torch_internals.tensor_internals import sparse_values
@@ -158,13 +157,6 @@ def unscale_values(values: Sequence[torch.Tensor], inverse_scale: float, *, chec
         multiply_and_check_(members, flag, ratio)
         found.append(flag)
     return any(map(bool, found))
-
-
-def agree_on(found_inf: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Make every rank of `group` know if any of them found an inf: one MAX all-reduce of a 0-dim float, in place."""
-    if group is not None:
-        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
-    return found_inf
 
 
 def _by_kind(values: Iterable[torch.Tensor]) -> dict[_Kind, list[torch.Tensor]]:

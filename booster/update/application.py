@@ -8,7 +8,8 @@ on a CPU without a word. `FusedKernel` therefore looks before every step, withou
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, repeat
 from operator import attrgetter, is_, methodcaller
 from types import MappingProxyType
@@ -97,26 +98,34 @@ class StepScalars:
     def _step_divided(self, call: Callable[[], Any], optimizer: Any) -> None:
         """Call `call`, a step of `optimizer` without a kernel, on gradients that are divided before it."""
         params = [param for param in params_of(optimizer) if param.grad is not None]
-        grads = [param.grad for param in params]
-        if not self.grad_scale_is_one:
+        grads: Any = [param.grad for param in params]
+        if grads and not self.grad_scale_is_one:
             grad_scale = self.grad_scale.float() if isinstance(self.grad_scale, torch.Tensor) else self.grad_scale
-            for param, divided in zip(params, torch._foreach_div(grads, grad_scale) if grads else (), strict=True):
-                param.grad = divided
+            grads = torch._foreach_div(grads, grad_scale)
         # What it wrote is put back where nothing is to change: weights, states and gradients are twice in memory meanwhile.
         written = [*params]
         for param in params:
             written += [value for value in optimizer.state.get(param, {}).values() if isinstance(value, torch.Tensor)]
-        found = self.found_inf
-        before = [] if found is None else [tensor.clone() for tensor in written]
-        try:
+        before = [] if self.found_inf is None else [tensor.clone() for tensor in written]
+        with given_grads(params, grads):
             call()
-        finally:
-            for param, grad in zip(params, grads, strict=True):
-                param.grad = grad
-        if found is not None:
+        if self.found_inf is not None:
             for tensor, old in zip(written, before, strict=True):
                 # By `where`, since 0 * inf would carry a NaN of the skipped step into what is kept.
-                tensor.copy_(torch.where(found > 0, old, tensor))
+                tensor.copy_(torch.where(self.found_inf > 0, old, tensor))
+
+
+@contextmanager
+def given_grads(params: Sequence[torch.Tensor], grads: Sequence[Any]) -> Iterator[None]:
+    """Inside, `params` have `grads` for gradients; afterwards their own again, which hooks and users read after a step."""
+    own = [param.grad for param in params]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    try:
+        yield
+    finally:
+        for param, grad in zip(params, own, strict=True):
+            param.grad = grad
 
 
 NO_SCALARS = StepScalars()

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from booster.common.devices import HostCopy
-from booster.ranks.agreement import communication_device
-from booster.tensors.grads import agree_on, clamp_values, tensor_norms
+from booster.ranks.agreement import all_reduce, communication_device
+from booster.tensors.grads import clamp_values, tensor_norms
 from booster.update.application import NO_SCALARS, Application, StepScalars
 from booster.update.decision import Copy, Decision, LazyStepFields, NonFiniteParams, Norms, StepFields, StepResult
 from booster.update.gradients import Gradients
@@ -221,7 +221,7 @@ class DeviceDecision(Decision):
             each = [_on(device, member.found_inf()) for member in joint.members]
             found_inf = each[0] if len(each) == 1 else torch.stack(each).amax()
             if not all(member.norms.found_inf_is_global for member in joint.members):
-                found_inf = agree_on(found_inf, self.gradients.group)
+                found_inf = all_reduce(found_inf, self.gradients.group, dist.ReduceOp.MAX)
             joint.decide(found_inf)
         return _on(device, joint.found_inf)
 

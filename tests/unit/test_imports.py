@@ -333,7 +333,6 @@ SENDS_ITS_OWN = {
     "shards/fp8_gather.py": "flat bytes, and float32 magnitudes",
     "shards/zero_buckets.py": "flat buckets",
     "shards/zero_states.py": "bytes",
-    "tensors/grads.py": "a float32 flag",
 }
 _COLLECTIVE = {
     "broadcast",
