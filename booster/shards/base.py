@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,23 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 Entries = dict[Any, State]
+
+
+@dataclass(frozen=True, eq=False)
+class GradUse:
+    """A use of gradients within backward passes, each as soon as it is complete on all ranks.
+
+    Attributes:
+        params: whose gradients are used.
+        filled: called with each of them.
+        held: gradients of earlier passes, not in `.grad`, which are added to those of the pass.
+        again: the graph is gone through once more, so that no gradient may stay.
+    """
+
+    params: Sequence[torch.Tensor]
+    filled: Callable[[torch.Tensor], None]
+    held: Mapping[torch.Tensor, torch.Tensor]
+    again: bool
 
 
 class ShardStates:
@@ -214,29 +232,18 @@ class Shards:
         # The groups stay as they are.
         return nullcontext(params)
 
-    def register_grad_hooks(
-        self,
-        params: Sequence[torch.Tensor],
-        filled: Callable[[torch.Tensor], None],
-        held: Mapping[torch.Tensor, torch.Tensor],
-        *,
-        again: bool,
-    ) -> list[Any]:
-        """Call `filled` with each of `params` within backward passes as soon as its gradient is complete on all ranks.
-
-        held: gradients of earlier passes, not in `.grad`, which are added to those of the pass. again: the graph is gone
-        through once more. Returns what has a `remove`.
-        """
+    def register_grad_hooks(self, use: GradUse) -> list[Any]:
+        """Begin `use`; returns what has a `remove`."""
 
         # A release keeps sums of earlier passes out of `.grad`, which it frees as soon as it is complete.
         def complete(param: torch.Tensor) -> None:
-            before = held.get(param)
+            before = use.held.get(param)
             if before is not None and param.grad is not None:
                 param.grad = before + param.grad.detach()  # as autograd adds up
-            filled(param)
+            use.filled(param)
 
         # Overrides raise RuntimeError if ranks do not share the gradients that would come.
-        return [param.register_post_accumulate_grad_hook(complete) for param in params]
+        return [param.register_post_accumulate_grad_hook(complete) for param in use.params]
 
     def has_gradient(self, param: torch.Tensor) -> bool:
         """Return whether there is a gradient of `param`, wherever it is kept. Not inside `local()`."""

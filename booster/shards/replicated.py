@@ -7,7 +7,7 @@ none of the ranks divides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from booster.common.torch_internals.tensor_internals import version
 from booster.model.modules import bare
 from booster.model.params import local_shard
 from booster.ranks.agreement import all_names, extremes, gather, reduced
-from booster.shards.base import ALONE, FROZEN, RELAID, UNSYNCHRONISED, Shards
+from booster.shards.base import ALONE, FROZEN, RELAID, UNSYNCHRONISED, GradUse, Shards
 from booster.tensors.grads import tensor_norms
 from booster.tensors.trees import HALF_DTYPES, tensors
 
@@ -352,22 +352,15 @@ class ReplicatedShards(Shards):
             if reducer.left and any(param.grad is not None and param in reducer for param in self.held_params()):
                 raise RuntimeError(UNSYNCHRONISED)
 
-    def register_grad_hooks(
-        self,
-        params: Sequence[torch.Tensor],
-        filled: Callable[[torch.Tensor], None],
-        held: Mapping[torch.Tensor, torch.Tensor],
-        *,
-        again: bool,
-    ) -> list[Any]:
+    def register_grad_hooks(self, use: GradUse) -> list[Any]:
         reducers = list(self._reducers.values())
-        for param in params:
+        for param in use.params:
             own = next((each for each in reducers if param in each), None)
             if own is None:
                 raise RuntimeError(FROZEN.format(name=self.name_of(param)))
             if not own.synchronises:
                 raise RuntimeError(UNSYNCHRONISED)
-        return [each.register_grad_hooks(params, filled, held, again=again) for each in reducers]
+        return [each.register_grad_hooks(use) for each in reducers]
 
     def clear_gradients(self, set_to_none: bool) -> None:
         for tracker in self.sync_trackers.values():

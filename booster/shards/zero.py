@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from booster.common.torch_internals.tensor_internals import version
 from booster.model.optimizers import Granularity, check_attributes, granularity_of, not_elementwise
-from booster.shards.base import FROZEN, SPARSE, UNSYNCHRONISED
+from booster.shards.base import FROZEN, SPARSE, UNSYNCHRONISED, GradUse
 from booster.shards.replicated import ReplicatedShards
 from booster.shards.zero_buckets import FlatParameters, ModuleBuckets, flat_slice
 from booster.shards.zero_states import BucketSlot, GroupShards, ZeroStates
@@ -129,16 +130,9 @@ class ZeroShards(ReplicatedShards):
             for _, shard in own:
                 shard.grad = None
 
-    def register_grad_hooks(
-        self,
-        params: Sequence[torch.Tensor],
-        filled: Callable[[torch.Tensor], None],
-        held: Mapping[torch.Tensor, torch.Tensor],
-        *,
-        again: bool,
-    ) -> list[Any]:
-        divided = [param for param in params if param.numel()]  # others are in no bucket
-        return super().register_grad_hooks(divided, filled, held, again=again)
+    def register_grad_hooks(self, use: GradUse) -> list[Any]:
+        divided = [param for param in use.params if param.numel()]  # others are in no bucket
+        return super().register_grad_hooks(replace(use, params=divided))
 
     def has_gradient(self, param: torch.Tensor) -> bool:
         if not self._reduced:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from booster.common.torch_internals.autograd_internals import graph_task, without_function_modes
+from booster.shards.base import GradUse
 from booster.update.in_backward_pass import InBackwardPass
 
 REENTRANT = (
@@ -263,7 +264,8 @@ def _with_hooks(
     handles: list[Any] = [loss.register_hook(lambda grad: running.append(graph_task()))]
     try:
         for each in passes:
-            handles += each.gradients.shards.register_grad_hooks(each.trained, hook_of(each), each.stashed, again=again)
+            use = GradUse(each.trained, hook_of(each), each.stashed, again)
+            handles += each.gradients.shards.register_grad_hooks(use)
         yield
     finally:
         for handle in handles:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from booster.common.torch_internals.autograd_internals import graph_task, when_backward_ends, without_function_modes
+from booster.shards.base import GradUse
 
 # Buckets that are being reduced at one time: a work holds what it sends until it is waited for, so without a bound all whole
 # gradients are there when backward ends. Two follow each other without a gap; the third is being filled meanwhile.
@@ -59,13 +60,11 @@ class _Sent(NamedTuple):
 
 @dataclass(eq=False)
 class _Subscription:
-    """A use of gradients within backward, as soon as they are complete; see `GradientReducer.register_grad_hooks`."""
+    """A use of gradients that `reducer` averages, of the parameters `params`."""
 
     reducer: GradientReducer
+    use: GradUse
     params: frozenset[torch.Tensor]
-    filled: Callable[[torch.Tensor], None]
-    held: Mapping[torch.Tensor, torch.Tensor]
-    again: bool
 
     def remove(self) -> None:
         self.reducer.subscriptions.remove(self)
@@ -118,20 +117,12 @@ class GradientReducer(ABC):
     def __contains__(self, param: object) -> bool:
         return param in self._index
 
-    def register_grad_hooks(
-        self,
-        params: Collection[torch.Tensor],
-        filled: Callable[[torch.Tensor], None],
-        held: Mapping[torch.Tensor, torch.Tensor],
-        *,
-        again: bool,
-    ) -> _Subscription:
-        """Call `filled` with each of `params` within backward once its average is there; `remove` what is returned.
+    def register_grad_hooks(self, use: GradUse) -> _Subscription:
+        """Begin `use`, once averages are there, to which gradients that it holds are added before; `remove` what is returned.
 
-        held: gradients of earlier passes, added to those of the pass before they are averaged. again: the graph will be run a
-        second time, so no gradient may stay; RuntimeError then for a parameter here that no subscription has.
+        A pass raises RuntimeError where the graph will be run again, for a parameter here that no subscription has.
         """
-        subscription = _Subscription(self, frozenset(params), filled, held, again)
+        subscription = _Subscription(self, use, frozenset(use.params))
         # Several optimizers may subscribe to one model, each to its own parameters.
         self.subscriptions.append(subscription)
         return subscription
@@ -186,14 +177,12 @@ class GradientReducer(ABC):
             grad = grad.detach()
         if not self.subscriptions:
             return grad
-        held = next(
-            (subscription.held[param] for subscription in self.subscriptions if param in subscription.held), None
-        )
+        held = next((each.use.held[param] for each in self.subscriptions if param in each.use.held), None)
         return grad if held is None else held if grad is None else held + grad
 
     def has_local_gradient(self, param: torch.Tensor) -> bool:
         return param.grad is not None or (
-            bool(self.subscriptions) and any(param in subscription.held for subscription in self.subscriptions)
+            bool(self.subscriptions) and any(param in subscription.use.held for subscription in self.subscriptions)
         )
 
     def _start(self) -> None:
@@ -261,7 +250,7 @@ class GradientReducer(ABC):
         if not self.subscriptions:
             self.store_reduced(index, reduced, reached)
             return
-        again = any(subscription.again for subscription in self.subscriptions)
+        again = any(subscription.use.again for subscription in self.subscriptions)
         reached_params = [param for param, local in zip(self._params[index], reached, strict=True) if local]
         # In a second pass through the graph a gradient that stays would be added to itself.
         if again and (self.left or not self.keeps_apart):
@@ -272,7 +261,7 @@ class GradientReducer(ABC):
         for param in reached_params:
             for subscription in self.subscriptions:
                 if param in subscription.params:
-                    subscription.filled(param)
+                    subscription.use.filled(param)
 
     def _finish(self) -> None:
         with torch.no_grad(), without_function_modes():
