@@ -113,9 +113,8 @@ class CapturedStep:
         self._switch_if_due()
         if not all(map(is_, map(_UPDATE, self._optimizers), self._updates)):
             self._reset()  # the precision was switched
-        why = self._unfit()
-        if why is not None:
-            self._warn_once(why)
+        if self._is_listened_to():
+            self._warn_once("while a record is written, or skipped steps are diagnosed, steps run without a graph")
             return self._eager(to_device(batch, self._device))
         for update in self._updates:
             update.optimizer_state.adopt_loaded()  # which eager steps do by themselves
@@ -185,12 +184,10 @@ class CapturedStep:
             or (isinstance(optimizer.unwrap(), SGD) and any(map(_MOMENTUM, optimizer.param_groups)))
         )
 
-    def _unfit(self) -> str | None:
-        """Return why this call cannot be a graph's, None if it can."""
+    def _is_listened_to(self) -> bool:
+        """Return whether somebody listens to a step, which a graph would not tell."""
         listeners = [listener for optimizer in self._optimizers for listener in optimizer._update.gradients.listeners]
-        if not all(getattr(listener, "closed", False) for listener in listeners):
-            return "while a record is written, or skipped steps are diagnosed, steps run without a graph"
-        return None
+        return not all(getattr(listener, "closed", False) for listener in listeners)
 
     def _warn_once(self, what: str) -> None:
         if what not in self._warned:

@@ -31,11 +31,13 @@ from torch.optim import (
 
 from benchmarks.waits import HostReads, as_on_a_gpu
 from booster import Booster, LossScaleError, StepResult
+from booster.capture import trial
 from booster.capture.graph_inputs import AHEAD
 from booster.capture.trial import check
 from booster.common.devices import HostCopy
 from booster.loss_scaler import DynamicScale
 from booster.mixed_precision import (
+    BF16MixedPrecision,
     BF16NaiveMixedPrecision,
     FP16NaiveMixedPrecision,
     FP16TorchMixedPrecision,
@@ -1136,6 +1138,17 @@ def test_an_optimizer_that_steps_twice_is_refused():
         captured(*batch(1))
 
 
+class Following(BF16MixedPrecision):
+    def after_step(self, applied):
+        """As one that keeps an average of the weights."""
+
+
+def test_a_step_in_a_file_that_is_no_python_alone_is_named_by_its_own_line(tmp_path):
+    cell = tmp_path / "cell.py"
+    cell.write_text("%magic of a notebook\n")
+    assert trial._statements(str(cell)) == []
+
+
 REFUSED = {
     "RMSprop": ({}, lambda params: RMSprop(params, lr=1e-2), "it has no fused kernel, so the host decides"),
     "foreach": ({}, lambda params: AdamW(params, lr=1e-2, foreach=True), "it has no fused kernel, so the host decides"),
@@ -1146,6 +1159,7 @@ REFUSED = {
         "its states lie in the host's memory; leave offload_states False",
     ),
     "apex": ({"mixed_precision": "fp16_apex"}, None, "the host decides on its steps"),
+    "after_step": ({"mixed_precision": Following()}, None, "its precision follows each step on the host"),
 }
 
 

@@ -187,8 +187,6 @@ class Record:
 
     def add(self, step: _PendingStep) -> None:
         """Write `step` as soon as its numbers are there."""
-        if self.closed:
-            return
         self._pending.append(step)
         self._write_pending(wait=False)
 
@@ -321,8 +319,6 @@ class _RecordListener(StepListener):
             # A closure may return anything; a line holds numbers.
             elif value.numel() != 1:
                 del numbers[key]
-            elif value.is_cpu and key not in result.pending:  # which waits for nothing
-                line[key] = numbers.pop(key).item()
         rates = [group.get("lr") for group in update.optimizer.param_groups]
         # Reading it would wait for the device in every step.
         if not any(isinstance(rate, torch.Tensor) and rate.is_cuda for rate in rates):
