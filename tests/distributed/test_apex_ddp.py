@@ -99,20 +99,6 @@ def test_accumulation_on_two_ranks_synchronises_before_anything_is_unscaled(rank
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-3)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_on_one_rank_skips_the_step_of_both(ranks2, level):
-    overflow = (2, 3, 7)
-    first, second = ranks2(train, level, 1, overflow)
-    assert first["applied"] == second["applied"] == [step not in overflow for step in range(STEPS)]
-    assert (
-        first["scaler"]
-        == second["scaler"]
-        == {"loss_scaler0": {"loss_scale": SCALE / 8, "unskipped": 4, "dynamic": True}}
-    )
-    assert same(first["weights"], second["weights"])
-    assert all(weight.isfinite().all() for weight in first["weights"])
-
-
 def overflow_after_reduction(rank, world_size, level):
     """An inf that the reduction did not carry: as in a gradient of which every rank holds a part."""
     booster = Booster("cpu", strategy(level), TorchDDPPlugin())

@@ -27,7 +27,6 @@ PLUGINS = {
     "FSDP": TorchFSDPPlugin,
     "TP": lambda: HybridParallelPlugin(2, 1, tp_plan=PLAN),
 }
-DIVIDING_DATA = [name for name in PLUGINS if name not in ("FSDP", "TP")]
 
 
 class Net(nn.Module):

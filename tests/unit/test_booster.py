@@ -514,20 +514,6 @@ def test_a_strategy_object_may_serve_several_models():
     assert all(booster.boost(net())[0](torch.ones(1, 4)).dtype == torch.float32 for _ in range(2))
 
 
-def test_boosted_objects_die_with_their_last_reference():
-    import gc
-    import weakref
-
-    booster = Booster("cpu", "bf16")
-    model = net()
-    optimizer = sgd(model)
-    five = booster.boost(model, optimizer)
-    alive = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(five[0]), weakref.ref(five[1])]
-    del model, optimizer, five
-    gc.collect()
-    assert [ref() for ref in alive] == [None] * 4
-
-
 def test_a_prepared_loader_passes_through_boost_once():
     booster = Booster("cpu")
     prepared = booster.prepare_dataloader(torch.arange(8.0).view(4, 2), batch_size=2)
@@ -543,25 +529,6 @@ def halves(model, second=torch.optim.AdamW):
     """Muon for the matrices of `model`, another optimizer for the rest."""
     matrices = [param for param in model.parameters() if param.dim() == 2]
     return [torch.optim.Muon(matrices, lr=0.1), second([p for p in model.parameters() if p.dim() != 2], lr=0.1)]
-
-
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_two_optimizers_of_one_model_step_as_torch_steps_them(kind):
-    torch.manual_seed(0)
-    raw = net()
-    plain, x = copy.deepcopy(raw), torch.randn(8, 4)
-    plain_optimizers = halves(plain)
-    booster = Booster("cpu")
-    model, optimizers, *_ = booster.boost(raw, kind(halves(raw)))
-    assert isinstance(optimizers, list)
-    for _ in range(3):
-        booster.backward(model(x).square().mean(), optimizers)
-        plain(x).square().mean().backward()
-        for optimizer in (*optimizers, *plain_optimizers):
-            optimizer.step()
-            optimizer.zero_grad()
-    for param, other in zip(raw.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(param, other, atol=1e-6)
 
 
 class Named:

@@ -306,20 +306,6 @@ def test_gradients_of_pinned_parameters_are_float32_and_flow_on_in_half():
     assert net.body.weight.grad.abs().sum() > 0
 
 
-def test_batch_norm_is_kept_in_float32_by_default():
-    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(32, 2))
-    model = NaiveAMPModel(net)
-    assert model(torch.randn(4, 1, 6, 6)).dtype == F32
-    assert {name: t.dtype for name, t in net[1].state_dict().items()} == {
-        "weight": F32,
-        "bias": F32,
-        "running_mean": F32,
-        "running_var": F32,
-        "num_batches_tracked": torch.int64,
-    }
-    assert net[1].running_mean.abs().sum() > 0
-
-
 class ReadByNorm(torch.utils._python_dispatch.TorchDispatchMode):
     """The dtypes of what batches are normalised of, and how many tensors were cast."""
 
@@ -583,12 +569,6 @@ def test_a_strategy_casts_inputs_and_keeps_batch_norm_and_marked_modules_in_floa
         layer.register_forward_hook(lambda module, args, out: seen.append((args[0].dtype, out.dtype)))
     assert model(torch.randn(3, 4)).dtype == F32
     assert seen == [(half, half), (half, half), (half, F32), (F32, half)]  # which does not widen what comes after it
-
-
-def test_keep_fp32_of_a_strategy_pins_by_name():
-    net = Net()
-    Booster(device="cpu", mixed_precision=FP16NaiveMixedPrecision(keep_fp32="norm")).boost(net)
-    assert [net.body.weight.dtype, net.norm.weight.dtype] == [F16, F32]
 
 
 def test_a_strategy_refuses_a_tied_weight_with_one_pinned_user_before_it_changes_the_model():
