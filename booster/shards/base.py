@@ -50,13 +50,13 @@ class ShardStates:
 
     Attributes:
         shards: the `Shards` of the parameters.
-        by_param, by_shard: the shard of each parameter that has one, and back.
+        by_param, by_shard: as there.
     """
 
-    def __init__(
-        self, shards: Any, by_param: Mapping[torch.Tensor, Any], by_shard: Mapping[torch.Tensor, torch.Tensor]
-    ) -> None:
-        self.shards, self.by_param, self.by_shard = shards, by_param, by_shard
+    def __init__(self, shards: Any) -> None:
+        self.shards = shards
+        self.by_param: Mapping[torch.Tensor, Any] = shards.by_param
+        self.by_shard: Mapping[torch.Tensor, torch.Tensor] = shards.by_shard
 
     def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
         """Return the optimizer's state by parameter, for reading, from that by shard. Not a collective."""
@@ -194,6 +194,7 @@ class Shards:
 
     Attributes:
         sharded: whether shards are not the parameters themselves.
+        by_param, by_shard: the shard of each parameter that has one, and back.
         names: of each parameter and shard, for messages.
         is_distributed: whether other ranks have any share in these parameters; if not, nothing here does anything.
         sync_trackers: by placed module, what knows which gradients `DistributedDataParallel` has averaged.
@@ -212,9 +213,8 @@ class Shards:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.is_distributed = type(self) is not Shards
-        # The shard of each parameter that has one, and back.
-        self._shards: dict[torch.Tensor, Any] = {}
-        self._params: dict[torch.Tensor, torch.Tensor] = {}
+        self.by_param: dict[torch.Tensor, Any] = {}
+        self.by_shard: dict[torch.Tensor, torch.Tensor] = {}
 
     def local(self) -> AbstractContextManager[Any]:
         """Return a context in which the optimizer's groups hold this rank's shards, in the same order, each with its gradient.
@@ -347,7 +347,7 @@ class Shards:
     @property
     def states(self) -> ShardStates:
         """What converts states and masters between shards and whole parameters."""
-        return ShardStates(self, self._shards, self._params)
+        return ShardStates(self)
 
     def accept_zero_grads(self) -> None:
         """Make gradients zeros, wherever they are kept, for parameters with a `.grad` of zeros. Not inside `local()`."""

@@ -107,7 +107,7 @@ class DTensorShards(Shards):
 
     @torch.no_grad()
     def _copy_replaced_data(self, shard: torch.Tensor) -> None:
-        own = local_tensor(self._params[shard]).detach()
+        own = local_tensor(self.by_shard[shard]).detach()
         own.copy_(shard)
         shard.data = own
 
@@ -153,7 +153,7 @@ class DTensorShards(Shards):
         graphless = [param for param in divided if param.grad is not None and not param.grad.requires_grad]
         grads = dict(zip(map(id, graphless), local_tensors(list(map(_GRAD, graphless))), strict=True))
         for index, param, local in zip(places, divided, local_tensors(divided), strict=True):
-            shard: Any = self._shards.get(param)
+            shard: Any = self.by_param.get(param)
             is_current = shard is not None and shard.data_ptr() == local.data_ptr() and shard.shape == local.shape
             if not is_current or shard.requires_grad != param.requires_grad:
                 shard = self.shard_of(param)
@@ -178,10 +178,10 @@ class DTensorShards(Shards):
         if not (self._steps_shards and isinstance(param, DTensor)):
             return param
         local = local_tensor(param)
-        shard = self._shards.get(param)
+        shard = self.by_param.get(param)
         if shard is None:
-            shard = self._shards[param] = nn.Parameter(local.detach(), requires_grad=param.requires_grad)
-            self._params[shard] = param
+            shard = self.by_param[param] = nn.Parameter(local.detach(), requires_grad=param.requires_grad)
+            self.by_shard[shard] = param
         elif shard.data_ptr() != local.data_ptr() or shard.shape != local.shape:
             shard.data = local.detach()
         if shard.requires_grad != param.requires_grad:
@@ -189,11 +189,11 @@ class DTensorShards(Shards):
         return shard
 
     def param_of(self, shard: torch.Tensor) -> torch.Tensor:
-        return self._params.get(shard, shard)
+        return self.by_shard.get(shard, shard)
 
     def num_replicas(self, shards: Sequence[torch.Tensor]) -> list[int]:
         for shard in set(shards).difference(self._num_replicas):
-            param = self._params.get(shard, shard)
+            param = self.by_shard.get(shard, shard)
             parts = 1
             if isinstance(param, DTensor):
                 for size, placement in zip(param.device_mesh.shape, param.placements, strict=True):
@@ -230,7 +230,7 @@ class DTensorShards(Shards):
 
     @property
     def states(self) -> DTensorStates:
-        return DTensorStates(self, self._shards, self._params)
+        return DTensorStates(self)
 
     def _shard_states(self) -> None:
         """Divide what the optimizer knows of whole parameters, from steps that it made before they were placed."""

@@ -147,7 +147,7 @@ class ZeroShards(ReplicatedShards):
             slot.bucket.clear_gradient(slot.position)
 
     def shard_of(self, param: torch.Tensor) -> torch.Tensor:
-        if param not in self._shards:
+        if param not in self.by_param:
             slot = self.slot_of(param)
             if slot is None:
                 return param
@@ -163,8 +163,8 @@ class ZeroShards(ReplicatedShards):
                 shard = nn.Parameter(flat_slice(param, start, stop))
             else:
                 shard = nn.Parameter(param.detach())
-            self._shards[param], self._params[shard] = shard, param
-        return self._shards[param]
+            self.by_param[param], self.by_shard[shard] = shard, param
+        return self.by_param[param]
 
     def replicated_params(self) -> list[tuple[dist.ProcessGroup, list[torch.Tensor]]]:
         # Within backward each rank has stepped its own shards, and those of others have not come yet.
@@ -177,7 +177,7 @@ class ZeroShards(ReplicatedShards):
             raise RuntimeError(UNSYNCHRONISED)
 
     def num_replicas(self, shards: Sequence[torch.Tensor]) -> list[int]:
-        alone = set(map(id, self._params))
+        alone = set(map(id, self.by_shard))
         return [1 if id(shard) in alone else self._layouts[0].world_size for shard in shards]
 
     def grad_holders(self) -> list[torch.Tensor]:
@@ -278,7 +278,7 @@ class ZeroShards(ReplicatedShards):
 
     @property
     def states(self) -> ZeroStates:
-        return ZeroStates(self, self._shards, self._params, group=self._layouts[0].group, reduced=self._reduced)
+        return ZeroStates(self, group=self._layouts[0].group, reduced=self._reduced)
 
     def accept_zero_grads(self) -> None:
         for param in self.held_params():

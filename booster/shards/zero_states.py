@@ -241,8 +241,8 @@ class _Bytes:
 class ZeroStates(ShardStates):
     """Of slices of flat buckets, one for each rank of `group`. reduced: whether gradients are slices too."""
 
-    def __init__(self, shards: Any, *maps: Any, group: dist.ProcessGroup, reduced: bool) -> None:
-        super().__init__(shards, *maps)
+    def __init__(self, shards: Any, *, group: dist.ProcessGroup, reduced: bool) -> None:
+        super().__init__(shards)
         self._group, self._reduced = group, reduced
 
     def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
