@@ -307,11 +307,11 @@ def check_own(value: Any, param: DTensor) -> None:
     """Raise ValueError if `value` is a shard that another rank saved: it does not say so when it is loaded."""
     if not isinstance(value, DTensor) or value.device_mesh != param.device_mesh:
         return
-    there, here = value.device_mesh.get_coordinate(), param.device_mesh.get_coordinate()
-    if there != here:
+    saved, own = value.device_mesh.get_coordinate(), param.device_mesh.get_coordinate()
+    if saved != own:
         raise ValueError(
-            f"this state holds the part of a tensor of shape {tuple(value.shape)} of the rank at {there} of the device "
-            f"mesh, and this rank is at {here}: it was saved on another rank. Save on every rank, in a file each, or make "
+            f"this state holds the part of a tensor of shape {tuple(value.shape)} of the rank at {saved} of the device "
+            f"mesh, and this rank is at {own}: it was saved on another rank. Save on every rank, in a file each, or make "
             "tensors whole with full_tensor() before saving on one"
         )
 

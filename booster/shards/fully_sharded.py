@@ -59,7 +59,7 @@ class FullyShardedShards(DTensorShards):
         super().__init__(optimizer, **options)
         self._modules = [weakref.ref(module) for module in modules]
         # Found once, as a walk over all modules costs more than what is done to these.
-        self._fsdp_modules = [weakref.ref(child) for module in self._alive() for child in _sharded_in(module)]
+        self._fsdp_modules = [weakref.ref(child) for module in self._alive() for child in sharded_in(module)]
         self._scaled = any(isinstance(gather_of(group), FP8Gather) for group in fsdp_groups(_alive(self._fsdp_modules)))
         self._unreduced, self.unsynchronised = unreduced, unsynchronised
         self._unsharded = unsharded
@@ -107,9 +107,9 @@ class FullyShardedShards(DTensorShards):
 
     def reshard(self) -> None:
         sharded = _alive(self._fsdp_modules)
-        _free(sharded)
+        reshard(sharded)
         if self._scaled:
-            _forget_scales(sharded)
+            forget_scales(sharded)
 
     def sharded_params(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         shards = {id(whole): param.sharded_param for param in self._records() if (whole := gathered(param)) is not None}
@@ -163,7 +163,7 @@ class UnshardedParams:
         written: list[tuple[Any, int]] = []
         trains: list[tuple[Any, bool]] = []
         with without_function_modes():  # which would see every look at a tensor, as this runs within the forward pass
-            for group in fsdp_groups(_sharded_in(module)):
+            for group in fsdp_groups(sharded_in(module)):
                 if is_gathered(group):
                     written.append((group, writes(list(map(_SHARDED, group.fsdp_params)))))
                     for param, whole in zip(group.fsdp_params, all_gathered(group.fsdp_params), strict=True):
@@ -217,22 +217,14 @@ def write_back(shard: torch.Tensor, piece: torch.Tensor, same: torch.Tensor) -> 
     shard.copy_(torch.where(same, shard, piece.to(shard.dtype)))
 
 
-def reshard(module: nn.Module) -> None:
-    """Free all gathered parameters in `module`, so that it holds the shards, as after a backward pass."""
-    _free(_sharded_in(module))
-
-
-def _free(sharded: Iterable[Any]) -> None:
+def reshard(sharded: Iterable[Any]) -> None:
+    """Free all gathered parameters of what `sharded_in` returned, so that it holds the shards, as after a backward pass."""
     for module in sharded:
         module.reshard()
 
 
-def forget_scales(module: nn.Module) -> None:
-    """Take note that weights in `module` changed, for those that are gathered in float8."""
-    _forget_scales(_sharded_in(module))
-
-
-def _forget_scales(sharded: Iterable[Any]) -> None:
+def forget_scales(sharded: Iterable[Any]) -> None:
+    """Take note that weights of what `sharded_in` returned changed, for those that are gathered in float8."""
     for group in fsdp_groups(sharded):
         gather = gather_of(group)
         if isinstance(gather, FP8Gather):
@@ -244,7 +236,7 @@ def recover(module: nn.Module) -> None:
     # Before the first pass torch's own way raises, and would hide what the user is to see.
     if isinstance(module, FSDPModule) and has_run(*fsdp_states([module])):
         end_iteration(module)
-    reshard(module)
+    reshard(sharded_in(module))
 
 
 def has_unreduced_gradients(module: nn.Module) -> bool:
@@ -285,10 +277,10 @@ def _grad_of_gathered(param: Any) -> torch.Tensor | None:
 
 def _fsdp_params(module: nn.Module) -> list[Any]:
     # torch has no public way: reset_iter_state() keeps what they hold.
-    return fsdp_params(_sharded_in(module))
+    return fsdp_params(sharded_in(module))
 
 
-def _sharded_in(module: nn.Module) -> list[Any]:
+def sharded_in(module: nn.Module) -> list[Any]:
     """The modules in `module` that went through `fully_shard`."""
     sharded: list[Any] = []
     for child in module.modules():

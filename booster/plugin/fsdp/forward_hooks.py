@@ -32,7 +32,7 @@ from booster.common.torch_internals.tensor_internals import is_view, of_class, s
 from booster.model.params import is_dtensor, local_shard
 from booster.plugin.fsdp.groups import Group
 from booster.ranks.agreement import reduced
-from booster.shards.fully_sharded import UnshardedParams, compared, recover, reshard, write_back
+from booster.shards.fully_sharded import UnshardedParams, compared, recover, reshard, sharded_in, write_back
 from booster.tensors.trees import Writes, is_container, map_tensors, tensors
 
 
@@ -223,7 +223,7 @@ class FreeGathered:
         if is_in_forward(self._state):  # it raised: the hook of fully_shard did not run
             recover(module)
         elif not _requires_grad(output):
-            reshard(module)
+            reshard(sharded_in(module))
         elif self._record is not None:
             self._record(module)
 

@@ -19,7 +19,7 @@ from booster.mixed_precision.policy import DtypePolicy
 from booster.model.modules import NEVER_CALLED, matcher, repeated_blocks, tensor_places
 from booster.model.params import dtensor_around
 from booster.shards.dtensor import check_own
-from booster.shards.fully_sharded import forget_scales, reshard
+from booster.shards.fully_sharded import forget_scales, reshard, sharded_in
 from booster.tensors.trees import HALF_DTYPES
 
 
@@ -346,8 +346,9 @@ class ShardLoaded:
         self._pinned = policy.keep_fp32
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        reshard(module)
-        forget_scales(module)
+        sharded = sharded_in(module)
+        reshard(sharded)
+        forget_scales(sharded)
         masters: dict[str, Any] = {}
         for name, param in module.named_parameters(remove_duplicate=False):
             value = state_dict.get(prefix + name)

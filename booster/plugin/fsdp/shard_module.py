@@ -52,7 +52,7 @@ from booster.plugin.fsdp.groups import Group, ShardLoaded, apply_policy, plan_gr
 from booster.plugin.fsdp.unused_parameters import UnusedParameters
 from booster.ranks.agreement import SENDABLE
 from booster.shards.fp8_gather import FP8Gather, WeightScales
-from booster.shards.fully_sharded import UnshardedParams, reshard
+from booster.shards.fully_sharded import UnshardedParams, reshard, sharded_in
 from booster.tensors.trees import HALF_DTYPES, tensors
 from booster.tensors.weak import cast_weak_inputs
 
@@ -293,7 +293,7 @@ def change_dtypes(
     shown: what `shard_module` or this function returned last; returns the same for now.
     """
     model = bare(module)
-    reshard(model)  # gathered parameters have the old dtypes
+    reshard(sharded_in(model))  # gathered parameters have the old dtypes
     for handle in shown:
         handle.remove()
     groups = _groups(model, policy, blocks, gathered_modules(model, policy))
