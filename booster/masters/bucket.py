@@ -43,8 +43,8 @@ class Bucket:
         format: Format,
         *,
         whole: bool,
-        quantizer: StateQuantizer | None = None,
-        host: HostMemory | None = None,
+        quantizer: StateQuantizer | None,
+        host: HostMemory | None,
     ) -> None:
         self.group = group
         self.pieces = list(pieces)
@@ -111,7 +111,7 @@ class Bucket:
 
     def gradients(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None]) -> list[torch.Tensor]:
         """Return flat views of the gradients, piece by piece; none of them may be missing."""
-        found = []
+        views = []
         for piece in self.pieces:
             param = piece.param
             grad: Any = gradient_of(param)
@@ -120,8 +120,8 @@ class Bucket:
             # Any other pair may differ in memory order, which `flat_like` translates.
             alike = grad.is_contiguous() and param.is_contiguous()
             flat = grad.view(-1) if alike else flat_like(grad, param)
-            found.append(flat[piece.start : piece.stop])
-        return found
+            views.append(flat[piece.start : piece.stop])
+        return views
 
     def gather(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None], grads: torch.Tensor) -> None:
         """Copy `gradients` to their places in flat `grads`."""

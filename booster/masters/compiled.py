@@ -12,7 +12,6 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -102,7 +101,7 @@ class Kernel:
         optimizer: Optimizer,
         format: Format,
         dtype: torch.dtype,
-        encodings: Mapping[str, Encoding] = MappingProxyType({}),
+        encodings: Mapping[str, Encoding],
     ) -> None:
         proxy = proxy_class(type(optimizer))
         attributes = instance_attributes(optimizer)
@@ -214,21 +213,21 @@ class _Compiled(torch.nn.Module):
 
 def _scalars(graph: fx.GraphModule) -> set[fx.Node]:
     """Return the operations among 0-dim tensors; none if moving them to the front would change what another operation reads."""
-    found: set[fx.Node] = set()
+    scalars: set[fx.Node] = set()
     read: set[fx.Node] = set()  # by operations that stay
     for node in graph.graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
         inputs = node.all_input_nodes
-        if _is_scalar(node) and all(a in found or (a.op == "placeholder" and _is_scalar(a)) for a in inputs):
+        if _is_scalar(node) and all(a in scalars or (a.op == "placeholder" and _is_scalar(a)) for a in inputs):
             if _writes(node) and not read.isdisjoint(inputs):
                 return set()
-            found.add(node)
+            scalars.add(node)
         else:
             if _writes(node) and any(_is_scalar(written) for written in inputs[:1]):
                 return set()
             read.update(inputs)
-    return found
+    return scalars
 
 
 def _writes(node: fx.Node) -> bool:

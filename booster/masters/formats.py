@@ -93,6 +93,7 @@ from booster.common import arguments
 from booster.masters.quantized_state import StateQuantizer, States, StateSigns
 from booster.masters.rounding import (
     CHUNK,
+    SEED,
     RoundingBits,
     RoundingRNG,
     Views,
@@ -231,13 +232,12 @@ class Stochastic(Nearest):
     A generator with a fixed seed draws: ranks that step alike round alike, and the user's random state is not consumed.
     """
 
-    def __init__(self, seed: int = 1024) -> None:
-        self._seed = seed
+    def __init__(self) -> None:
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def generator(self, device: torch.device) -> torch.Generator:
         if device not in self.generators:
-            self.generators[device] = torch.Generator(device).manual_seed(self._seed)
+            self.generators[device] = torch.Generator(device).manual_seed(SEED)
         return self.generators[device]
 
     def noise(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

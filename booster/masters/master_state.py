@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.masters.bucket import Bucket
 from booster.masters.formats import Split24, Stochastic
 from booster.masters.masters import Masters, Weights, has_half_elements, replaced_params
 from booster.masters.rounding import rounded
@@ -143,15 +144,14 @@ class MasterState(OptimizerState):
         self.masters = masters
         self._loaded = LoadedWeights()
         self._half_names: list[str] = []
-        self._places: Places = {}  # of the buckets in `_placed`, which were so many
-        self._placed, self._num_placed = masters.buckets, 0
+        self._places: Places = {}  # of the buckets in `_placed`
+        self._placed: list[Bucket] = []
 
     @property
     def state(self) -> Any:
         masters = self.masters
-        if self._placed is not masters.buckets or self._num_placed != len(masters.buckets):
-            self._placed, self._num_placed = masters.buckets, len(masters.buckets)
-            self._places = places_of(masters.buckets)
+        if self._placed is not masters.buckets:
+            self._placed, self._places = masters.buckets, places_of(masters.buckets)
         masters.sync()
         view = StateView(
             self._places, self.optimizer.state, masters.layouts, put=self._put_state, steps=lambda: masters.rng.count
@@ -207,11 +207,11 @@ class MasterState(OptimizerState):
         # States may be on their way to the host.
         self.masters.sync()
         handles = {handle for bucket in self.masters.buckets for handle in bucket.handles}
-        found = {key: value for key, value in self.optimizer.state.items() if key not in handles}
-        found |= state_of_params(self.masters.buckets, self.optimizer.state, self.masters.layouts)
+        states = {key: value for key, value in self.optimizer.state.items() if key not in handles}
+        states |= state_of_params(self.masters.buckets, self.optimizer.state, self.masters.layouts)
         # In one order on all ranks, which have other buckets: who gathers parts of states does so one after another.
-        params = (param for param in params_of(self.optimizer) if param in found)
-        return defaultdict(dict, {param: found[param] for param in params} | found)
+        params = (param for param in params_of(self.optimizer) if param in states)
+        return defaultdict(dict, {param: states[param] for param in params} | states)
 
     def has_master(self, param: torch.Tensor) -> bool:
         return param.requires_grad and has_half_elements(param)
@@ -280,8 +280,10 @@ class MasterState(OptimizerState):
         states: dict[torch.Tensor, State] = {}
         # A bucket at a time, so that no more than one is there twice.
         # This object is at its end: buckets are taken out as they are given back.
-        while self.masters.buckets:
-            bucket = self.masters.buckets.pop(0)
+        buckets, self.masters.buckets = self.masters.buckets, []
+        self._places, self._placed = {}, self.masters.buckets
+        while buckets:
+            bucket = buckets.pop(0)
             if bucket.dtype in HALF_DTYPES:
                 copy_masters(bucket, bucket.masters(), values)
             if bucket.whole:

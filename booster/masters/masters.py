@@ -54,7 +54,7 @@ class Masters:
         released: cut buckets so that few gradients wait for others, for an optimizer in backward.
 
     Attributes:
-        buckets: of all parameters with masters, in the order of the groups.
+        buckets: of all parameters with masters, in the order of the groups; another list whenever there are others.
         layouts: by parameter with a master, the memory order that its bucket knows, as a meta tensor.
         gradient_of: what a step takes for the gradient of a parameter, in any floating dtype; its `.grad` by default.
         half_only: whether buckets hold half-precision parameters alone.
@@ -153,7 +153,7 @@ class Masters:
         fresh: list[list[torch.Tensor]] = []
         self.num_removed = len(self.layouts)
         for group in self.optimizer.param_groups:
-            found = []
+            lacking = []
             for p in group["params"]:
                 if p in self.layouts:
                     self.num_removed -= 1
@@ -161,14 +161,14 @@ class Masters:
                 if self.half_only and p.dtype not in HALF_DTYPES:
                     continue
                 if self.is_stepped(p) and self.may_have(p):
-                    found.append(p)
-            fresh.append(found)
+                    lacking.append(p)
+            fresh.append(lacking)
         # The usual case: every step looks, and no parameter is new.
         if not any(fresh):
             return
         state = self.optimizer.state
         states = {p: as_of_master(state.pop(p), p) for params in fresh for p in params if p in state}
-        self.buckets += self._build(fresh, states, {} if sources is None else sources)
+        self.buckets = [*self.buckets, *self._build(fresh, states, {} if sources is None else sources)]
 
     def refuse_removed(self) -> None:
         """Raise RuntimeError for parameters that are in buckets, and in no group of the optimizer any more."""
@@ -292,8 +292,8 @@ class Masters:
             if host is not None and not old:
                 host.keep_residual(bucket)
             self.optimizer.state.update(state_of_bucket(bucket, states, fill))
-            here = bucket.host is None and bucket.residual is not None and bucket.residual.dtype == torch.float32
-            values: torch.Tensor = bucket.residual if here else bucket.scratch()  # type: ignore[assignment]
+            in_residual = bucket.host is None and bucket.residual is not None and bucket.residual.dtype == torch.float32
+            values: torch.Tensor = bucket.residual if in_residual else bucket.scratch()  # type: ignore[assignment]
             write_pieces(bucket, values, [sources.get(p.param, p.param) for p in bucket.pieces], None, fill)
             values.nan_to_num_(math.nan, math.inf, -math.inf)  # see `rounding.canonical_nan_`
             # A master made of its weight rounds to it. With released gradients that is between forward and backward.

@@ -186,12 +186,12 @@ class QuantizedState:
             self.codes.copy_(sizes.copysign_(values))
 
 
-def narrow_scales(found: torch.Tensor, random_bits: torch.Tensor) -> torch.Tensor:
-    """Return bits 15 to 30 of the scales `found`, float32, not negative, rounded by `random_bits`, as int32."""
-    if not found.is_cpu:  # see `rounding.canonical_nan_`
-        found = torch.where(found != found, math.nan, found)
+def narrow_scales(scales: torch.Tensor, random_bits: torch.Tensor) -> torch.Tensor:
+    """Return bits 15 to 30 of `scales`, float32, not negative, rounded by `random_bits`, as int32."""
+    if not scales.is_cpu:  # see `rounding.canonical_nan_`
+        scales = torch.where(scales != scales, math.nan, scales)
     # Bits added below the place that is kept, as in stochastic rounding of bfloat16.
-    return (found.view(torch.int32) + random_bits).bitwise_right_shift_(15)
+    return (scales.view(torch.int32) + random_bits).bitwise_right_shift_(15)
 
 
 class StateSigns:

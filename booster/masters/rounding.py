@@ -20,6 +20,7 @@ from booster.tensors.flat import ALIGNMENT
 Views = Sequence[torch.Tensor]
 
 CHUNK = 2**17  # elements that fit into a core's cache together with as many of each other tensor
+SEED = 1024  # of all random numbers that round
 _BITS = methodcaller("view", torch.int16)
 _MARGIN = 16  # last bits of a float32 number that widening a scale may change
 _HALF_ULP = 2.0**13  # in 2**-14 of it
@@ -110,12 +111,12 @@ def in_chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 def pieces_like(values: torch.Tensor, working: Views) -> list[torch.Tensor]:
     """Return views of `values` for those in `working`, in the places that a bucket gives them."""
-    offset, found = 0, []
+    offset, pieces = 0, []
     for view in working:
         stop = offset + view.numel()
-        found.append(values[offset:stop])
+        pieces.append(values[offset:stop])
         offset = -(-stop // ALIGNMENT) * ALIGNMENT  # as `flat.aligned`, without a call for each
-    return found
+    return pieces
 
 
 def accept_foreign_zeros(working: Views, values: torch.Tensor, scratch: torch.Tensor) -> None:
@@ -137,16 +138,16 @@ def accept_foreign_writes(working: Views, values: torch.Tensor, scratch: torch.T
                 _accept_foreign_stretch(weight, master, scratch)
         return
     dtype, size = working[0].dtype, len(values)
-    rounded, found = scratch.view(dtype).split(size)
+    rounded, written = scratch.view(dtype).split(size)
     if dtype == torch.bfloat16:
         for chunk, master in zip(rounded.view(torch.int16).split(CHUNK), values.split(CHUNK), strict=True):
             chunk.copy_(high_bits(master))
     else:
         rounded.copy_(values)
-    found.copy_(rounded)  # also between the pieces, where there are no weights
-    torch._foreach_copy_(pieces_like(found, working), list(working))
-    if not (values.is_cpu and _same_bits(rounded, found)):
-        torch.where(rounded.view(torch.int16) == found.view(torch.int16), values, found, out=values)
+    written.copy_(rounded)  # also between the pieces, where there are no weights
+    torch._foreach_copy_(pieces_like(written, working), list(working))
+    if not (values.is_cpu and _same_bits(rounded, written)):
+        torch.where(rounded.view(torch.int16) == written.view(torch.int16), values, written, out=values)
 
 
 def _accept_foreign_stretch(weights: torch.Tensor, masters: torch.Tensor, scratch: torch.Tensor) -> None:
@@ -239,9 +240,8 @@ class RoundingRNG:
     ever was. fixed: memory that is read in place of a draw, into which somebody else brings it, as for a graph.
     """
 
-    def __init__(self, seed: int = 1024) -> None:
+    def __init__(self) -> None:
         self.count = 0
-        self._seed = seed
         self.drawn: dict[tuple[str, torch.device], RoundingBits] = {}
         self.asked: set[tuple[str, torch.device]] = set()
         self.fixed: Mapping[tuple[str, torch.device], torch.Tensor] = {}
@@ -275,7 +275,7 @@ class RoundingRNG:
         """Return the lanes of this step on the host, for a copy to `device` without a wait."""
         # Torch's generator for CPUs takes 32 bits of a seed.
         # The golden ratio in 32 bits spreads the seeds of neighbouring steps.
-        seed = (self._seed + self.count * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**32
+        seed = (SEED + self.count * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**32
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(0, 2**16, (ALIGNMENT,), dtype=torch.int32, generator=generator)
         return drawn.pin_memory() if device.type == "cuda" else drawn  # a copy from pinned memory does not wait

@@ -262,15 +262,15 @@ def write_pieces(
     bucket: Bucket, into: torch.Tensor, values: Iterable[torch.Tensor], key: str | None, fill: Fill | None
 ) -> None:
     """Write to `into`, flat as `bucket`, what its pieces have of `values`: the states `key` of its parameters, or masters."""
-    here, given = [], []
+    places, given = [], []
     for piece, value, place in zip(bucket.pieces, values, bucket.pieces_of(into), strict=True):
         if value.is_meta and fill is not None:
             fill.read(piece.param, key, piece.start, place)
         else:
-            here.append(place)
+            places.append(place)
             given.append(flat_like(local_shard(value).detach(), local_shard(piece.param))[piece.start : piece.stop])
-    if here:
-        torch._foreach_copy_(here, given)
+    if places:
+        torch._foreach_copy_(places, given)
 
 
 def copy_masters(bucket: Bucket, values: torch.Tensor, into: dict[torch.Tensor, torch.Tensor]) -> None:

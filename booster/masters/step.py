@@ -193,14 +193,14 @@ class MasterStep:
 
     def plain(self) -> list[list[torch.Tensor]]:
         """Return, by group, the parameters that are stepped as they are, without masters."""
-        found = []
+        by_group = []
         for group in self.masters.optimizer.param_groups:  # a comprehension would be a Python call for each group
             own = []
             for param in self.masters.outside(group["params"]):
                 if param.dtype not in HALF_DTYPES:
                     own.append(param)
-            found.append(own)
-        return found
+            by_group.append(own)
+        return by_group
 
     # ------------------------------------------------------------------ bucket by bucket
 

@@ -54,7 +54,7 @@ class CastFunctions(CastMode):
     decides. owner: what tells the modes of one strategy from those of another.
     """
 
-    def __init__(self, table: Table, device_type: str, owner: Any = None) -> None:
+    def __init__(self, table: Table, device_type: str, owner: Any) -> None:
         super().__init__()
         self.table = table
         self.device_type = device_type

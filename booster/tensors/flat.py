@@ -103,11 +103,11 @@ def aligned(num_elements: int) -> int:
 
 def starts(sizes: Iterable[int]) -> list[int]:
     """Return where stretches of these sizes begin in a bucket."""
-    offset, found = 0, []
+    offset, offsets = 0, []
     for size in sizes:
-        found.append(offset)
+        offsets.append(offset)
         offset = -(-(offset + size) // ALIGNMENT) * ALIGNMENT  # as `aligned`, without a call for each
-    return found
+    return offsets
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -146,17 +146,17 @@ def unscale_values(values: Sequence[torch.Tensor], inverse_scale: float, *, chec
             scale_values(values, inverse_scale)
         return False
     # Checking waits for the device.
-    found = []
+    flags = []
     for (device, dtype), members in _by_kind(values).items():
         if dtype == torch.float64:  # of which the kernel takes the scale in float32
-            found += [value.isfinite().all().logical_not() for value in members]
+            flags += [value.isfinite().all().logical_not() for value in members]
             scale_values(members, inverse_scale)
             continue
         flag = torch.zeros((), dtype=torch.float32, device=device)
         ratio = torch.full((), inverse_scale, dtype=torch.float32, device=device)
         multiply_and_check_(members, flag, ratio)
-        found.append(flag)
-    return any(map(bool, found))
+        flags.append(flag)
+    return any(map(bool, flags))
 
 
 def _by_kind(values: Iterable[torch.Tensor]) -> dict[_Kind, list[torch.Tensor]]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
 from operator import attrgetter, is_, methodcaller
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -179,22 +178,22 @@ class Application:
         """As `step`, where `scalars` lives on a device: nothing waits for it, but in a step that a kernel cannot decide."""
         optimizer = self.optimizer
         self.kernel.prepare(params)
-        found = scalars.found_inf
-        if found is not None and self.must_know(gradients, scalars):
-            if not bool(found):
+        found_inf = scalars.found_inf
+        if found_inf is not None and self.must_know(gradients, scalars):
+            if not bool(found_inf):
                 if (
                     not scalars.grad_scale_is_one
                 ):  # not by `unscale`, in which ranks may have to agree: others may not come here
                     gradients.apply_scale()
                 optimizer.step()
         else:
-            device = torch.device("cpu") if found is None else found.device
+            device = torch.device("cpu") if found_inf is None else found_inf.device
             scalars.step(optimizer.step, optimizer, device)
             if not honours_grad_scale(optimizer):
                 return False
             if self.shards.sharded and not scalars.grad_scale_is_one:
                 self.shards.mark_divided(
-                    scalars.grad_scale if found is None else torch.where(found > 0, 1.0, scalars.grad_scale)
+                    scalars.grad_scale if found_inf is None else torch.where(found_inf > 0, 1.0, scalars.grad_scale)
                 )
         return True
 
@@ -295,9 +294,7 @@ class FusedKernel:
     be given up.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, names: Mapping[Any, str] = MappingProxyType({}), *, switched: bool = False
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, names: Mapping[Any, str], *, switched: bool = False) -> None:
         self.optimizer = optimizer
         self._names = names
         self.switched = switched

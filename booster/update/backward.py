@@ -203,8 +203,8 @@ def prepare_backward(
         scale = 1.0
     if len(members) > 1:
         # Who took part in an earlier loss of one of them joins too: one overflow then skips the steps of all.
-        known = [member.joint.members if len(member.joint.members) > 1 else [member] for member in members]
-        decision = JointDecision(list({id(other): other for each in known for other in each}.values()))
+        joints = [member.joint.members if len(member.joint.members) > 1 else [member] for member in members]
+        decision = JointDecision(list({id(other): other for each in joints for other in each}.values()))
         for member in decision.members:
             member.joint = decision
     this = BackwardPass(members, loss_id=loss_id, delayed=delayed, create_graph=create_graph, loss=loss)

@@ -29,8 +29,8 @@ def device_of(optimizer: Any, group: dist.ProcessGroup | None) -> torch.device:
     communicate."""
     for own in optimizer.param_groups:
         for param in own["params"]:
-            found: torch.device = param.device
-            return found
+            device: torch.device = param.device
+            return device
     # This rank has no parameter, but takes part in the collectives of the others.
     return torch.device("cpu") if group is None else communication_device(torch.device("cpu"), group)
 
@@ -137,8 +137,8 @@ class DeviceNorms(Norms):
         return tensor_norms(values, norm_type, None if narrow or math.isinf(norm_type) else torch.float64)
 
     def found_inf(self, read: Sequence[Any]) -> torch.Tensor:
-        found = [nonfinite(norm.total) for norm in read]
-        return found[0] if len(found) == 1 else torch.stack(found).amax()
+        flags = [nonfinite(norm.total) for norm in read]
+        return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
 
     def nonfinite_params(self, gradients: Gradients) -> NonFiniteParams:
         return _NonfiniteParams(list(gradients.read), gradients.parameters.name_of)

@@ -84,7 +84,7 @@ class Plan:
 
         updates: this rank's shards, bfloat16. iterate: of a batch of matrices that have no more rows than columns.
         """
-        found: list[Any] = [None] * len(updates)
+        results: list[Any] = [None] * len(updates)
         for by_owner in self.rounds:
             mine = [self.matrices[place] for place in by_owner[self.rank]]
             held = [[self.matrices[place].shapes[self.rank] for place in places] for places in by_owner]
@@ -105,8 +105,8 @@ class Plan:
             ]
             for places, shards in zip(by_owner, self._exchange(sent, owned, held), strict=True):
                 for place, shard in zip(places, shards, strict=True):
-                    found[place] = shard
-        return found
+                    results[place] = shard
+        return results
 
     def _exchange(
         self,
@@ -273,5 +273,5 @@ def _index(values: torch.Tensor) -> slice | torch.Tensor:
 
 def _chunks(values: torch.Tensor, number: int) -> list[torch.Tensor]:
     """Return the `number` chunks that `torch.chunk` makes, of which it leaves out empty ones."""
-    found = list(values.chunk(number))
-    return found + [values[:0]] * (number - len(found))
+    chunks = list(values.chunk(number))
+    return chunks + [values[:0]] * (number - len(chunks))

@@ -244,12 +244,12 @@ class Gradients:
         return self._find_params() if self._present is None else self._present
 
     def _find_params(self) -> list[torch.Tensor]:
-        found = []
+        params = []
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    found.append(param)
-        return found
+                    params.append(param)
+        return params
 
     def values(self, *, written: bool = False) -> list[torch.Tensor]:
         """The gradients that `step` will use, one for each of `params()`; `written`: to be written to, whole."""

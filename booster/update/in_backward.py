@@ -137,12 +137,12 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
     if loss.grad_fn is None:
         return [loss]
     nodes: dict[Any, None] = {loss.grad_fn: None}
-    waiting, found = [loss.grad_fn], []
+    waiting, leaves = [loss.grad_fn], []
     while waiting:
         node: Any = waiting.pop()
         name = type(node).__name__
         if name == "AccumulateGrad":
-            found.append(node.variable)
+            leaves.append(node.variable)
         elif name == "CheckpointFunctionBackward":
             # Its backward runs another engine inside, in which hooks of this pass would be called before their gradients are
             # complete.
@@ -151,7 +151,7 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
             if after is not None and after not in nodes:
                 nodes[after] = None
                 waiting.append(after)
-    return found
+    return leaves
 
 
 def run_in_backward(

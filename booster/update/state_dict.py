@@ -88,8 +88,8 @@ def numbered(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any])
         state = {name_of.get(key, key): value for key, value in state_dict["state"].items()}
         state_dict = {**state_dict, "state": state, "param_groups": groups}
         keys = list(names)
-    here = _names(update)
-    mine = {name for group in here for name in group}
+    names_here = _names(update)
+    mine = {name for group in names_here for name in group}
     # By name, where the state calls parameters by the names that they have here, or says in `own` which numbers have which
     # names.
     if all(isinstance(key, str) for key in keys) and mine <= set(keys):
@@ -98,7 +98,7 @@ def numbered(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any])
             raise ValueError(
                 f"the optimizer state holds parameters {_few(foreign)}, which this optimizer does not have"
             )
-        return _numbered(_by_name(state_dict, here))
+        return _numbered(_by_name(state_dict, names_here))
     if names is not None:
         lacking = f"lacks {_few(mine - set(keys))}" if mine - set(keys) else "has all"
         raise ValueError(
