@@ -35,9 +35,9 @@ PLUGINS: dict[str, tuple[bool, bool]] = {
     "ddp": (False, False),
     "zero1": (False, True),
     "zero2": (True, True),
-    "fsdp": (True, True),
+    "fsdp": (False, False),
 }
-"""By plugin, whether its ranks shard gradients, and whether they shard states."""
+"""By plugin, whether its ranks shard gradients, and whether they shard states, of those that its passes count whole."""
 _ZERO_BUCKETS = 3  # of unsharded gradients, which ZeRO-2 has at once
 
 
@@ -154,7 +154,6 @@ def estimate(
         }
         batch, cut = shard_batch(batch, size=sp_size, rank=0, zigzag=False, ignore_index=-100, **ways)
     gradient_shards, state_shards = (world_size if sharded else 1 for sharded in PLUGINS[plugin])
-    fully_sharded = plugin == "fsdp"
     device = checked_device(device)
     # A copy, because the device that is estimated for is written into it.
     own = copy.copy(make(precision, "precision"))
@@ -171,7 +170,7 @@ def estimate(
         check_gathers(policy)
     if options is None and own.has_own_update:
         raise ValueError(f"what {type(own).__name__} keeps besides weights is not known to the estimate")
-    if fully_sharded and options is not None and policy.store is None:
+    if plugin == "fsdp" and options is not None and policy.store is None:
         # Float32 shards are the masters. Masters of their own remain where they or the states are kept in another form.
         kept_so = options.states != "fp32" or (options.offload and can_offload(device))
         options = dataclasses.replace(options, master_weights="auto") if kept_so else None
@@ -196,13 +195,12 @@ def estimate(
     if release_gradients:
         # A norm or an overflow is known after a first pass only; the second one steps.
         twice = release_gradients == "exact" and (clips or own.make_scaler().enabled)
-        in_backward = StepsInBackward(twice, step_of)
-    shards = world_size if fully_sharded else None
-    passes = run_passes(model, own, batch, criterion, device, shards, ep_size, cut, in_backward, arrivals_of)
-    divisor = 1 if fully_sharded else state_shards  # shards of `fully_shard` were counted as such
-    sizes = tuple((dtype, -(-n // divisor)) for dtype, n in passes.sizes)
-    step = step_of(sizes) if divisor > 1 else step_of(sizes, shapes=passes.shapes, idle=passes.idle)
-    gradients = passes.gradients // (1 if fully_sharded else gradient_shards)
+        in_backward = StepsInBackward(twice, step_of, arrivals_of)
+    shards = world_size if plugin == "fsdp" else None
+    passes = run_passes(model, own, batch, criterion, device, shards, ep_size, cut, in_backward)
+    sizes = tuple((dtype, -(-n // state_shards)) for dtype, n in passes.sizes)
+    step = step_of(sizes) if state_shards > 1 else step_of(sizes, shapes=passes.shapes, idle=passes.idle)
+    gradients = passes.gradients // gradient_shards
     without_peak = Estimate(
         precision=precision if isinstance(precision, str) else "fp32" if precision is None else type(own).__name__,
         plugin=plugin,

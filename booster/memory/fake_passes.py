@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from booster.common.misuse import where_raised
 from booster.common.torch_internals import tensor_internals
 from booster.memory.measured_memory import StorageTracker, storage_bytes
-from booster.memory.pass_memory import FullySharded, GradientArrivals, Sizes, StepsInBackward
+from booster.memory.pass_memory import FullySharded, Sizes, StepsInBackward
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.configure import wrap_criterion
 from booster.mixed_precision.policy import cast_parameters
@@ -61,7 +61,6 @@ def run_passes(
     ep_size: int,
     cut: SequenceCut | None,
     in_backward: StepsInBackward | None,
-    arrivals_of: Callable[[Sequence[torch.Tensor]], GradientArrivals],
 ) -> Passes:
     """Run `criterion(model(*inputs), target)` and its backward under `precision`, as on `device`, on copies without memory.
 
@@ -69,7 +68,6 @@ def run_passes(
     ep_size: to so many of these experts are dealt.
     cut: how sequences were cut, of which `batch` is a rank's part; None: they are whole.
     in_backward: how parameters are stepped within backward; None: they are not.
-    arrivals_of: when gradients are complete there, if nothing is sharded.
 
     Nothing of the arguments changes. Raises ValueError for a model that does not copy, or reads numbers out of tensors in its
     forward, which have none here.
@@ -113,7 +111,7 @@ def run_passes(
                     if in_backward is None:
                         loss.backward()
                     else:
-                        in_backward.run(loss, sharded or arrivals_of(params), device)
+                        in_backward.run(loss, sharded or in_backward.arrivals_of(params), device)
                 if sharded is not None:
                     sharded.reduce_all()
         except errors as error:

@@ -88,10 +88,12 @@ class StepsInBackward:
     Attributes:
         twice: the graph is gone through for the norm of the gradients before.
         step_of: what stepping parameters of these dtypes and sizes takes.
+        arrivals_of: when gradients of these parameters are complete, where `fully_shard` does not shard them.
     """
 
     twice: bool
     step_of: Callable[[Sizes], StepMemory]
+    arrivals_of: Callable[[Sequence[torch.Tensor]], GradientArrivals]
 
     def run(self, loss: torch.Tensor, arrivals: GradientArrivals, device: torch.device) -> None:
         """Go through the graph of `loss`, on fake tensors, and free each gradient when training would."""
