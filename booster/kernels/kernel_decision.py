@@ -166,6 +166,7 @@ class KernelDecision(DeviceDecision):
         super().__init__(gradients, application)
         self.supported, self._counts_zeros = supported, supported.steps.counts_zeros
         self.steps = supported.steps
+        self._norms: Any = gradients.norms  # a `KernelNorms`
         # Of a backward pass that steps: launches of what is stepped together, and of what is read together, in their order.
         self._parts: list[KernelSteps] = []
         self._readings: list[KernelSteps] = []
@@ -186,7 +187,6 @@ class KernelDecision(DeviceDecision):
     def _launch(self, tables: Tables, bound: float | None) -> tuple[StepResult, Any]:
         """Step what is in `tables`. bound: of a clip that waits for the step."""
         gradients = self.gradients
-        norms: Any = gradients.norms
         scale, pending, seed = gradients.scale, gradients.factor, gradients.loss_scale
         checks, joint, sums, found_in = gradients.checks, gradients.joint, None, None
         fresh: KernelReading | None = None
@@ -195,13 +195,13 @@ class KernelDecision(DeviceDecision):
             last = gradients.read[-1] if len(gradients.read) == 1 and bound is None else None
             fresh = last if isinstance(last, KernelReading) and last.current_scale is scale else None
             if fresh is None and (bound is not None or not gradients.read):
-                gradients.read.append(fresh := norms.read_tables(tables, scale))
+                gradients.read.append(fresh := self._norms.read_tables(tables, scale))
             sums = None if fresh is None else fresh.sums
             if not alone or (gradients.group is not None and not self.supported.sharded):
                 found_in = self.agreed()  # others decide with us, so the launch is given their word
             elif gradients.read != [fresh]:
                 found_in = gradients.found_inf()
-        scaler, zeros = gradients.scaler, norms.zeros(tables, fresh) if self._counts_zeros else None
+        scaler, zeros = gradients.scaler, self._norms.zeros(tables, fresh) if self._counts_zeros else None
         inputs = DecisionInputs(sums, zeros, found_in, scale, pending, seed, bound)
         out = self.steps.run(tables, self.supported, scaler, inputs, checks=checks)
         single, numbers = out.view(torch.float32), out.view(torch.float64)
@@ -249,15 +249,14 @@ class KernelDecision(DeviceDecision):
 
     def read_along(self, params: list[torch.Tensor]) -> KernelReading | TorchReading:
         """Read the gradients of `params`, by which the parts that follow are stepped or not."""
-        norms: Any = self.gradients.norms
         readings = self._launches(self._readings, self._num_readings, only_reads=True)
         self._num_readings += 1
         tables = self.supported.reading_tables(readings, params) if params else None
         if tables is None:
-            reading = norms.read_by_torch(params)
+            reading = self._norms.read_by_torch(params)
         else:
             with current(tables.device):
-                reading = norms.read_tables(tables, self.gradients.scale)
+                reading = self._norms.read_tables(tables, self.gradients.scale)
         self._sums_along.append(reading.sums)
         if reading.zeros is not None:
             self._zeros_along.append(reading.zeros)
@@ -268,11 +267,10 @@ class KernelDecision(DeviceDecision):
         steps = self._launches(self._parts, self._num_parts, only_reads=False)
         self._num_parts += 1
         tables, gradients = self.supported.partial_tables(steps, list(params)), self.gradients
-        norms: Any = gradients.norms
         counts = self._counts_zeros and not self._num_readings  # else those that read have counted
         if tables is None:
             if counts:
-                self._zeros_along.append(norms.zeros_by_torch(params))
+                self._zeros_along.append(self._norms.zeros_by_torch(params))
             return False
         found_inf, sums = gradients.joint.found_inf, None
         if not isinstance(found_inf, torch.Tensor):
@@ -282,7 +280,7 @@ class KernelDecision(DeviceDecision):
         checks = found_inf is not None or sums is not None
         with current(tables.device):
             if counts:
-                self._zeros_along.append(norms.zeros(tables, None))
+                self._zeros_along.append(self._norms.zeros(tables, None))
             inputs = DecisionInputs(sums, None, found_inf, gradients.scale, gradients.factor)
             out = steps.run(tables, self.supported, UNSCALED, inputs, checks=checks, is_part=True)
         if sums is not None:
@@ -305,9 +303,8 @@ class KernelDecision(DeviceDecision):
     def zeros_in(self, params: list[torch.Tensor]) -> torch.Tensor | None:
         if not self._counts_zeros:
             return None
-        norms: Any = self.gradients.norms
         if not self._made_in_backward:
-            return norms.zeros_by_torch(params).sum()
+            return self._norms.zeros_by_torch(params).sum()
         zeros = self._zeros_along
         return None if not zeros else zeros[0].sum() if len(zeros) == 1 else torch.cat(zeros).sum()
 

@@ -445,6 +445,7 @@ class InBackwardPass:
         self.in_backward.uncounted = bool(self._seen) or self._num_stepped > 0
         for param in self.params:
             self._shards.drop_gradient(param)
+        self.gradients.strays.params.clear()  # of two passes the second was ours too
         if self.in_backward.mode == "previous_norm" and self.gradients.norm is not None:
             self._keep_norm(self.gradients.norm)
 

@@ -309,6 +309,12 @@ def test_gradients_are_gone_when_backward_returns_and_step_counts_the_step(preci
     assert run.optimizer.progress == 1
 
 
+def test_the_second_of_two_passes_is_none_of_others_so_that_no_scale_is_read_for_it():
+    run = Run("exact", "fp16")
+    run.booster.backward(run.loss(), run.optimizer)
+    assert not run.optimizer._update.gradients.strays.params
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 def test_a_parameter_is_stepped_before_the_gradients_below_it_are_computed(precision, half_steps):
     run = Run("exact", precision)
