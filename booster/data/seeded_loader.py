@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -111,12 +111,12 @@ class RemainingBatches:
         sampler: Any = self._batches.sampler
         batch_size, drop_last = self._batches.batch_size, self._batches.drop_last
         replicas, rank = getattr(sampler, "num_replicas", 1), getattr(sampler, "rank", 0)
-        rest = list(order)[consumed:]
+        rest = list(order[consumed:])
         if rest and len(rest) % replicas:
             if drop_last:
                 rest = rest[: len(rest) // replicas * replicas]
-            else:  # repeated, as DistributedSampler does, so that all ranks have equally many
-                rest += [rest[index % len(rest)] for index in range(replicas - len(rest) % replicas)]
+            else:  # the epoch's first ones again, as DistributedSampler does, so that all ranks have equally many
+                rest += islice(cycle(order), replicas - len(rest) % replicas)
         own = iter(rest[rank::replicas])
         while batch := list(islice(own, batch_size)):
             if len(batch) == batch_size or not drop_last:

@@ -27,14 +27,15 @@ def loader_of(world_size, size, drop_last):
 
 
 def before(rank, world_size, cases, root):
-    """For each case what this rank saw of the second epoch up to the save, in a folder of the case's."""
+    """For each case what this rank saw of the second epoch up to the save, in a folder of the case's, and after it."""
     seen = []
     for index, (size, drop_last) in enumerate(cases):
         booster, *parts, loader = loader_of(world_size, size, drop_last)
         list(loader)
         batches = iter(loader)
-        seen.append([int(x) for _ in range(SEEN) for x in next(batches)[0]])
+        early = [int(x) for _ in range(SEEN) for x in next(batches)[0]]
         booster.save(f"{root}/{index}", parts[0], parts[1], None, loader)
+        seen.append([early, [int(x) for batch in batches for x in batch[0]]])
     return seen
 
 
@@ -68,20 +69,27 @@ def test_every_sample_is_seen_once(run_on_ranks, tmp_path, source, target, cases
 
     first, second = on(before, source), on(after, target)
     for index, (size, drop_last) in enumerate(cases):
-        seen = [x for rank in first for x in rank[index]]
+        seen = [x for rank in first for x in rank[index][0]]
         rest = [x for rank in second for x in rank[index][0]]
         assert len(seen) == len(set(seen)) == source * SEEN * BATCH
-        assert not set(seen) & set(rest), "seen twice"
         left = size - len(seen)
         if drop_last:
+            assert not set(seen) & set(rest), "seen twice"
             assert len(rest) == len(set(rest)) == left // (target * BATCH) * target * BATCH
         else:
             assert set(seen) | set(rest) == set(range(size)), "never seen"
             # As in any epoch, some are repeated so that ranks have equally many.
             assert len(rest) == -(-left // target) * target
-            assert sum(count - 1 for count in Counter(rest).values()) == -left % target
+            assert sum(count - 1 for count in Counter(seen + rest).values()) == -left % target
         whole = Counter(x for rank in second for x in rank[index][1])
         assert len(whole) == (size if not drop_last else size // target // BATCH * BATCH * target)
+
+
+def test_the_same_ranks_repeat_at_the_end_what_they_repeat_without_a_break(ranks2, tmp_path):
+    cases = [(41, False), (47, False)]
+    first, second = (ranks2(function, cases, str(tmp_path)) for function in (before, after))
+    for index in range(len(cases)):
+        assert [rank[index][0] for rank in second] == [rank[index][1] for rank in first]
 
 
 OWN = list(
