@@ -334,7 +334,7 @@ def kernel_update(
     # Half weights are stepped by their masters, so that what kernels know differs.
     supported: SupportedParams
     if isinstance(application, MasterApplication):
-        supported = SupportedMasters(context, rule, application.whole, counts_zeros=counts_zeros)
+        supported = SupportedMasters(context, rule, application.master_step, counts_zeros=counts_zeros)
     else:
         supported = SupportedParams(context, rule, counts_zeros=counts_zeros)
     gradients = DeviceGradients(context, KernelNorms(context, supported))

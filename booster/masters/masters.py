@@ -252,31 +252,7 @@ class Masters:
         old: Sequence[Bucket] = (),
     ) -> list[Bucket]:
         """Make the buckets. `states` and `sources` are emptied on the way: no more than a bucket of them is there twice."""
-        # A bucket is at most a share of all elements, and so is the float32 scratch of a step.
-        total = sum(p.numel() for params in groups for p in params) + sum(b.size for b in self.buckets)
-        laid: list[tuple[int, list[Piece], bool, HostMemory | None]] = []
-        for index, params in enumerate(groups):
-            alike: dict[Any, list[torch.Tensor]] = {}
-            for param in params:
-                if not is_dtensor(param) and not is_dense(param):  # torch leaves no gaps in shards of DTensors
-                    param.data = param.detach().clone(memory_format=torch.contiguous_format)
-                whole = not lies_flat(self.optimizer) or param.dim() == 0
-                # One flat handle has one step count: parameters with other histories get buckets of their own.
-                kept = () if whole else signature(param, states.get(param))
-                alike.setdefault((param.device, param.dtype, whole, kept), []).append(param)
-                self.layouts[param] = torch.empty_strided(
-                    param.shape, param.stride(), dtype=torch.float32, device="meta"
-                )
-            for (device, _, whole, _), several in alike.items():
-                host = None if whole else self._host(device)
-                packed = self.quantizer is not None or host is not None
-                size = bucket_size(total, device, compiled=self._compiled, packed=packed, released=self.released)
-                size = total if self.granularity == "whole" else size
-                if self.granularity != "elementwise" or whole:
-                    divided = _packed(several, size)
-                else:
-                    divided = _laid(cut_apart if self.released else cut, several, size)
-                laid += [(index, pieces, whole, host) for pieces in divided]
+        laid = self._lay(groups, states)
         last = {piece.param: place for place, (_, pieces, _, _) in enumerate(laid) for piece in pieces}
         buckets = []
         if len(old) != len(laid) or not all(one.is_laid(*each[:3]) for one, each in zip(old, laid, strict=True)):
@@ -307,6 +283,40 @@ class Masters:
                     states.pop(param, None)
                     sources.pop(param, None)
         return buckets
+
+    def _lay(
+        self, groups: list[list[torch.Tensor]], states: Mapping[Any, State]
+    ) -> list[tuple[int, list[Piece], bool, HostMemory | None]]:
+        """Cut `groups` into buckets, and note how parameters lie in memory.
+
+        Returns of each bucket its group, its pieces, whether they are whole, and the host's memory of its states.
+        """
+        # A bucket is at most a share of all elements, and so is the float32 scratch of a step.
+        total = sum(p.numel() for params in groups for p in params) + sum(b.size for b in self.buckets)
+        laid: list[tuple[int, list[Piece], bool, HostMemory | None]] = []
+        for index, params in enumerate(groups):
+            alike: dict[Any, list[torch.Tensor]] = {}
+            for param in params:
+                if not is_dtensor(param) and not is_dense(param):  # torch leaves no gaps in shards of DTensors
+                    param.data = param.detach().clone(memory_format=torch.contiguous_format)
+                whole = not lies_flat(self.optimizer) or param.dim() == 0
+                # One flat handle has one step count: parameters with other histories get buckets of their own.
+                kept = () if whole else signature(param, states.get(param))
+                alike.setdefault((param.device, param.dtype, whole, kept), []).append(param)
+                self.layouts[param] = torch.empty_strided(
+                    param.shape, param.stride(), dtype=torch.float32, device="meta"
+                )
+            for (device, _, whole, _), several in alike.items():
+                host = None if whole else self._host(device)
+                packed = self.quantizer is not None or host is not None
+                size = bucket_size(total, device, compiled=self._compiled, packed=packed, released=self.released)
+                size = total if self.granularity == "whole" else size
+                if self.granularity != "elementwise" or whole:
+                    divided = _packed(several, size)
+                else:
+                    divided = _laid(cut_apart if self.released else cut, several, size)
+                laid += [(index, pieces, whole, host) for pieces in divided]
+        return laid
 
     def _format(self, dtype: torch.dtype) -> Format:
         if dtype not in self.formats:

@@ -38,12 +38,12 @@ class MasterGradualStep(GradualStep):
 
     def __init__(self, step: MasterStep, shards: Shards) -> None:
         super().__init__(step.masters.optimizer, shards)
-        self._whole = step
+        self._master_step = step
         self._buckets: dict[torch.Tensor, list[Bucket]] = {}
 
     def units(self) -> list[list[torch.Tensor]]:
-        self._whole.refresh_params()
-        masters = self._whole.masters
+        self._master_step.refresh_params()
+        masters = self._master_step.masters
         self._refresh_buckets()
         # A bucket has one parameter, or several that are in no other.
         # A parameter that is cut over several buckets is stepped with all of them.
@@ -53,25 +53,25 @@ class MasterGradualStep(GradualStep):
     def prepare(self) -> None:
         super().prepare()
         # Once for all parts of a step, so that rounding draws what a step at once would.
-        self._whole.masters.rng.next()
+        self._master_step.masters.rng.next()
 
     def _step(self, params: Sequence[torch.Tensor], grad_scale: float) -> None:
         buckets = list({bucket: None for param in params for bucket in self._buckets.get(param, ())})
-        self._whole.refuse_sparse(buckets)
+        self._master_step.refuse_sparse(buckets)
         plain: list[list[torch.Tensor]] = [[] for _ in self._restricted]
         for param in params:
             if param not in self._buckets:
                 plain[self._place[param][0]].append(param)
-        self._whole.check_plain(plain)
-        self._whole.step_those(buckets, plain, StepScalars(grad_scale), self._restricted)
+        self._master_step.check_plain(plain)
+        self._master_step.step_those(buckets, plain, StepScalars(grad_scale), self._restricted)
 
     def rest(self, params: Sequence[torch.Tensor]) -> None:
-        self._whole.masters.divide_by_gradients()
+        self._master_step.masters.divide_by_gradients()
         self._refresh_buckets()
 
     def _refresh_buckets(self) -> None:
         self._buckets = {}
-        for bucket in self._whole.masters.buckets:
+        for bucket in self._master_step.masters.buckets:
             for param in bucket.params:
                 self._buckets.setdefault(param, []).append(bucket)
 
@@ -91,22 +91,22 @@ class MasterApplication(Application):
         super().__init__(context)
         self.masters = masters
         self.compiled = compiled
-        self.whole = CompiledMasterStep(masters) if compiled else MasterStep(masters)
+        self.master_step = CompiledMasterStep(masters) if compiled else MasterStep(masters)
 
     def step(self, gradients: Gradients, params: list[torch.Tensor], scalars: StepScalars) -> bool:
         if not self._keeps_any():
             return super().step(gradients, params, scalars)
-        self.whole.step(scalars)
+        self.master_step.step(scalars)
         return False
 
     def step_on_device(self, gradients: Gradients, params: list[torch.Tensor], scalars: StepScalars) -> bool:
         if not self._keeps_any():
             return super().step_on_device(gradients, params, scalars)
         if scalars.found_inf is None or not self.must_know(gradients, scalars):
-            self.whole.step(scalars)
+            self.master_step.step(scalars)
         # The host has to know here, as for sparse gradients: it waits, and steps or does not.
         elif not bool(scalars.found_inf):
-            self.whole.step(StepScalars(scalars.number))
+            self.master_step.step(StepScalars(scalars.number))
         return False
 
     def step_with_closure(self, gradients: Gradients, closure: Callable[[], Any]) -> tuple[Any, Any]:
@@ -118,13 +118,13 @@ class MasterApplication(Application):
             gradients.carry(grad_scale)
             return float(grad_scale)
 
-        return self.whole.step_with_closure(closure, current_grad_scale), grad_scale
+        return self.master_step.step_with_closure(closure, current_grad_scale), grad_scale
 
     def call(self, gradients: Gradients | None, method: Callable[[], Any], *, keep: bool = True) -> tuple[Any, bool]:
         if not self._keeps_any():
             return super().call(gradients, method, keep=keep)
         if gradients is None:
-            return self.whole.call(method, None)
+            return self.master_step.call(method, None)
         # apex's O2 adds float32 gradients up elsewhere; a method would find `.grad` of the last pass alone.
         if self.masters.gradient_of is not own_gradient:
             raise RuntimeError(
@@ -132,15 +132,15 @@ class MasterApplication(Application):
                 "precision keeps sums of gradients out of .grad, which it would not see; use mixed_precision='bf16_naive' or "
                 "'bf16', or call it after step() and zero_grad()"
             )
-        return self.whole.call(method, float(gradients.grad_scale), keep=keep)
+        return self.master_step.call(method, float(gradients.grad_scale), keep=keep)
 
     def gradual(self, gradients: Gradients) -> GradualStep | None:
-        return MasterGradualStep(self.whole, self.shards) if self._keeps_any() else super().gradual(gradients)
+        return MasterGradualStep(self.master_step, self.shards) if self._keeps_any() else super().gradual(gradients)
 
     def must_know(self, gradients: Gradients, scalars: StepScalars) -> bool:
         if super().must_know(gradients, scalars):
             return True
-        plain = [param for params in self.whole.plain() for param in params if param.grad is not None]
+        plain = [param for params in self.master_step.plain() for param in params if param.grad is not None]
         # Of which kernels take none.
         return any(param.grad.is_sparse or not is_dense(param) for param in plain)  # type: ignore[union-attr]
 
@@ -150,7 +150,7 @@ class MasterApplication(Application):
         groups, optimizer = self.optimizer.param_groups, self.optimizer
         if honours_grad_scale(optimizer) and not any(group.get("momentum") for group in groups):
             return False
-        self.whole.prepare()  # divides buckets, and makes those of new parameters
+        self.master_step.prepare()  # divides buckets, and makes those of new parameters
         masters = self.masters
         stepped = [b for b in masters.buckets if masters.gradient_of(b.params[0]) is not None]
         held: list[Any] = [(groups[bucket.group], handle) for bucket in stepped for handle in bucket.handles]

@@ -233,7 +233,7 @@ def test_equal_buckets_share_a_graph_and_a_schedule_compiles_nothing(compiler, c
         run.inner.param_groups[0]["lr"] = 0.01 / (step + 1)
         run.train(1)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-    assert len(run.optimizer._update.decision.application.whole._kernels) == 2
+    assert len(run.optimizer._update.decision.application.master_step._kernels) == 2
     assert len(calls) == 13 * 5
 
 
@@ -299,7 +299,7 @@ def test_what_cannot_be_compiled_says_so_in_one_warning(make, options, reason, c
         _, optimizer, *_ = b.boost(model, make(model.parameters()))
     assert len(caplog.records) == 1
     assert reason in caplog.text
-    assert not isinstance(optimizer._update.decision.application.whole, CompiledMasterStep)
+    assert not isinstance(optimizer._update.decision.application.master_step, CompiledMasterStep)
 
 
 def test_boost_compiles_an_elementwise_optimizer(compiler, calls):
