@@ -296,6 +296,22 @@ def test_a_backward_that_raises_leaves_the_gradients_of_before(level):
     assert optimizer.step()
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_are_not_zeroed_go_on_adding_up_without_the_clip_twice(level):
+    booster, plain, model, optimizer = boosted_pair(level)
+    booster.backward(loss_of(model, 0), optimizer)
+    optimizer.clip_grad_by_norm(1.0)
+    optimizer.step()
+    kept = plain.norm.bias.grad.clone()  # a float32 parameter at both levels; a step leaves its gradient
+    booster.backward(loss_of(model, 0), optimizer)
+    expected = Layers(0).eval()
+    loss_of(expected, 0).backward()
+    nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+    first = expected.norm.bias.grad.clone()
+    torch.testing.assert_close(plain.norm.bias.grad, first + torch.full((4,), 1.0), rtol=1e-3, atol=1e-3)
+    assert kept.shape == first.shape
+
+
 def test_a_closure_runs_where_apex_lets_it():
     booster, plain, model, optimizer = boosted_pair("O1")
 

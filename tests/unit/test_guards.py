@@ -325,6 +325,19 @@ def test_scaled_gradients_that_somebody_else_changes_are_told_once(caplog, preci
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16_naive"])
+@pytest.mark.parametrize("then", ["step", "clip_grad_by_norm", "clip_grad_by_value", "unscale_grads", "backward"])
+def test_a_plain_backward_after_a_scaled_one_is_refused_by_what_comes_next(precision, then):
+    b, model, optimizer, _, _, x = run(precision)
+    b.backward(model(x).square().mean(), optimizer)
+    model(x).square().mean().backward()
+    with pytest.raises(RuntimeError, match="has a part of a bare loss.backward"):
+        if then == "backward":
+            b.backward(model(x).square().mean(), optimizer)
+        else:
+            getattr(optimizer, then)(*[100.0] * then.startswith("clip"))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16_naive"])
 def test_scaled_gradients_that_are_set_to_zero_are_not_told(caplog, precision):
     b, model, optimizer, _, _, x = run(precision)
     for _ in range(2):
