@@ -237,6 +237,27 @@ def test_modules_that_travel_alone_and_are_used_on_some_ranks_are_named_before_a
     assert ranks2(named_before_reducing, plugin, both) == [True, True]
 
 
+def named_in_evaluation(rank, world_size, plugin):
+    booster = Booster("cpu", "fp32", TorchFSDPPlugin(wrap_policy="experts.*", **plugin))
+    model = Apart()
+    right = model.experts[1](model.inp(torch.ones(ROWS, WIDTH))).detach()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    for _ in range(5):  # more than the first passes, in which ranks compare each gather
+        booster.backward(model(torch.ones(ROWS, WIDTH), 0, True).sum(), optimizer)
+        optimizer.step(), optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match=r"some go through 'experts\.0', 'experts\.1' now"):
+            model(torch.ones(ROWS, WIDTH), rank, False)
+        torch.testing.assert_close(model(torch.ones(ROWS, WIDTH), 1, False), right)
+    return True
+
+
+@pytest.mark.parametrize("plugin", [{}, {"reshard_after_forward": False}], ids=str)
+def test_modules_that_some_ranks_alone_evaluate_are_named(ranks2, plugin):
+    assert ranks2(named_in_evaluation, plugin) == [True, True]
+
+
 class Empty(nn.Module):
     def __init__(self, shape):
         super().__init__()

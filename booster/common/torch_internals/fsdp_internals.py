@@ -142,16 +142,19 @@ def unsharded_versions(params: Sequence[Any]) -> list[int]:
     return list(map(_VERSION_OF_WHOLE, params))
 
 
-def run_hooks_outside_modes(module: nn.Module, group: Any, note: Callable[..., Any]) -> None:
+def run_hooks_outside_modes(
+    module: nn.Module, group: Any, note: Callable[..., Any], note_gather: Callable[[], Any]
+) -> None:
     """Let the hooks around the forward of `module`, to which `fully_shard` was just applied, run in no torch function mode.
 
     They gather and free.
     group: has `compare()`, called before what was gathered is freed, whenever `always`, or where the whole parameters of its
     `params` were written in place since they had `versions`.
     note: of arguments, and what torch makes of them, returns what brings writes into containers back: a function, or none.
+    note_gather: called before torch gathers for what no backward pass follows.
     """
     (state,) = fsdp_states([module])
-    around = _AroundForward(state, group, note)
+    around = _AroundForward(state, group, note, note_gather)
     for hooks, run in ((module._forward_pre_hooks, around.before), (module._forward_hooks, around.after)):
         for key, hook in hooks.items():
             inner: Any = hook  # of several modules it is wrapped
@@ -166,8 +169,8 @@ class _AroundForward:
 
     # A mode that sees what a user's forward calls need not see each of the some hundred functions that a group takes for that.
     # Nor does it run in `torch.inference_mode`: what is gathered into stays, for training too.
-    def __init__(self, state: Any, group: Any, note: Callable[..., Any]) -> None:
-        self._state, self._group, self._note = state, group, note
+    def __init__(self, state: Any, group: Any, note: Callable[..., Any], note_gather: Callable[[], Any]) -> None:
+        self._state, self._group, self._note, self._note_gather = state, group, note, note_gather
         self._groups, self._states = groups_of(state), type(state._training_state)
         self._brings_back: list[Any] = []
 
@@ -177,6 +180,11 @@ class _AroundForward:
         done = self._state._training_state is self._states.PRE_BACKWARD
         if done and all(group._training_state is self._states.POST_BACKWARD for group in self._groups):
             self._state._training_state = self._states.IDLE
+        # Inputs with gradients are of reentrant checkpointing, which computes again within backward.
+        if not (torch.is_grad_enabled() or all(group.is_unsharded for group in self._groups)) and not any(
+            isinstance(each, torch.Tensor) and each.requires_grad for each in args
+        ):
+            self._note_gather()
         with without_function_modes(), outside_inference():
             made = hook(module, args, kwargs)
             # Torch puts what requires gradients into new containers; no call where all are tensors.

@@ -140,7 +140,7 @@ def shard_module(
         gathered_group = written.add_group(group.modules)
         hold_modules_weakly(group.modules)
         for child in group.modules:
-            run_hooks_outside_modes(child, gathered_group, noted_writes)
+            run_hooks_outside_modes(child, gathered_group, noted_writes, counted.note_gather)
             if weakly and not group.pinned and child is not model:
                 # fully_shard hands on inputs as new tensors, which are not weak any more.
                 child.register_forward_pre_hook(cast_weak_inputs(policy.param), with_kwargs=True, prepend=True)  # type: ignore[arg-type]

@@ -73,6 +73,10 @@ class _Group:
         if reduces(self.own):
             self._owner.before_group(self)
 
+    def note_gather(self) -> None:
+        """Torch is about to gather the group for what no backward pass follows."""
+        self._owner.gathers.append(self.index)
+
     def before_gather(self, module: nn.Module, args: Any) -> None:
         if self.own is not None and graph_task() == -1:  # what is computed again within backward is gathered
             self._owner.compare_gathers(self)
@@ -103,8 +107,9 @@ class UnusedParameters:
     in one small collective, which parameters had a gradient on any; what no rank used gets none. They agree before each group
     instead, in a collective each, in the first passes, and from then on that a rank reduces groups in another order than in
     its pass before, or that a hook of `register_post_accumulate_grad_hook` would see zeros. In the first passes ranks compare
-    what they gather too. RuntimeError where they gather or reduce different groups: on all ranks; on a GPU, after the first
-    passes, on those that lack a gradient, which alone wait for it.
+    what they gather too, and in all later ones what they gather without gradients, as in evaluation: one more collective at
+    the end of such a pass, for which a GPU waits. RuntimeError where they gather or reduce different groups: on all ranks; of
+    gradients on a GPU, after the first passes, on those that lack one, which alone wait for it.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, device: torch.device, written: ForwardWrites) -> None:
@@ -112,6 +117,8 @@ class UnusedParameters:
         self._model = weakref.ref(model)
         self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
         self._ranks = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+        self._shards = mesh.get_group(mesh.ndim - 1) if mesh.size(mesh.ndim - 1) > 1 else None
+        self.gathers: list[int] = []  # of this forward pass, those without gradients, by index
         self._device = device
         self._groups: list[weakref.ref[_Group]] = []  # hooks of their modules hold them, and they hold this
         self._num_params = 0
@@ -155,6 +162,7 @@ class UnusedParameters:
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._under_way = False  # if a backward pass raised
+        gathers, self.gathers = self.gathers, []
         if output is None:  # this one raised
             for each in self._alive():
                 each.called = False
@@ -168,6 +176,14 @@ class UnusedParameters:
             if not self.passes_left:
                 for hook in self._compare_hooks:
                     hook.remove()
+        elif gathers and self._shards is not None:
+            places = bytearray(len(self._groups))
+            for number, index in enumerate(gathers):
+                places[index] = number % 254 + 1
+            with torch.no_grad(), without_function_modes():
+                flags = torch.frombuffer(places + places.translate(_FROM_255), dtype=torch.uint8).to(self._device)
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._shards)
+                self._check(flags.tolist())
 
     def start_pass(self, grad: torch.Tensor) -> None:
         """A backward pass has come to outputs of a module that was sharded."""
