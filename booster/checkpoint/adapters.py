@@ -48,7 +48,10 @@ def check_merges(model: nn.Module) -> None:
 
 
 def save_adapters(model: ModelWrapper, folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Write the adapters of `model` into `folder`, as peft does; a collective."""
+    """Write the adapters of `model` into `folder`, as peft does; a collective.
+
+    Raises ValueError where a parameter that trains is in none of the files.
+    """
     own: Any = bare(model.module)
     if not hasattr(own, "peft_config"):
         raise ValueError(
@@ -58,7 +61,6 @@ def save_adapters(model: ModelWrapper, folder: Path, group: dist.ProcessGroup | 
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     with agreed(group):
         kept = {adapter: _asked_of_peft(own, state, adapter) for adapter in own.peft_config}
-        # Raises ValueError where a parameter that trains is in none of the files.
         _refuse_what_is_left_out(own, state, kept, partial=getattr(model.module, "is_partial", False))
     # Whether a vocabulary has grown peft may ask the hub, which may answer one rank alone: none waits for what another lacks.
     names = gather({adapter: list(tensors) for adapter, tensors in kept.items()}, group)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from booster.checkpoint.folder import sync_folder
-from booster.checkpoint.manifest import SAFETENSORS_DTYPES, Chunk, File, Manifest, Tensor
+from booster.checkpoint.manifest import SAFETENSORS_DTYPES, Chunk, File, Tensor
 from booster.checkpoint.tensor_file import write_tensors
 from booster.shards.base import FlatShard
 
@@ -45,17 +44,14 @@ class ManifestWriter(StorageWriter):
 
     Attributes:
         staging: the folder.
-        manifest: what was written, after `dcp.save`, on the coordinator alone; not written yet.
-        other_files: what this rank has written into `staging` by itself, which is collected too.
+        files: what this rank has written into `staging`; after `dcp.save`, on the coordinator, what all ranks have.
+        tensors: after `dcp.save`, on the coordinator, where each is.
     """
 
-    def __init__(
-        self, staging: Path, *, make_manifest: Callable[[dict[str, File], dict[str, Tensor]], Manifest]
-    ) -> None:
+    def __init__(self, staging: Path) -> None:
         self.staging = staging
-        self.manifest: Manifest | None = None
-        self._make_manifest = make_manifest
-        self.other_files: dict[str, File] = {}
+        self.files: dict[str, File] = {}
+        self.tensors: dict[str, Tensor] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept from one save to the next: a writer serves one."""
@@ -80,7 +76,6 @@ class ManifestWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's shard of every tensor that the plan gave it."""
-        files = dict(self.other_files)
         entries: dict[str, WriteItem] = {}
         forms: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for item in plan.items:
@@ -91,32 +86,32 @@ class ManifestWriter(StorageWriter):
         if entries:
             path = self.staging / plan.storage_data
             resolve: Any = planner.resolve_data
-            files[plan.storage_data] = write_tensors(path, forms, lambda key: resolve(entries[key]))
+            self.files[plan.storage_data] = write_tensors(path, forms, lambda key: resolve(entries[key]))
         # On a network file system each host syncs the names that it made.
         sync_folder(self.staging)
-        results = [WriteResult(item.index, 0, _Entry(plan.storage_data, key, files)) for key, item in entries.items()]
+        results = [
+            WriteResult(item.index, 0, _Entry(plan.storage_data, key, self.files)) for key, item in entries.items()
+        ]
         # A rank without tensors still reports which files it wrote.
-        results = results or [WriteResult(MetadataIndex(""), 0, _Entry("", "", files))]
+        results = results or [WriteResult(MetadataIndex(""), 0, _Entry("", "", self.files))]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: put together what all ranks wrote."""
-        files: dict[str, File] = {}
         where: dict[MetadataIndex, _Entry] = {}
         for result in (result for of_rank in results for result in of_rank):
-            files.update(result.storage_data.files)
+            self.files |= result.storage_data.files
             where[result.index] = result.storage_data
-        tensors = {}
         for name, data in metadata.state_dict_metadata.items():
             assert isinstance(data, TensorStorageMetadata)  # prepare_local_plan lets nothing else pass
             chunks = []
             for index, chunk in enumerate(data.chunks):
                 entry = where[MetadataIndex(name, chunk.offsets, index)]
                 chunks.append(Chunk(entry.file, entry.key, tuple(chunk.offsets), tuple(chunk.sizes)))
-            tensors[name] = Tensor(str(data.properties.dtype).removeprefix("torch."), tuple(data.size), tuple(chunks))
-        self.manifest = self._make_manifest(files, tensors)
+            dtype = str(data.properties.dtype).removeprefix("torch.")
+            self.tensors[name] = Tensor(dtype, tuple(data.size), tuple(chunks))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

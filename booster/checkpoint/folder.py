@@ -248,15 +248,15 @@ def staging_folder(final: Path, lock: Lock) -> Path:
 
 
 def publish(staging: Path, final: Path, lock: Lock) -> None:
-    """Give a finished `staging` folder its name, in place of an older checkpoint of that name."""
-    # Every file in it must have been synced.
+    """Give a finished `staging` folder, of which every file was synced, its name, in place of an older checkpoint of that name.
+
+    When this returns, the checkpoint survives a loss of power. Raises CheckpointError if something else than a checkpoint bears
+    the name, and if `staging` is not whole or not the writer's; the old one then has its name.
+    """
     replaced = _replaced(final)
-    # When this returns, the checkpoint survives a loss of power.
     sync_folder(staging)
     lock.check()
     if missing := missing_of(staging):
-        # Raises CheckpointError if something else than a checkpoint bears the name, and if `staging` is not whole or not the
-        # writer's.
         raise CheckpointError(f"{staging} lacks what was written of {missing}: something else has changed it")
     if final.exists():
         if not (final / MANIFEST).exists() and final.exists():
@@ -268,7 +268,6 @@ def publish(staging: Path, final: Path, lock: Lock) -> None:
             final.rename(replaced)
     try:
         staging.rename(final)
-    # The old one gets its name back.
     except OSError:
         if replaced.exists():
             replaced.rename(final)
@@ -300,13 +299,14 @@ def checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """Return the folder of the newest valid checkpoint in `root`, or None if there is none."""
+    """Return the folder of the newest valid checkpoint in `root`, or None if there is none.
+
+    Every byte is read and compared with its hash; what is damaged is named in a WARNING and passed over.
+    """
     for _, path in checkpoints(Path(root)):
-        # Every byte is read and compared with its hash.
         bad = damage(path)
         if not bad:
             return path
-        # What is damaged is named in a WARNING and passed over.
         _logger.warning("checkpoint %s is passed over: %s", path, printable("; ".join(bad)))
     return None
 
@@ -361,8 +361,7 @@ def remove(folder: Path) -> None:
         folder.rename(doomed)
     except FileNotFoundError:
         return  # another job was first
-    # Nothing is lost, and the next save tries again.
-    except OSError as error:
+    except OSError as error:  # nothing is lost, and the next save tries again
         _logger.warning("the old checkpoint %s could not be removed: %s", folder, error)
         return
     _remove_tree(doomed, "the old checkpoint %s could not be removed: %s", folder)
@@ -386,9 +385,8 @@ def clear_unfinished(root: Path, own: str) -> None:
     for path in paths:
         unfinished = _UNFINISHED.fullmatch(path.name)
         if unfinished is not None and unfinished[2] not in alive:
-            holder = read_lock(
-                lock_of(root / unfinished[1])
-            )  # its lock was made before it, but the listing may have missed it
+            # Its lock was made before it, but the listing may have missed it.
+            holder = read_lock(lock_of(root / unfinished[1]))
             if holder is None or holder.nonce != unfinished[2]:
                 _remove_tree(path, _LEFT, path)
         elif path.name.endswith(_REPLACED):

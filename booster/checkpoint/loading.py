@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from booster.checkpoint import parts
 from booster.checkpoint.folder import checkpoints, damage, manifest_now, standing
-from booster.checkpoint.manifest import MANIFEST, CheckpointError, Chunk, Tensor, agreed, dtype_of, is_first, new_hash
+from booster.checkpoint.manifest import MANIFEST, CheckpointError, agreed, dtype_of, is_first, new_hash
 from booster.checkpoint.objects import Loaded, Objects, load_module, named, read_by_torch
 from booster.checkpoint.parts.part import LoadContext
 from booster.checkpoint.parts.run_objects import extra_of
 from booster.checkpoint.saved_checkpoint import SavedCheckpoint
 from booster.checkpoint.state_tree import OWN, mark_written
-from booster.checkpoint.tensor_file import entries_of, entry_of
+from booster.checkpoint.tensor_file import Headers
 from booster.checkpoint.tensor_reader import read_entries
 from booster.checkpoint.weight_files import FittedWeights, check_unchanged, half_read, weights_for
 from booster.common.arguments import listed
@@ -68,19 +68,15 @@ def check_loads(folder: Path, objects: Objects | None, rank: int) -> None:
         saved = SavedCheckpoint(folder, rehearsed=True)
         # One rank is enough: files are the same for all, and headers are small.
         if rank == 0:
-            by_file: dict[str, list[tuple[Chunk, Tensor]]] = {}
+            headers = Headers(folder)
             for tensor in saved.manifest.tensors.values():
                 for chunk in tensor.chunks:
-                    by_file.setdefault(chunk.file, []).append((chunk, tensor))
-            for name, chunks in by_file.items():
-                entries = entries_of(folder / name)
-                for chunk, tensor in chunks:
-                    entry_of(entries, folder / name, chunk, dtype_of(tensor))
+                    headers.entry(chunk, dtype_of(tensor))
         # Objects that train on meanwhile are no longer what was written.
         if objects is not None:
             loading = _Loading(saved, objects, rank=rank, strict=True)
             loading.compare()
-            loading.check_loads()
+            loading.prepare()
     except Exception as error:
         raise CheckpointError(
             f"what was written would not load: {type(error).__name__}: {error}. Nothing is put in its place or removed"
@@ -204,13 +200,9 @@ class _Loading:
     def prepare(self) -> None:
         """Make of what was read the state dicts that the objects take."""
         for part in self._parts:
-            part.prepare(self._found)
+            if part.is_rehearsed or not self.saved.rehearsed:
+                part.prepare(self._found)
         self._extra = self.saved.value(extra_of(self._found))
-
-    def check_loads(self) -> None:
-        for part in self._parts:
-            part.check_loads(self._found)
-        self.saved.value(extra_of(self._found))
 
     def apply(self, group: dist.ProcessGroup | None) -> Loaded:
         """Hand every object its state: whatever may refuse it, so that it can be undone; then what only copies."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,16 +40,8 @@ HASH = "xxh3_128"
 BLOCK = 1 << 19  # bytes hashed and copied at a time: they are still in the processor's cache for the second of the two
 
 
-class Hash(Protocol):
-    """What takes bytes in order and says their hash."""
-
-    def update(self, data: memoryview, /) -> None: ...
-
-    def hexdigest(self) -> str: ...
-
-
-def new_hash() -> Hash:
-    """Return an empty hash. Raises ImportError where xxhash is missing."""
+def new_hash() -> Any:
+    """Return an empty hash, with `update` and `hexdigest` as hashlib's have. Raises ImportError where xxhash is missing."""
     try:
         from xxhash import xxh3_128
     except ImportError as error:
@@ -60,8 +52,8 @@ def new_hash() -> Hash:
 def hash_of(data: bytes | memoryview) -> str:
     """Return the hexadecimal hash of `data`."""
     digest = new_hash()
-    digest.update(memoryview(data))
-    return digest.hexdigest()
+    digest.update(data)
+    return str(digest.hexdigest())
 
 
 def hash_of_file(path: Path) -> str:
@@ -70,7 +62,7 @@ def hash_of_file(path: Path) -> str:
     with open_regular(path, buffered=False) as file:
         while num := file.readinto(block):  # type: ignore[attr-defined]
             digest.update(block[:num])
-    return digest.hexdigest()
+    return str(digest.hexdigest())
 
 
 MANIFEST, STATE = "manifest.json", "state.json"

@@ -23,7 +23,7 @@ from booster.common import arguments
 from booster.common.arguments import listed
 from booster.common.snapshot import StateSnapshot
 from booster.common.untrusted_files import printable
-from booster.data import DataLoaderWrapper
+from booster.data import DataLoaderWrapper, is_stateful
 from booster.interface.model import ModelWrapper, boosted_wrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.interface.scheduler import LRSchedulerWrapper
@@ -94,8 +94,7 @@ def check_no_gradients_wait(objects: Objects) -> None:
             raise RuntimeError(
                 f"save() between backward and step: the gradients of {waiting} backward {passes} of optimizer {name!r} wait "
                 "for a step, and a checkpoint does not hold gradients. Save after the whole group: call optimizer.step() "
-                "first, or "
-                "optimizer.zero_grad() to drop them"
+                "first, or optimizer.zero_grad() to drop them"
             )
 
 
@@ -129,8 +128,7 @@ def named(model: Any, optimizer: Any, criterion: Any, dataloader: Any, lr_schedu
             meant = next((name for name, each in _WRAPPERS.items() if name != kind and isinstance(value, each)), None)
             if meant:
                 raise TypeError(f"{kind} is given {arguments.described(value)}; pass it by name, {meant}=...")
-            stateful = all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
-            if not stateful or isinstance(value, type):
+            if not is_stateful(value) or isinstance(value, type):
                 raise TypeError(
                     f"{kind} {type(value).__name__} has no state_dict() and load_state_dict(), by which its state could "
                     f"be kept; pass the {kind} that boost() returned"
@@ -174,7 +172,10 @@ def snapshot(part: Any) -> Callable[[], None]:
 
 
 def load_module(module: nn.Module, state: dict[str, Any], undo: ExitStack) -> None:
-    """Load `state`, of names and shapes that fit, into `module`."""
+    """Load `state`, of names and shapes that fit, into `module`.
+
+    Raises ValueError for entries that differ from those of `module` and that it does not read.
+    """
     # A snapshot of a large model costs its size, so it is made only where a load may fail half-way.
     if may_refuse(module) or not _torch_reads(user_module(module), state):
         undo.callback(_module_snapshot(module))
@@ -183,7 +184,6 @@ def load_module(module: nn.Module, state: dict[str, Any], undo: ExitStack) -> No
     # An entry that is equal is one that the module makes anew, as a buffer of a constant.
     lost = [key for key in unread if not _equal(state[key], now.get(key))]
     if lost:
-        # Raises ValueError for entries that differ from those of `module` and that it does not read.
         raise ValueError(
             f"{listed(lost, 8)} differ from the job's, and the modules that write these do not read them; give the model "
             "what it had when it was saved, as weights quantised from the same file, or leave such out of checkpoints with "

@@ -132,7 +132,7 @@ class RunCheckpoints:
     def __init__(
         self, run: Mapping[str, Any], error_feedback: Callable[[nn.Module], dict[torch.Tensor, torch.Tensor] | None]
     ) -> None:
-        """carried: see `Plugin.error_feedback`."""
+        """error_feedback: see `Plugin.error_feedback`."""
         self.run, self._error_feedback = run, error_feedback
         self.background = BackgroundWriter()
         self.stop_requests = StopRequests()

@@ -25,10 +25,10 @@ from booster.checkpoint.state_tree import (
     reference,
     references,
 )
-from booster.checkpoint.tensor_file import Entry, bytes_of, entries_of, entry_of, fill_from, read_box
+from booster.checkpoint.tensor_file import Entry, Headers, bytes_of, fill_from, read_box
 from booster.checkpoint.tensor_reader import TensorReader, overlaps
 from booster.common.untrusted_files import open_regular
-from booster.interface.optimizer import OptimizerWrapper, update_of, updates_of
+from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.model.params import dtensor_around, is_dtensor, local_shard
 from booster.ranks.agreement import gather
 from booster.shards.base import FlatShard, ShardedStateView
@@ -60,9 +60,8 @@ class LateReads:
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        self._folder, self._tensors = folder, tensors
+        self._tensors, self._headers = tensors, Headers(folder)
         self._wanted: dict[str, _Late] = {}
-        self._entries: dict[str, dict[str, Entry]] = {}
         # By parameter and dtype: states of a parameter are laid out alike, and a DTensor takes long to make.
         self._layouts: dict[Any, tuple[HeldTensor, FlatShard, tuple[int, ...]]] = {}
         self._runs: dict[str, list[tuple[int, int, Path, int]] | None] = {}  # see `_find_runs`
@@ -174,10 +173,7 @@ class LateReads:
         for begin, _, view in FlatShard(values, held.start + start, held.shape, held.stride).boxes():
             offsets = [o + b for o, b in zip(origin, begin, strict=True)]
             for chunk, inside, here in overlaps(tensor, offsets, view):
-                path = self._folder / chunk.file
-                if chunk.file not in self._entries:
-                    self._entries[chunk.file] = entries_of(path)
-                yield entry_of(self._entries[chunk.file], path, chunk, held.dtype), inside, here
+                yield self._headers.entry(chunk, held.dtype), inside, here
 
     def end(self) -> bool:
         """Return whether anything was late. Raises CheckpointError for what could not be read."""
@@ -201,12 +197,13 @@ class SavedCheckpoint:
         own: names of tensors that the loading rank has for itself, by the names that they stand for.
         notes: sentences for the user, logged if the load succeeds.
         late: what is read as buckets take it over.
+        rehearsed: nothing is read, and tensors are on the meta device.
 
-    rehearsed: nothing is read, and tensors are on the meta device. Raises OSError or CheckpointError if it cannot be opened.
+    Raises OSError or CheckpointError if it cannot be opened.
     """
 
     def __init__(self, folder: Path, *, rehearsed: bool = False) -> None:
-        self.folder, self._rehearsed = folder, rehearsed
+        self.folder, self.rehearsed = folder, rehearsed
         self.manifest = read_manifest(folder)
         check_sizes(folder, self.manifest)
         self.tree: dict[str, Any] = read_tree(folder, self.manifest)
@@ -253,16 +250,13 @@ class SavedCheckpoint:
     def request(self, name: str | None, like: torch.Tensor | None) -> None:
         """Read the tensor `name`, where there is one, in the layout of `like`; whole where that is None."""
         name = self._own(name)
-        entry = self.entry(name)
-        known = self._targets.get(str(name))
-        if (
-            name is not None
-            and entry is not None
-            and (known is None or name in self._in_place or name in self.late or isinstance(known, FlatShard))
-        ):
+        entry, held = self.entry(name), self._targets.get(str(name))
+        if name is None or entry is None:
+            return
+        if held is None or name in self._in_place or name in self.late or isinstance(held, FlatShard):
             self._in_place.pop(name, None)  # somebody else wants its numbers before, or all of them
             self.late.drop(name)
-            if self._rehearsed:
+            if self.rehearsed:
                 self._targets[name] = torch.empty(entry.shape, dtype=dtype_of(entry), device="meta")
             else:
                 self._targets[name] = empty_like_whole(entry.shape, dtype_of(entry), like)
@@ -277,7 +271,7 @@ class SavedCheckpoint:
         """
         name = self._own(name)
         entry = self.entry(name)
-        if name is None or entry is None or held is None or name in self._targets or self._rehearsed:
+        if name is None or entry is None or held is None or name in self._targets or self.rehearsed:
             return False
         # A flat shard is a stretch of the whole, which files have as several boxes.
         parts = [view for *_, view in held.boxes()] if isinstance(held, FlatShard) else [held]
@@ -301,13 +295,13 @@ class SavedCheckpoint:
 
         state: what the optimizer calls it, where that may be read in place.
         """
-        entry = None if self._rehearsed else self.entry(name)
+        entry = None if self.rehearsed else self.entry(name)
         if state is not None and entry is not None:
             held = _local_state(optimizer, param, state, None)
             if self.request_in_place(name, held, partial(_local_state, optimizer, param, state, held)):  # type: ignore[arg-type]
                 return
         if name is not None and entry is not None and name not in self._targets and entry.shape == tuple(param.shape):
-            (update,) = updates_of([optimizer])
+            update = update_of(optimizer)
             # Only this rank's stretch is read: the whole state may not fit.
             part = update.shards.states.empty_shard(param, dtype_of(entry))
             if part is not None:
@@ -319,7 +313,7 @@ class SavedCheckpoint:
         self, name: str | None, param: torch.Tensor, optimizer: OptimizerWrapper, state: str | None
     ) -> bool:
         """Read the tensor `name` as the update takes it over; False where it cannot. state: its name, None for the master."""
-        if name is None or self.entry(name) is None or name in self._targets or self._rehearsed:
+        if name is None or self.entry(name) is None or name in self._targets or self.rehearsed:
             return False
         held = self.late.request(name, param, optimizer, state)
         if held is not None:
@@ -332,18 +326,22 @@ class SavedCheckpoint:
             self.request(name, None)
 
     def read(self, group: dist.ProcessGroup | None) -> None:
-        """Read what was wanted, and compare every file with its hash; a collective."""
+        """Read what was wanted, and compare every file with its hash; a collective. Nothing of the user's is touched.
+
+        Raises CheckpointError on every rank if any of them finds damage, or cannot read.
+        """
         targets = {n: held for n, held in self._targets.items() if n not in self._in_place and n not in self.late}
         self._files = self._stats()
         try:
-            # Nothing of the user's is touched.
             self._read(targets, None, group)
         except CheckpointError as error:
-            # Raises CheckpointError on every rank if any of them finds damage, or cannot read.
             raise CheckpointError(f"{error}; nothing was loaded") from error
 
     def read_in_place(self, group: dist.ProcessGroup | None) -> None:
-        """Read what was wanted in place, and compare the files that have it with their hashes once more; a collective."""
+        """Read what was wanted in place, and compare the files that have it with their hashes once more; a collective.
+
+        Raises CheckpointError on every rank if a file changed since `read`, or cannot be read any more.
+        """
         with agreed(group):
             targets = {name: where() for name, where in self._in_place.items()}
         files = {chunk.file for name in targets for chunk in self.manifest.tensors[name].chunks}
@@ -354,7 +352,6 @@ class SavedCheckpoint:
         try:
             self._read(targets, files, group)
         except CheckpointError as error:
-            # Raises CheckpointError on every rank if a file changed since `read`, or cannot be read any more.
             raise CheckpointError(_CHANGED.format(error, ", and all else is as it was")) from error
         mark_written(held.values if isinstance(held, FlatShard) else held for held in targets.values())
 
@@ -409,7 +406,7 @@ def _local_state(
 
     before: what this gave before, which it gives again while that is still the memory of the state.
     """
-    (update,) = updates_of([optimizer])
+    update = update_of(optimizer)
     if not update.optimizer_state.loads_without_copy(param):
         return None
     # To make DTensors takes longer than to read what they hold.

@@ -96,7 +96,6 @@ def collect_state(objects: Objects, run: Mapping[str, Any], group: dist.ProcessG
         for kind in parts.PARTS:
             tree |= kind(objects).collect(into)
     shared = {name: as_planned(tensor) for name, tensor in into.shared.items()}
-    # Tensors are those of the running job, not copies.
     tensors, own = choose_writers(shared, group, buffers_of(objects))
     merged = _merged(gather(tree, group))
     return CollectedState(tensors | into.own, {**merged, OWN: own} if any(own) else merged)
@@ -109,7 +108,7 @@ def choose_writers(
 
     Where ranks' tensors differ, the first rank that holds it writes it. Other ranks write theirs under another name, if it is
     one of `buffers`, below "extra", or a random state of stochastic rounding, which goes with the size of a rank's shard;
-    without `all_kept` they do not.
+    without `all_kept` they do not. Any other tensor that differs, such as weights that drifted apart, is a WARNING.
     """
     if group is None:
         return shared, [{}]
@@ -121,7 +120,6 @@ def choose_writers(
         if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided  # type: ignore[union-attr]
     }
     rank, said = dist.get_rank(group), gather(plain, group)
-    # Such as weights that drifted apart, is a WARNING.
     kept, own, drifted = dict(shared), [dict[str, str]() for _ in said], []
     for name in sorted({name for each in said for name in each}):
         holders = [index for index, each in enumerate(said) if name in each]
@@ -192,11 +190,13 @@ def _add_keys(tree: Any, other: Any) -> None:
 
 
 def reserve(root: Path, step: int | None, group: dist.ProcessGroup | None) -> tuple[Path, int]:
-    """Return where the checkpoint of `step` goes, and its number, counted on from the newest where None; a collective."""
+    """Return where the checkpoint of `step` goes, and its number, counted on from the newest where None; a collective.
+
+    Raises CheckpointError on every rank where no number follows the newest.
+    """
     if step is None:
         taken = [found for found, _ in checkpoints(root)] + writing(root) if is_first(group) else []
         step = max(taken, default=-1) + 1
-    # Raises CheckpointError on every rank where no number follows the newest.
     step = gather(step, group)[0]
     if step > LARGEST_NUMBER:
         raise CheckpointError(
@@ -218,7 +218,8 @@ def write(
 
     objects: what was saved, where it does not train on: a load of it is rehearsed, without tensors.
 
-    If it raises, on any rank, it raises CheckpointError on all, and what bore the name still does.
+    It is opened as a load opens it before it gets its name, so that what no load would take never replaces what one does. If it
+    raises, on any rank, it raises CheckpointError on all, and what bore the name still does.
     """
     staging: Path | None = None
     lock: Lock | None = None
@@ -231,16 +232,12 @@ def write(
         # The name of the staging folder is random; all ranks write into that of the first.
         staging = Path(gather(str(staging), group)[0])
         versions = {"booster": version_of("booster-amp") or "unknown", "torch": str(torch.__version__)}
-        writer = ManifestWriter(
-            staging,
-            make_manifest=lambda files, stored: Manifest(step, len(taken.tree["random"]), versions, files, stored),
-        )
-        takes = 0
+        writer, takes = ManifestWriter(staging), 0
         with agreed(group):
             if is_first(group):
                 text = json.dumps(taken.tree, allow_nan=False, separators=(",", ":")).encode()
                 write_synced(staging / STATE, text)
-                writer.other_files = {STATE: File(len(text), hash_of(text))}
+                writer.files[STATE] = File(len(text), hash_of(text))
                 takes = json_cost(text)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -252,17 +249,16 @@ def write(
                 no_dist=group is None,
             )
         with agreed(group):
-            if writer.manifest is not None:
-                check_text(STATE, takes, writer.manifest.files)
-                write_synced(staging / MANIFEST, writer.manifest.dumps())
-        # Opened as a load opens it, so that what no load would take never replaces what one does.
+            if is_first(group):
+                manifest = Manifest(step, len(taken.tree["random"]), versions, writer.files, writer.tensors)
+                check_text(STATE, takes, manifest.files)
+                write_synced(staging / MANIFEST, manifest.dumps())
         if taken.tree.keys() > {"random"}:  # not of weights alone, which have no tree
             with agreed(group):
                 if objects is not None or is_first(group):
                     check_loads(staging, objects, rank_in(group))
         with agreed(group):
-            if writer.manifest is not None:
-                assert lock is not None  # the coordinator is the first rank
+            if lock is not None:
                 publish(staging, final, lock)
                 if keep_last is not None:
                     prune(final.parent, keep_last, final)
@@ -273,9 +269,7 @@ def write(
         said = f" {first_failure(error)}" if of_rank else f": {type(error).__name__}: {error}"
         raise CheckpointError(f"saving {final} failed{said}; what was there before still is") from error
     finally:
-        # It has its name by now, or the save failed.
-        # Before it gets its name it is opened as a load does.
-        if staging is not None and is_first(group) and staging.exists():
+        if staging is not None and is_first(group) and staging.exists():  # it has not got its name
             shutil.rmtree(staging, ignore_errors=True)
         if lock is not None:
             lock.release()

@@ -394,7 +394,7 @@ def save_weights(
                     entries, quantization = in_serving_format(entries, weights, layers, wide)
                 export(between, manifest, entries, path, files)
                 if files.shard:
-                    whole = CheckpointTensors(between, manifest.tensors).whole
+                    whole = CheckpointTensors(between, manifest).whole
                     apart = ends_that_differ(described, partial(_same, entries, whole))
                     write_config(path, described, entries, quantization, untied=apart is not None)
             finally:

@@ -191,11 +191,13 @@ def decode(value: Any, tensors: Mapping[str, HeldTensor]) -> Any:
 
 
 def reference(value: Any) -> str | None:
-    """Return the name of the tensor that an entry of what `encode` gave refers to; None for any other entry."""
+    """Return the name of the tensor that an entry of what `encode` gave refers to; None for any other entry.
+
+    Raises ValueError for a reference without a name.
+    """
     if not isinstance(value, dict) or value.get(_TAG) != "tensor":
         return None
     if not isinstance(value.get("name"), str):
-        # Raises ValueError for a reference without a name.
         raise ValueError("a tensor is referred to by no name")
     return str(value["name"])
 
@@ -246,10 +248,12 @@ _FORM = {
 
 
 def read_tree(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """Read and check the tree of the checkpoint in `folder`: what is named in it is of the kind that a load takes it for."""
+    """Read and check the tree of the checkpoint in `folder`: what is named in it is of the kind that a load takes it for.
+
+    Raises CheckpointError for damage, and for what `save` did not write.
+    """
     path = folder / STATE
     if STATE not in manifest.files:
-        # Raises CheckpointError for damage, and for what `save` did not write.
         raise CheckpointError(f"{folder} is damaged: its manifest names no {STATE}")
     try:
         text = read_text(folder, STATE)

@@ -110,13 +110,23 @@ def _entry(file: Path, name: str, said: Mapping[str, Any], begin: int) -> Entry:
     return Entry(file, name, dtype, tuple(shape), begin + said["data_offsets"][0])
 
 
-def entry_of(entries: Mapping[str, Entry], path: Path, chunk: Chunk, dtype: torch.dtype) -> Entry:
-    """Return the entry of `path` that holds `chunk`; raises CheckpointError where it is another."""
-    entry = entries.get(chunk.key)
-    if entry is None or (entry.dtype, entry.shape) != (dtype, chunk.sizes):
-        holds = "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
-        raise CheckpointError(f"{path} holds {holds} as {chunk.key}, and should hold {dtype} {list(chunk.sizes)}")
-    return entry
+class Headers:
+    """The headers of the safetensors files in `folder`, each read when it is first asked for, and once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[str, dict[str, Entry]] = {}
+
+    def entry(self, chunk: Chunk, dtype: torch.dtype) -> Entry:
+        """Return the entry that holds `chunk`; raises CheckpointError where its file holds another."""
+        path = self._folder / chunk.file
+        if chunk.file not in self._read:
+            self._read[chunk.file] = entries_of(path)
+        entry = self._read[chunk.file].get(chunk.key)
+        if entry is None or (entry.dtype, entry.shape) != (dtype, chunk.sizes):
+            holds = "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+            raise CheckpointError(f"{path} holds {holds} as {chunk.key}, and should hold {dtype} {list(chunk.sizes)}")
+        return entry
 
 
 # ---- reading ----

@@ -14,7 +14,7 @@ import torch
 
 from booster.checkpoint.manifest import CheckpointError, Chunk, Manifest, Tensor, dtype_of
 from booster.checkpoint.state_tree import HeldTensor, can_be_read_into
-from booster.checkpoint.tensor_file import Entry, entries_of, entry_of, read_box, read_verified
+from booster.checkpoint.tensor_file import Entry, Headers, read_box, read_verified
 from booster.common.untrusted_files import open_regular
 from booster.model.params import is_dtensor, local_shard
 from booster.shards.base import FlatShard
@@ -39,8 +39,7 @@ class TensorReader:
     def __init__(
         self, folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1, files: Collection[str] | None = None
     ) -> None:
-        self.folder = folder
-        self.manifest = manifest
+        self._folder, self._manifest, self._headers = folder, manifest, Headers(folder)
         # Ranks read mostly what they have written themselves, where the layout is the same.
         of_tensors = {chunk.file for tensor in manifest.tensors.values() for chunk in tensor.chunks}
         names = sorted(
@@ -70,7 +69,7 @@ class TensorReader:
         # By layout: weights and states of many layers are divided alike, and to ask a DTensor takes long.
         origins: dict[Any, tuple[int, ...]] = {}
         for name, held in targets.items():
-            tensor = self.manifest.tensors[name]
+            tensor = self._manifest.tensors[name]
             if tuple(held.shape) != tensor.shape:
                 raise CheckpointError(f"{name} has shape {tensor.shape} in the files and {tuple(held.shape)} here")
             boxes: Iterable[tuple[Sequence[int], torch.Tensor]]
@@ -98,7 +97,7 @@ class TensorReader:
             else:
                 rest.append(part)
         try:
-            problem = read_verified(self.folder / name, self.manifest.files[name], whole)
+            problem = read_verified(self._folder / name, self._manifest.files[name], whole)
         except OSError as error:
             problem = f"{name} cannot be read: {error}"
         if problem is not None:
@@ -106,11 +105,10 @@ class TensorReader:
         return rest
 
     def _read(self, name: str, parts: list[_Part]) -> None:
-        path = self.folder / name
-        entries = entries_of(path)
-        with open_regular(path) as file:
-            for part in parts:
-                read_box(file, entry_of(entries, path, part.chunk, part.dtype), part.box, part.here)
+        entries = [self._headers.entry(part.chunk, part.dtype) for part in parts]
+        with open_regular(self._folder / name) as file:
+            for entry, part in zip(entries, parts, strict=True):
+                read_box(file, entry, part.box, part.here)
 
 
 def overlaps(

@@ -21,7 +21,8 @@ from booster.checkpoint.folder import write_synced
 from booster.checkpoint.manifest import PAIRS, SAFETENSORS_DTYPES, CheckpointError, Manifest, Tensor, dtype_of
 from booster.checkpoint.objects import user_module
 from booster.checkpoint.state_tree import empty_like_whole, shard_like
-from booster.checkpoint.tensor_file import Entry, entries_of, entry_of, read_entry, write_tensors
+from booster.checkpoint.tensor_file import Entry, entries_of, write_tensors
+from booster.checkpoint.tensor_reader import TensorReader
 from booster.common.arguments import listed
 from booster.common.untrusted_files import ROOM, names_a_regular_file, open_regular, parse_json, read_regular
 from booster.model.modules import tensor_places
@@ -279,31 +280,18 @@ class FileOptions:
 class CheckpointTensors:
     """The tensors of the checkpoint in `folder`, one at a time, whole, in host memory. The header of a file is read once."""
 
-    def __init__(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        self._folder, self._tensors = folder, tensors
-        self._entries: dict[str, dict[str, Entry]] = {}
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._tensors, self._reader = manifest.tensors, TensorReader(folder, manifest, files=())
         self._last: tuple[str, torch.Tensor] | None = None  # single experts are asked for one after the other
 
     def whole(self, name: str) -> torch.Tensor:
         """Return one tensor, put together from its chunks. Raises CheckpointError where a file holds another one."""
-        if self._last is not None and self._last[0] == name:
-            return self._last[1]
-        self._last = None
-        tensor = self._tensors[name]
-        whole = torch.empty(tensor.shape, dtype=dtype_of(tensor))
-        for chunk in tensor.chunks:
-            path = self._folder / chunk.file
-            if chunk.file not in self._entries:
-                self._entries[chunk.file] = entries_of(path)
-            entry = entry_of(self._entries[chunk.file], path, chunk, whole.dtype)
-            box = tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            with open_regular(path) as opened:
-                if entry.shape == tensor.shape:
-                    read_entry(opened, entry, whole)
-                else:
-                    whole[box].copy_(read_entry(opened, entry))
-        self._last = name, whole
-        return whole
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            whole = torch.empty(self._tensors[name].shape, dtype=dtype_of(self._tensors[name]))
+            self._reader.read({name: whole})
+            self._last = name, whole
+        return self._last[1]
 
 
 def export(
@@ -313,7 +301,7 @@ def export(
 
     entries: what is written, by its names in the new files. target: the file, or the folder of several.
     """
-    stored = CheckpointTensors(folder, manifest.tensors)
+    stored = CheckpointTensors(folder, manifest)
 
     def write_file(path: Path, names: Iterable[str]) -> None:
         own = {name: entries[name] for name in names}

@@ -3,7 +3,7 @@
 The idea: each command is one function of its arguments that returns an exit status. Its module is imported when the command is
 called, so that help and errors of options come without importing torch. An example, `booster run --nproc_per_node 2 train.py`:
 
-    main(["run", ...])                 here: finds `run` in `_HOMES`
+    main(["run", ...])                 here: finds `run` in `_COMMANDS`
     run(argv)                          run_command.py: checks options, hosts and the script
     run_attempt(Attempt(...))          agent.py: torchrun's agent starts two processes, and passes signals on to them
     python worker.py train.py          worker.py, twice: runs the script, writes down the exception that ends it
@@ -22,9 +22,9 @@ Files in reading order:
     reading_commands.py    `checkpoint`, `report` and `compare`
                            options, and calls of memory/, numerics/ and checkpoint/; no logic of their own
 
-What may be touched: a command is a function, its line in `_COMMANDS` and its module in `_HOMES`; `tests/support/cli_page.py`
-writes its page. Options, exit statuses and variables of the environment are public. No other room imports this one; with
-`launch.py` it is the only one that reads the environment.
+What may be touched: a command is a function and its line in `_COMMANDS`; `tests/support/cli_page.py` writes its page. Options,
+exit statuses and variables of the environment are public. No other room imports this one; with `launch.py` it is the only one
+that reads the environment.
 """
 
 from __future__ import annotations
@@ -37,26 +37,16 @@ from importlib import import_module
 __all__ = ["main"]
 
 _COMMANDS = {
-    "run": "start a training script on one or several machines",
-    "check": "report versions, devices and the speed of each precision on this machine",
-    "env": "report versions, devices and settings, for bug reports",
-    "estimate": "say what training a model takes of memory, and what fits",
-    "checkpoint": "list, verify and convert checkpoints",
-    "report": "show what a run did: losses, scales, skips and their culprits",
-    "compare": "say where two runs part by more than their formats explain",
-    "advise": "train a few steps in every precision, and say which to take",
+    "run": ("run_command", "start a training script on one or several machines"),
+    "check": ("machine_commands", "report versions, devices and the speed of each precision on this machine"),
+    "env": ("machine_commands", "report versions, devices and settings, for bug reports"),
+    "estimate": ("planning_commands", "say what training a model takes of memory, and what fits"),
+    "checkpoint": ("reading_commands", "list, verify and convert checkpoints"),
+    "report": ("reading_commands", "show what a run did: losses, scales, skips and their culprits"),
+    "compare": ("reading_commands", "say where two runs part by more than their formats explain"),
+    "advise": ("planning_commands", "train a few steps in every precision, and say which to take"),
 }
-_HOMES = {
-    "run": "booster.cli.run_command",
-    "check": "booster.cli.machine_commands",
-    "env": "booster.cli.machine_commands",
-    "estimate": "booster.cli.planning_commands",
-    "checkpoint": "booster.cli.reading_commands",
-    "report": "booster.cli.reading_commands",
-    "compare": "booster.cli.reading_commands",
-    "advise": "booster.cli.planning_commands",
-}
-"""The module of each command, imported when the command is called."""
+"""By name, the module of a command, imported when the command is called, and what it does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +68,7 @@ def _status(arguments: list[str]) -> int:
     try:
         if arguments and arguments[0] in _COMMANDS:
             name = arguments[0]
-            status: int = getattr(import_module(_HOMES[name]), name)(arguments[1:])
+            status: int = getattr(import_module(f"booster.cli.{_COMMANDS[name][0]}"), name)(arguments[1:])
             return status
         parser = _parser()
         parser.parse_args(arguments)
@@ -90,7 +80,7 @@ def _status(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    listing = "\n".join(f"  {name:<12}{text}" for name, text in _COMMANDS.items())
+    listing = "\n".join(f"  {name:<12}{text}" for name, (_, text) in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="booster",
         usage=f"booster [-h] [--version] {{{','.join(_COMMANDS)}}} ...",

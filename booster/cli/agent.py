@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +30,25 @@ REPORT_START = "booster run: rank"
 STOPPED_STATUS = 75
 
 
-def report_failures(
-    failures: dict[int, Any],
-    deaths: dict[int, int],
-    *,
-    node: int | None,
-    first_rank: int,
-    num_ranks: int,
-    log_dir: str | None,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What one attempt needs: `command` is the worker's argument list, after the interpreter."""
+
+    command: tuple[str, ...]
+    nproc_per_node: int
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int | None = None
+    log_dir: str | None = None
+    tee: str | None = None
+    grace_seconds: int = 30
+
+
+def report_failures(failures: dict[int, Any], deaths: dict[int, int], attempt: Attempt) -> int:
     """Print which rank of this machine failed first, how, and its traceback; return the exit status of the attempt.
 
-    failures: what torchrun's agent found, by rank. deaths: when processes died, by pid, in ns. node: the index of this machine,
-    None where it is the only one. first_rank, num_ranks: the ranks of this machine.
+    failures: what torchrun's agent found, by rank. deaths: when processes died, by pid, in ns.
     """
     # The agent also stops processes that had come to the end of their script.
     unwell = {
@@ -64,11 +69,12 @@ def report_failures(
         how = "an uncaught exception" if _extra(first)["py_callstack"] else f"exit code {status}"
     else:
         status, how = 128 - first.exitcode, f"signal {first.signal_name()}"
-    where = "" if node is None else f" of node {node}"
+    where = f" of node {attempt.node_rank}" if attempt.nnodes > 1 else ""
     lines = [f"{REPORT_START} {rank} (local rank {first.local_rank}{where}, pid {first.pid}) failed first: {how}"]
-    if log_dir:
-        lines.append(f"booster run: the output of each rank is under {log_dir}")
-    ended = sorted(set(range(first_rank, first_rank + num_ranks)) - set(failures))
+    if attempt.log_dir:
+        lines.append(f"booster run: the output of each rank is under {attempt.log_dir}")
+    first_rank = attempt.node_rank * attempt.nproc_per_node
+    ended = sorted(set(range(first_rank, first_rank + attempt.nproc_per_node)) - set(failures))
     if ended and _extra(first).get("is_cut_off"):
         lines.append(f"booster run: rank(s) {ended} had ended before, without an error: they came to their end earlier")
     tracebacks = [(other, str(_extra(failure).get("py_callstack", ""))) for other, failure in ordered]
@@ -114,7 +120,7 @@ def _moment(failure: Any, deaths: dict[int, int]) -> tuple[bool, int, bool]:
 
 RENDEZVOUS = "booster"  # the name under which torch's launcher finds it
 LOOPBACK = "127.0.0.1"
-_TIMEOUT = timedelta(minutes=10)  # of a node that waits for the others
+_TIMEOUT = 600  # seconds that a node waits for the others
 
 
 def register() -> None:
@@ -133,53 +139,29 @@ def loopback_variables() -> dict[str, str]:
 def _handler(parameters: Any) -> Any:
     """Return what torch's launcher asks for when nodes meet: node 0 serves the store, the others connect."""
     from torch.distributed import PrefixStore, TCPStore
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-
-    rank, address, port = (parameters.config[name] for name in ("rank", "address", "port"))
+    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
     # Torch's "c10d" and "static" listen on every interface, and "c10d" unpickles what any client writes there.
-    class Rendezvous(RendezvousHandler):
-        _store: Any = None
-
-        def get_backend(self) -> str:
-            return RENDEZVOUS
-
-        @property
-        def use_agent_store(self) -> bool:
-            return True
-
+    class Rendezvous(StaticTCPRendezvous):
         def next_rendezvous(self) -> RendezvousInfo:
-            serves = rank == 0
-            listener = _listener(address, port, is_one_machine=parameters.max_nodes == 1) if serves else None
+            address, port, rank, num_nodes = self.master_addr, self.master_port, self.rank, self.world_size
+            listener = _listener(address, port, is_one_machine=num_nodes == 1) if rank == 0 else None
             options: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.fileno()}
-            where = port if listener is None else listener.getsockname()[1]
-            self._store = TCPStore(address, where, parameters.max_nodes, serves, _TIMEOUT, **options)
+            port = port if listener is None else listener.getsockname()[1]
+            self._store = TCPStore(address, port, num_nodes, rank == 0, self.timeout, **options)
             if listener is not None:
                 listener.detach()  # the store closes it
             return RendezvousInfo(
-                PrefixStore(parameters.run_id, self._store),
-                rank,
-                parameters.max_nodes,
-                RendezvousStoreInfo(address, where),
+                PrefixStore(self.run_id, self._store), rank, num_nodes, RendezvousStoreInfo(address, port)
             )
 
-        def is_closed(self) -> bool:
-            return False
-
-        def set_closed(self) -> None:
-            """Nothing asks: nodes meet once."""
-
-        def num_nodes_waiting(self) -> int:
-            return 0
-
-        def get_run_id(self) -> str:
-            return str(parameters.run_id)
-
         def shutdown(self) -> bool:
-            self._store = None
+            self._store = None  # the port is free again
             return True
 
-    return Rendezvous()
+    address, port, rank = (parameters.config[name] for name in ("address", "port", "rank"))
+    return Rendezvous(address, port, rank, parameters.max_nodes, parameters.run_id, _TIMEOUT)
 
 
 def _listener(address: str, port: int, *, is_one_machine: bool) -> socket.socket | None:
@@ -254,18 +236,18 @@ class RankProcesses:
         self._pids.mkdir()
         os.environ[PIDS_VARIABLE] = str(self._pids)
 
-        def watch() -> None:
+        def reap() -> None:
             while not done.is_set():
                 self._reap()
                 done.wait(_INTERVAL)
 
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
+        thread = threading.Thread(target=reap, daemon=True)
+        thread.start()
         try:
             yield
         finally:
             done.set()
-            watcher.join()
+            thread.join()
             del os.environ[PIDS_VARIABLE]
 
     def _reap(self) -> None:
@@ -302,21 +284,6 @@ def kill_groups(pids: Iterable[int]) -> None:
 
 # After this many seconds a process is killed that ignores Ctrl-C, or the end of another.
 _SHUTDOWN_SECONDS = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """What one attempt needs: `command` is the worker's argument list, after the interpreter."""
-
-    command: tuple[str, ...]
-    nproc_per_node: int
-    nnodes: int = 1
-    node_rank: int = 0
-    master_addr: str | None = None
-    master_port: int | None = None
-    log_dir: str | None = None
-    tee: str | None = None
-    grace_seconds: int = 30
 
 
 class Stopped(Exception):
@@ -363,14 +330,7 @@ def run_attempt(attempt: Attempt) -> int:
         except ChildFailedError as error:
             kill_groups([failure.pid for failure in error.failures.values()])
             if ranks.asked != signal.SIGTERM:
-                status = report_failures(
-                    error.failures,
-                    ranks.deaths,
-                    node=attempt.node_rank if attempt.nnodes > 1 else None,
-                    first_rank=attempt.node_rank * attempt.nproc_per_node,
-                    num_ranks=attempt.nproc_per_node,
-                    log_dir=attempt.log_dir,
-                )
+                status = report_failures(error.failures, ranks.deaths, attempt)
         except SignalException as stop:
             raise Stopped(int(stop.sigval)) from None
         finally:

@@ -17,9 +17,9 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from booster.cli.agent import REPORT_START, STOPPED_STATUS, Stopped
 from booster.common.untrusted_files import read_regular
@@ -83,7 +83,7 @@ def run_nodes(commands: Sequence[NodeCommand], grace_seconds: float) -> int:
     handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, ask)
     try:
         for command in commands:
-            nodes.append(_Node.start(command))
+            nodes.append(_Node(command))
             if asked:
                 nodes[-1].ask()
         index = _first_failure(nodes)
@@ -99,43 +99,45 @@ def run_nodes(commands: Sequence[NodeCommand], grace_seconds: float) -> int:
     return status
 
 
-@dataclass
 class _Node:
-    host: str
-    process: subprocess.Popen[bytes]
-    relay: threading.Thread
-    report: list[bytes] = field(default_factory=list)
-    asked: bool = False
+    """A node that runs, and what it says of the rank that failed.
 
-    @classmethod
-    def start(cls, command: NodeCommand) -> _Node:
-        environment = os.environ if command.is_remote else {**os.environ, **command.environment}
-        process = subprocess.Popen(
+    Attributes:
+        host: its name.
+        process: it, or the ssh that it is behind.
+        stdin, stderr: its pipes.
+        relay: the thread that passes `stderr` on.
+        report: the lines of the report.
+    """
+
+    def __init__(self, command: NodeCommand) -> None:
+        self.host = command.host
+        self.process = subprocess.Popen(
             list(command.argv),
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=environment,
+            env=os.environ if command.is_remote else {**os.environ, **command.environment},
             start_new_session=True,  # Ctrl-C comes here only; the nodes are then ended in order
         )
+        self.stdin: Any = self.process.stdin
+        self.stderr: Any = self.process.stderr
         # The first line is the environment; all after it are requests to stop, and the end of the stream ends the node.
-        if command.is_remote and process.stdin is not None:
+        if command.is_remote:
             with suppress(BrokenPipeError):  # ssh has ended, and its status says why
-                process.stdin.write(json.dumps(dict(command.environment)).encode() + b"\n")
-                process.stdin.flush()
-        report: list[bytes] = []
-        relay = threading.Thread(target=_relay, args=(process.stderr, report), daemon=True)
-        relay.start()
-        return cls(command.host, process, relay, report)
+                self.stdin.write(json.dumps(dict(command.environment)).encode() + b"\n")
+                self.stdin.flush()
+        self.report: list[bytes] = []
+        self.relay = threading.Thread(target=_relay, args=(self.stderr, self.report), daemon=True)
+        self.relay.start()
+        self._asked = False
 
     def ask(self) -> None:
         """Ask the node's ranks to stop, once."""
-        if not self.asked and self.process.stdin is not None:
-            self.asked = True
-            try:
-                self.process.stdin.write(b"stop\n")
-                self.process.stdin.flush()
-            except (BrokenPipeError, ValueError):  # it has ended
-                return
+        if not self._asked:
+            self._asked = True  # first: the next signal may come while this one is written
+            with suppress(BrokenPipeError, ValueError):  # it has ended
+                self.stdin.write(b"stop\n")
+                self.stdin.flush()
 
 
 def _relay(stream: BinaryIO, report: list[bytes]) -> None:
@@ -166,11 +168,8 @@ def _first_failure(nodes: Sequence[_Node]) -> int | None:
 
 def _end(nodes: Sequence[_Node], grace_seconds: float) -> None:
     for node in nodes:
-        if node.process.stdin is not None:
-            try:
-                node.process.stdin.close()
-            except BrokenPipeError:
-                continue
+        with suppress(BrokenPipeError):
+            node.stdin.close()
     deadline = time.monotonic() + grace_seconds + _NODE_SECONDS
     for node in nodes:
         for last_resort in (node.process.terminate, node.process.kill, None):
@@ -182,8 +181,8 @@ def _end(nodes: Sequence[_Node], grace_seconds: float) -> None:
                     last_resort()
     for node in nodes:
         node.relay.join(timeout=1.0)  # whoever inherited the pipe could keep it open
-        if node.process.stderr is not None and not node.relay.is_alive():
-            node.process.stderr.close()
+        if not node.relay.is_alive():
+            node.stderr.close()
 
 
 def _report(index: int, node: _Node) -> int:
@@ -260,15 +259,15 @@ def chosen_hosts(*, host: str | None, hostfile: str | None, include: str | None,
             )
         return [Host(name) for name in _names(host, "--host")] if host is not None else []
     hosts = read_hostfile(hostfile)
-    known = [entry.name for entry in hosts]
+    listed = [entry.name for entry in hosts]
     if include is not None:
-        wanted = _known(_names(include, "--include"), known, "--include")
+        wanted = _checked_selection(_names(include, "--include"), listed, "--include")
         return [entry for entry in hosts if entry.name in wanted]
     if exclude is not None:
-        unwanted = _known(_names(exclude, "--exclude"), known, "--exclude")
+        unwanted = _checked_selection(_names(exclude, "--exclude"), listed, "--exclude")
         hosts = [entry for entry in hosts if entry.name not in unwanted]
         if not hosts:
-            raise ValueError(f"--exclude {exclude} leaves no host of {known}")
+            raise ValueError(f"--exclude {exclude} leaves no host of {listed}")
     return hosts
 
 
@@ -296,8 +295,8 @@ def _checked_name(name: str, where: str) -> str:
     return name
 
 
-def _known(names: Sequence[str], known: Sequence[str], option: str) -> set[str]:
+def _checked_selection(names: Sequence[str], listed: list[str], option: str) -> set[str]:
     for name in names:
-        if name not in known:
-            raise ValueError(f"{option}: {name!r} is not in the hostfile, which lists {list(known)}")
+        if name not in listed:
+            raise ValueError(f"{option}: {name!r} is not in the hostfile, which lists {listed}")
     return set(names)

@@ -103,17 +103,22 @@ def instead_of(text: str, wanted: str = "") -> str:
     return "" if meant is None else f"; {text} is a {'precision' if meant == 'mixed_precision' else meant}"
 
 
-def precisions(text: str) -> list[str]:
-    """Names of precisions by commas."""
+def check_precision(name: str, more: str = "") -> None:
+    """Refuse what is no name of a precision. more: what else is legal, for the message."""
     from booster.mixed_precision import available
 
+    if name not in available():
+        instead = instead_of(name, "mixed_precision")
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is no precision{instead}; choose from {', '.join(available())}{more}"
+        )
+
+
+def precisions(text: str) -> list[str]:
+    """Names of precisions by commas."""
     names = listed(text)
     for name in names:
-        if name not in available():
-            legal = ", ".join(available())
-            raise argparse.ArgumentTypeError(
-                f"{name!r} is no precision{instead_of(name, 'mixed_precision')}; choose from {legal}"
-            )
+        check_precision(name)
     return names
 
 

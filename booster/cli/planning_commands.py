@@ -146,7 +146,7 @@ def _progress_on_stderr() -> Iterator[list[str]]:
     """Say on stderr, where it takes long, how far it is and why; yields a list with what is being estimated now."""
     current, done, began = [""], threading.Event(), time.monotonic()
 
-    def watch() -> None:
+    def report() -> None:
         why = (
             ": every operation of forward and backward is followed, and recurrent layers over long sequences, or loops in a "
             "forward pass, have many; shorter sequences or fewer of --precision and --plugin take less"
@@ -157,13 +157,13 @@ def _progress_on_stderr() -> Iterator[list[str]]:
                 print(f"booster estimate: {current[0]}, after {seconds:.0f} s{why}", file=sys.stderr, flush=True)
                 why = ""
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
     try:
         yield current
     finally:
         done.set()
-        watcher.join()
+        thread.join()
 
 
 def _made(name: str, *, emulate: bool = False) -> Any:
@@ -173,15 +173,11 @@ def _made(name: str, *, emulate: bool = False) -> Any:
         FP16NaiveMixedPrecision,
         LowPrecision,
         TF32MixedPrecision,
-        available,
         make,
     )
 
     if not name.endswith(_PACKED):
-        if name not in available():
-            legal = ", ".join(available())
-            instead = values.instead_of(name, "mixed_precision")
-            raise ValueError(f"{name!r} is no precision{instead}; choose from {legal}, or add {_PACKED}")
+        values.check_precision(name, f", or add {_PACKED}")
         precision: Any = make(name) if emulate else None
         return type(precision)(emulate=True) if isinstance(precision, (LowPrecision, TF32MixedPrecision)) else name
     kinds: dict[str, Any] = {"bf16_naive": BF16NaiveMixedPrecision, "fp16_naive": FP16NaiveMixedPrecision}
@@ -194,10 +190,7 @@ def _made(name: str, *, emulate: bool = False) -> Any:
 def _precisions(text: str) -> list[str]:
     names = values.listed(text)
     for name in names:
-        try:
-            _made(name)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        _made(name)
     return names
 
 

@@ -176,16 +176,16 @@ def run(argv: Sequence[str]) -> int:
     if options.watch_stdin:
         # End this node when its standard input closes, which is how the launcher's end reaches it through ssh. A line
         # that comes before is a request to stop, SIGUSR1.
-        watched = os.dup(0)
+        stdin = os.dup(0)
         with open(os.devnull, "rb") as nothing:
-            os.dup2(nothing.fileno(), 0)  # the script must not read what the watch waits for
+            os.dup2(nothing.fileno(), 0)  # the script must not read what is waited for here
 
-        def watch() -> None:
-            while os.read(watched, 4096):
+        def pass_requests_on() -> None:
+            while os.read(stdin, 4096):
                 os.kill(os.getpid(), signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGTERM)
 
-        threading.Thread(target=watch, daemon=True).start()
+        threading.Thread(target=pass_requests_on, daemon=True).start()
     try:
         with _environment(environment), _stoppable():
             attempt = 0
@@ -238,7 +238,7 @@ def _run_locally(parser: argparse.ArgumentParser, options: argparse.Namespace) -
                 command=worker_command(options.script, options.args, is_module=options.module),
                 nproc_per_node=nproc,
                 nnodes=options.nnodes,
-                node_rank=options.node_rank or 0,
+                node_rank=options.node_rank,
                 master_addr=options.master_addr,
                 master_port=port,
                 log_dir=options.log_dir,

@@ -26,7 +26,7 @@ reads `YieldedRows` to drop padded samples, and calls the checks. States are in 
 
 from booster.data.boosted_loader import DataLoaderWrapper, YieldedRows, to_device
 from booster.data.epoch_iterator import DRAWS, OWN_STATE, skips
-from booster.data.epoch_randomness import check_dealt, check_sharded
+from booster.data.epoch_randomness import check_dealt, check_sharded, is_stateful
 from booster.data.seeded_loader import SeededDataLoader, prepare_dataloader
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "YieldedRows",
     "check_dealt",
     "check_sharded",
+    "is_stateful",
     "prepare_dataloader",
     "skips",
     "to_device",

@@ -159,7 +159,7 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def is_stateful(part: Any) -> bool:
-    """Return whether a loader or a sampler keeps a state."""
+    """Return whether a loader, a sampler or another object gives a state and takes one."""
     return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
 
 
@@ -222,7 +222,7 @@ def generators_of(loader: Any) -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     kinds = (torch.Generator, random.Random, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
 
-    def look(value: Any, place: str, name: str) -> None:
+    def visit(value: Any, place: str, name: str) -> None:
         if isinstance(value, kinds):
             if value is not torch.default_generator and not isinstance(value, random.SystemRandom):
                 found[place] = value
@@ -233,15 +233,15 @@ def generators_of(loader: Any) -> dict[str, Any]:
             if is_stateful(value) and (isinstance(value, Sampler) or name in ("sampler", "batch_sampler")):
                 found[place] = value
             for key, inner in list(getattr(value, "__dict__", {}).items()):
-                look(inner, f"{place}.{key}", key)
+                visit(inner, f"{place}.{key}", key)
         elif isinstance(value, (list, tuple, dict)) and len(value) <= _MANY:
             for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-                look(inner, f"{place}.{key}", "")
+                visit(inner, f"{place}.{key}", "")
 
     for key, value in [] if is_stateful(loader) else list(getattr(loader, "__dict__", {}).items()):
         seen.clear()  # a generator has a place below each attribute that leads there
         seen.add(id(loader))
-        look(value, key, key)
+        visit(value, key, key)
     return found
 
 
@@ -380,14 +380,10 @@ class EpochRandomness:
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """A context in which the pass is made again, from where it began; afterwards the run's own numbers go on."""
-        own, global_states = states_of(self.generators), random_state()
-        _restore(self.generators, self.begin)
-        try:
+        with preserve_rng({place: self.generators[place] for place in self._drawn_by_others & self.generators.keys()}):
+            _restore(self.generators, self.begin)
             yield
-        finally:
-            set_random_state(global_states)
-            set_states(self.generators, {place: own[place] for place in self._drawn_by_others & own.keys()})
-            self._last = states_of(self._watched)
+        self._last = states_of(self._watched)
 
     def restore_first(self) -> None:
         """While replaying: what follows is the first batch."""

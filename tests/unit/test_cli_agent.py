@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 import booster.cli
-from booster.cli.agent import report_failures
+from booster.cli.agent import Attempt, report_failures
 
 SECOND = 10**9
-MACHINE = {"node": None, "first_rank": 0, "num_ranks": 2, "log_dir": None}
+ATTEMPT = Attempt(command=(), nproc_per_node=2)
 
 
 def failure(rank, exitcode, record=None, callstack=""):
@@ -76,7 +76,7 @@ def failure(rank, exitcode, record=None, callstack=""):
 )
 def test_who_failed_first(failures, noted, blamed, status, capsys):
     by_rank = {entry.local_rank: entry for entry in failures}
-    assert report_failures(by_rank, noted, **MACHINE) == status
+    assert report_failures(by_rank, noted, ATTEMPT) == status
     expected = f"status 75 of rank {blamed}" if status == 75 else f"booster run: rank {blamed} (local rank {blamed}"
     assert expected in capsys.readouterr().err
 
@@ -87,7 +87,7 @@ TRACEBACK = "Traceback (most recent call last):\nRuntimeError: Connection closed
 def test_a_rank_that_was_killed_is_named_last_below_the_traceback_that_others_left(capsys):
     broken = failure(0, 1, (100.6 * SECOND, True, 1), TRACEBACK)
     killed = failure(1, -signal.SIGKILL)
-    assert report_failures({0: broken, 1: killed}, {1000: 100.7 * SECOND, 1001: 100.5 * SECOND}, **MACHINE) == 137
+    assert report_failures({0: broken, 1: killed}, {1000: 100.7 * SECOND, 1001: 100.5 * SECOND}, ATTEMPT) == 137
     *before, last = capsys.readouterr().err.rstrip().splitlines()
     assert TRACEBACK.splitlines()[-1] in before
     assert last.startswith(
@@ -98,7 +98,7 @@ def test_a_rank_that_was_killed_is_named_last_below_the_traceback_that_others_le
 def test_a_rank_that_left_a_traceback_is_told_by_that_last(capsys):
     raised = failure(1, 1, (100.5 * SECOND, False, 1), "Traceback:\nValueError: the reason\n")
     broken = failure(0, 1, (100.6 * SECOND, True, 1), TRACEBACK)
-    assert report_failures({0: broken, 1: raised}, {}, **MACHINE) == 1
+    assert report_failures({0: broken, 1: raised}, {}, ATTEMPT) == 1
     assert capsys.readouterr().err.rstrip().endswith("ValueError: the reason")
 
 

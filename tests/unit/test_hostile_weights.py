@@ -21,7 +21,6 @@ from test_load_weights import net, on_meta, saved
 
 from booster import Booster, load_weights
 from booster.checkpoint import CheckpointError, streaming, tensor_file, weight_files
-from booster.checkpoint import weight_files as export
 from booster.cli import main
 
 
@@ -291,8 +290,8 @@ def test_a_conversion_reads_the_header_of_a_file_once(tmp_path, monkeypatch):
     booster, looked = Booster("cpu"), []
     model, *_ = booster.boost(Wide(50))
     folder = booster.save(tmp_path, model, step=1)
-    real = export.entries_of
-    monkeypatch.setattr(export, "entries_of", lambda file: looked.append(file.name) or real(file))
+    real = tensor_file.entries_of
+    monkeypatch.setattr(tensor_file, "entries_of", lambda file: looked.append(file.name) or real(file))
     for options in ([], ["--torch"], ["--shard", "1"]):
         out = tmp_path / f"out{len(options)}{''.join(options[:1])}"
         assert main(["checkpoint", "convert", *options, str(folder), str(out)]) == 0
@@ -310,7 +309,7 @@ def test_a_checkpoint_that_is_cut_short_while_it_is_converted_is_an_error_and_wr
     booster = Booster("cpu")
     model, *_ = booster.boost(net(width=64))
     folder = booster.save(tmp_path, model, step=1)
-    cut_while_read(monkeypatch, export, folder / "tensors-00000.safetensors", 2)
+    cut_while_read(monkeypatch, tensor_file, folder / "tensors-00000.safetensors", 2)
     assert main(["checkpoint", "convert", str(folder), str(tmp_path / "out")]) == 1
     assert "ended while" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]

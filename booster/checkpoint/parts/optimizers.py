@@ -58,10 +58,6 @@ class Optimizers(Part):
         self._readings: list[Reading] = []
         self._late = found.saved.late
 
-    def check_loads(self, found: LoadContext) -> None:
-        for each in self._entries(found):
-            each.state()
-
     def steps(self) -> Iterator[Step]:
         for what, optimizer, state in self._states:
             yield what, partial(self._read, optimizer, state)
@@ -221,7 +217,8 @@ def state_by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
     """Return the state dict of `optimizer` with whole parameter names for numbers, and each group's place for its names.
 
     "own": what torch's state dicts do not have, or all of one of another form, as optimizers around others write it. "inner":
-    the states of such others, by attribute, where it has them not.
+    the states of such others, by attribute, where it has them not. Raises CheckpointError where no load could put them
+    together.
     """
     state = optimizer.divided_state_dict()
     names = optimizer.parameter_names()
@@ -231,7 +228,6 @@ def state_by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
     if not plain:
         update = update_of(optimizer)
         if update.optimizer_state.has_masters or update.shards.sharded or update.shards.selection is not None:
-            # Raises CheckpointError where no load could put them together.
             raise CheckpointError(
                 f"the state_dict() of {type(optimizer.unwrap()).__name__} has no states of parameters by their numbers, which "
                 "masters, parts and stages of ranks need; use mixed_precision='fp32', 'bf16' or 'fp16' on one device or with "

@@ -88,10 +88,12 @@ class Part:
     Attributes:
         of_ranks: keys under which the tree has each rank's own, in a list; under others it has what ranks say together.
         turn: objects of the user's, which may refuse, come before what only copies.
+        is_rehearsed: whether a save tries `prepare`, after `compare`, of what it wrote, with tensors on the meta device.
     """
 
     of_ranks: tuple[str, ...] = ()
     turn = 0
+    is_rehearsed = True
 
     def __init__(self, objects: Objects) -> None:
         self.objects = objects
@@ -111,9 +113,6 @@ class Part:
 
     def prepare(self, found: LoadContext) -> None:
         """Make of what was read what objects take."""
-
-    def check_loads(self, found: LoadContext) -> None:
-        """Decode what `prepare` would, of tensors on the meta device; a save asks this of what it wrote, after `compare`."""
 
     def steps(self) -> Iterator[Step]:
         """Return what gives objects their states, each as many times on every rank: a step ends in a collective."""

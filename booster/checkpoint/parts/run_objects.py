@@ -14,7 +14,7 @@ from booster.checkpoint.objects import snapshot
 from booster.checkpoint.parts.part import LoadContext, Part, SaveContext, Step
 from booster.checkpoint.state_tree import reference
 from booster.common.snapshot import SharedRandom, of_torch, random_state, set_random_state, shared_random
-from booster.data import DRAWS, OWN_STATE, DataLoaderWrapper, skips
+from booster.data import DRAWS, OWN_STATE, DataLoaderWrapper, is_stateful, skips
 from booster.interface.scheduler import LRSchedulerWrapper, known_state
 from booster.model.params import is_dtensor
 
@@ -106,9 +106,6 @@ class StatefulObjects(Part):
         # After loaders and schedulers: the user's own objects may read these as they load.
         self._states += _takers(self.objects.extra, saved.value(extra_of(found)))
 
-    def check_loads(self, found: LoadContext) -> None:
-        self.prepare(found)
-
     def _state_of(self, loader: str, found: LoadContext) -> Any:
         saved, loaders = found.saved, found.saved.tree["loaders"]
         position = saved.value(saved.tree["dataloaders"][loader])
@@ -143,8 +140,7 @@ def _states(extra: Any) -> Any:
         return {key: _states(value) for key, value in extra.items()}
     if type(extra) in (list, tuple):
         return type(extra)(map(_states, extra))
-    stateful = callable(getattr(extra, "state_dict", None)) and callable(getattr(extra, "load_state_dict", None))
-    return extra.state_dict() if stateful else extra
+    return extra.state_dict() if is_stateful(extra) else extra
 
 
 def extra_of(found: LoadContext) -> Any:
@@ -158,7 +154,7 @@ def _placed(extra: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of the job's own `extra` that ranks hold parts of, by their names in a checkpoint."""
     if is_dtensor(extra):
         yield path, extra
-    elif callable(getattr(extra, "state_dict", None)) and callable(getattr(extra, "load_state_dict", None)):
+    elif is_stateful(extra):
         yield from _placed(extra.state_dict(), path)
     elif isinstance(extra, Mapping):
         for key, value in extra.items():
@@ -218,7 +214,8 @@ class ErrorFeedback(Part):
             fits = key in params and entry is not None and entry.shape == (params[key].numel(),)
             if not fits or not dtype_of(entry).is_floating_point:  # type: ignore[arg-type]
                 yield f"models {name!r}: what is carried of {key} fits no parameter here"
-        saved.request_all(ranks[found.rank][name])
+            else:
+                saved.request(reference(value), params[key])  # which it is beside, on its device
 
     def prepare(self, found: LoadContext) -> None:
         ranks = found.saved.tree.get("carried", [])
@@ -226,8 +223,7 @@ class ErrorFeedback(Part):
         self._values: dict[str, dict[torch.Tensor, torch.Tensor]] = {}
         for name in self.objects.error_feedback:
             params = dict(self.objects.models[name].named_parameters())
-            values = found.saved.value(own.get(name, {}))
-            self._values[name] = {params[key]: value.to(params[key].device) for key, value in values.items()}
+            self._values[name] = {params[key]: value for key, value in found.saved.value(own.get(name, {})).items()}
 
     def finish(self) -> None:
         for name, errors in self.objects.error_feedback.items():
@@ -262,9 +258,6 @@ class Random(Part):
     def prepare(self, found: LoadContext) -> None:
         ranks = found.saved.tree["random"]
         self._state: Any = found.saved.value(ranks[found.rank]) if found.same_ranks else None
-
-    def check_loads(self, found: LoadContext) -> None:
-        self.prepare(found)
 
     def steps(self) -> Iterator[Step]:
         yield "the random states", self._hand_over
