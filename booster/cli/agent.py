@@ -144,6 +144,9 @@ def _handler(parameters: Any) -> Any:
 
     # Torch's "c10d" and "static" listen on every interface, and "c10d" unpickles what any client writes there.
     class Rendezvous(StaticTCPRendezvous):
+        def get_backend(self) -> str:
+            return RENDEZVOUS
+
         def next_rendezvous(self) -> RendezvousInfo:
             address, port, rank, num_nodes = self.master_addr, self.master_port, self.rank, self.world_size
             listener = _listener(address, port, is_one_machine=num_nodes == 1) if rank == 0 else None

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, cast
 
 from booster.cli.agent import REPORT_START, STOPPED_STATUS, Stopped
 from booster.common.untrusted_files import read_regular
@@ -119,8 +119,7 @@ class _Node:
             env=os.environ if command.is_remote else {**os.environ, **command.environment},
             start_new_session=True,  # Ctrl-C comes here only; the nodes are then ended in order
         )
-        self.stdin: Any = self.process.stdin
-        self.stderr: Any = self.process.stderr
+        self.stdin, self.stderr = cast(BinaryIO, self.process.stdin), cast(BinaryIO, self.process.stderr)
         # The first line is the environment; all after it are requests to stop, and the end of the stream ends the node.
         if command.is_remote:
             with suppress(BrokenPipeError):  # ssh has ended, and its status says why
