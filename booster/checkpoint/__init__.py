@@ -25,8 +25,8 @@ The files, in the order of a save and then of a load:
     folder.py            names and renames of folders; `Lock`, the right to write one, among several jobs.
     manifest.py          the manifest, its form and its hash; `CheckpointError`, which all ranks raise together; hashes.
     state_tree.py        values to JSON with references for tensors, and back; tensors as ranks hold them and as files do.
+    dcp_storage.py       a storage for `torch.distributed.checkpoint`, whose planner divides writes among ranks.
     tensor_file.py       safetensors files: read in parts or whole, verified, and written.
-    tensor_writer.py     which rank writes which boxes of tensors, and what all have written.
     tensor_reader.py     which parts of which files a rank reads, and which files it verifies.
     loading.py           finds the newest valid folder; compares, reads, prepares, applies.
     saved_checkpoint.py  `SavedCheckpoint`: what a load requests of a checkpoint, and gets.

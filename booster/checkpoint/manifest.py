@@ -383,3 +383,9 @@ def agreed(
         if problem is not error:
             problem.__cause__ = error
     agree_on_success(problem, group)
+
+
+def first_failure(error: Any) -> str:
+    """Return where and how a checkpoint of `torch.distributed.checkpoint` failed first, in words."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    return f"on rank {rank}: {type(cause).__name__}: {cause}"

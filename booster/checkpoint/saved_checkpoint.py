@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from booster.checkpoint.manifest import CheckpointError, Tensor, agreed, check_sizes, dtype_of, read_manifest
 from booster.checkpoint.state_tree import (
-    HeldBoxes,
     HeldTensor,
     can_be_read_into,
     decode,
@@ -61,7 +60,7 @@ class LateReads:
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors, self._headers, self._boxes = tensors, Headers(folder), HeldBoxes()
+        self._tensors, self._headers = tensors, Headers(folder)
         self._wanted: dict[str, _Late] = {}
         # By parameter and dtype: states of a parameter are laid out alike, and a DTensor takes long to make.
         self._layouts: dict[Any, tuple[HeldTensor, FlatShard, tuple[int, ...]]] = {}
@@ -79,9 +78,11 @@ class LateReads:
             dtype, meta = dtype_of(tensor), torch.device("meta")
             flat, local = update.shards.states.empty_shard(param, dtype, meta), local_shard(param)
             like = torch.empty(local.shape, dtype=dtype, device=meta)
-            if is_dtensor(param) and not is_boxes(param):  # as those of a fused projection
-                return None
-            ((origin, _),) = self._boxes.of(param)
+            origin = (0,) * param.dim()
+            if is_dtensor(param):
+                if not is_boxes(param):  # as those of a fused projection
+                    return None
+                origin = tuple(param.__create_chunk_list__()[0].offsets)  # type: ignore[attr-defined]
             held = flat or FlatShard(like.view(-1), 0, local.shape, local.stride())
             if flat is None and not held.values.numel():
                 return None
@@ -169,7 +170,7 @@ class LateReads:
     ) -> Iterator[tuple[Entry, tuple[slice, ...], torch.Tensor]]:
         """Yield entries of files, their box, and the view of `values` that takes it: what this rank has from `start` on."""
         (*_, held, origin), tensor = self._wanted[name], self._tensors[name]
-        for begin, view in FlatShard(values, held.start + start, held.shape, held.stride).boxes():
+        for begin, _, view in FlatShard(values, held.start + start, held.shape, held.stride).boxes():
             offsets = [o + b for o, b in zip(origin, begin, strict=True)]
             for chunk, inside, here in overlaps(tensor, offsets, view):
                 yield self._headers.entry(chunk, held.dtype), inside, here
@@ -273,7 +274,7 @@ class SavedCheckpoint:
         if name is None or entry is None or held is None or name in self._targets or self.rehearsed:
             return False
         # A flat shard is a stretch of the whole, which files have as several boxes.
-        parts = [view for _, view in held.boxes()] if isinstance(held, FlatShard) else [held]
+        parts = [view for *_, view in held.boxes()] if isinstance(held, FlatShard) else [held]
         shape = tuple(held.shape) if isinstance(held, torch.Tensor) else entry.shape
         fits = all(
             can_be_read_into(part, shape if part is held else tuple(part.shape), dtype_of(entry)) for part in parts

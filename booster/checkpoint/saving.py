@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import warnings
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from booster.checkpoint import parts
+from booster.checkpoint.dcp_storage import ManifestWriter, WholeSavePlanner
 from booster.checkpoint.folder import (
     Lock,
     checkpoints,
@@ -36,6 +40,7 @@ from booster.checkpoint.manifest import (
     Manifest,
     agreed,
     check_text,
+    first_failure,
     hash_of,
     is_first,
     new_hash,
@@ -44,7 +49,6 @@ from booster.checkpoint.objects import Objects, user_module
 from booster.checkpoint.parts.part import SaveContext, Tensors, leaves_out_frozen
 from booster.checkpoint.state_tree import OWN, HeldTensor, as_planned
 from booster.checkpoint.tensor_file import need_safetensors
-from booster.checkpoint.tensor_writer import write_held
 from booster.common.arguments import listed
 from booster.common.installed import version_of
 from booster.common.untrusted_files import json_cost
@@ -108,7 +112,8 @@ def choose_writers(
     """
     if group is None:
         return shared, [{}]
-    # A plain tensor that several ranks hold is written by any of them, which is right where they are equal to the bit.
+    # DCP's planner takes a plain tensor that several ranks hold from any of them, which is right where they are equal to the
+    # bit.
     plain = {
         name: _digest(tensor)
         for name, tensor in shared.items()
@@ -227,20 +232,26 @@ def write(
         # The name of the staging folder is random; all ranks write into that of the first.
         staging = Path(gather(str(staging), group)[0])
         versions = {"booster": version_of("booster-amp") or "unknown", "torch": str(torch.__version__)}
-        text = b""
+        writer, takes = ManifestWriter(staging), 0
         with agreed(group):
             if is_first(group):
                 text = json.dumps(taken.tree, allow_nan=False, separators=(",", ":")).encode()
                 write_synced(staging / STATE, text)
-        try:
-            files, stored = write_held(staging, taken.tensors, group)
-        except CheckpointError as error:
-            raise CheckpointError(f"saving {final} failed {error}; what was there before still is") from error
+                writer.files[STATE] = File(len(text), hash_of(text))
+                takes = json_cost(text)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.save(
+                taken.tensors,
+                storage_writer=writer,
+                planner=WholeSavePlanner(),
+                process_group=group,
+                no_dist=group is None,
+            )
         with agreed(group):
             if is_first(group):
-                files[STATE] = File(len(text), hash_of(text))
-                manifest = Manifest(step, len(taken.tree["random"]), versions, files, stored)
-                check_text(STATE, json_cost(text), files)
+                manifest = Manifest(step, len(taken.tree["random"]), versions, writer.files, writer.tensors)
+                check_text(STATE, takes, manifest.files)
                 write_synced(staging / MANIFEST, manifest.dumps())
         if taken.tree.keys() > {"random"}:  # not of weights alone, which have no tree
             with agreed(group):
@@ -253,10 +264,10 @@ def write(
                     prune(final.parent, keep_last, final)
     except CheckpointError:
         raise
-    except (OSError, RuntimeError, TypeError, ValueError, MemoryError) as error:
-        raise CheckpointError(
-            f"saving {final} failed: {type(error).__name__}: {error}; what was there before still is"
-        ) from error
+    except (CheckpointException, OSError, RuntimeError, TypeError, ValueError, MemoryError) as error:
+        of_rank = isinstance(error, CheckpointException)
+        said = f" {first_failure(error)}" if of_rank else f": {type(error).__name__}: {error}"
+        raise CheckpointError(f"saving {final} failed{said}; what was there before still is") from error
     finally:
         if staging is not None and is_first(group) and staging.exists():  # it has not got its name
             shutil.rmtree(staging, ignore_errors=True)

@@ -49,28 +49,6 @@ def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]
 
 
-class HeldBoxes:
-    """Which boxes of whole tensors a rank holds."""
-
-    def __init__(self) -> None:
-        # By layout: weights and states of many layers are divided alike, and to ask a DTensor takes long.
-        self._origins: dict[Any, tuple[int, ...]] = {}
-
-    def of(self, held: HeldTensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-        """Return each box as where it begins in the whole, and what holds it; none where `held` is on other ranks."""
-        if isinstance(held, FlatShard):
-            return list(held.boxes())
-        if not is_dtensor(held):
-            return [((0,) * held.dim(), held.detach())]
-        divided: Any = held
-        if divided.device_mesh.get_coordinate() is None:
-            return []
-        layout = divided.device_mesh, divided.placements, tuple(held.shape)
-        if layout not in self._origins:
-            self._origins[layout] = tuple(divided.__create_chunk_list__()[0].offsets)
-        return [(self._origins[layout], local_shard(held))]
-
-
 def can_be_read_into(held: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Whether the bytes of a tensor of `shape` and `dtype`, or this rank's part of them, are in `held` as in a file."""
     if held.dtype != dtype or tuple(held.shape) != shape or (is_dtensor(held) and not is_boxes(held)):

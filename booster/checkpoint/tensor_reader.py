@@ -6,16 +6,18 @@ Boxes that a rank holds and boxes in the manifest say what is to be read, so no 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from booster.checkpoint.manifest import CheckpointError, Chunk, Manifest, Tensor, dtype_of
-from booster.checkpoint.state_tree import HeldBoxes, HeldTensor, can_be_read_into
+from booster.checkpoint.state_tree import HeldTensor, can_be_read_into
 from booster.checkpoint.tensor_file import Entry, Headers, read_box, read_verified
 from booster.common.untrusted_files import open_regular
+from booster.model.params import is_dtensor, local_shard
+from booster.shards.base import FlatShard
 
 
 class _Part(NamedTuple):
@@ -64,12 +66,24 @@ class TensorReader:
             raise CheckpointError("; ".join(damage))
 
     def _parts(self, targets: Mapping[str, HeldTensor]) -> Iterator[_Part]:
-        boxes = HeldBoxes()
+        # By layout: weights and states of many layers are divided alike, and to ask a DTensor takes long.
+        origins: dict[Any, tuple[int, ...]] = {}
         for name, held in targets.items():
             tensor = self._manifest.tensors[name]
             if tuple(held.shape) != tensor.shape:
                 raise CheckpointError(f"{name} has shape {tensor.shape} in the files and {tuple(held.shape)} here")
-            for offsets, view in boxes.of(held):
+            boxes: Iterable[tuple[Sequence[int], torch.Tensor]]
+            if isinstance(held, FlatShard):
+                boxes = ((offsets, view) for offsets, _, view in held.boxes())
+            elif is_dtensor(held):
+                divided: Any = held
+                layout = divided.device_mesh, divided.placements, tensor.shape
+                if layout not in origins:
+                    origins[layout] = tuple(divided.__create_chunk_list__()[0].offsets)
+                boxes = [(origins[layout], local_shard(held))]
+            else:
+                boxes = [((0,) * held.dim(), held.detach())]
+            for offsets, view in boxes:
                 for chunk, box, here in overlaps(tensor, offsets, view):
                     yield _Part(chunk, dtype_of(tensor), box, here)
 

@@ -299,7 +299,7 @@ def sync_weights(self: BoosterState, model: nn.Module, *, merge: bool = False) -
     A collective where ranks hold parts of weights: each is gathered as it is asked for, so all ranks go through all of
     them. Raises RuntimeError for stages of a pipeline, which `save_model` writes.
     """
-    # Here and not above: `import booster` is to leave the room of checkpoints alone.
+    # Here and not above: they import torch.distributed.checkpoint, which `import booster` is to leave alone.
     from booster.checkpoint.adapters import check_merges, merged
     from booster.checkpoint.serving import ends_that_differ, sources_of
 

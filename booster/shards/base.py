@@ -1,7 +1,8 @@
 """`Shards`: what this rank steps of an optimizer's parameters. This base class is the null object: all of them, whole.
 
 Every operation of the room is declared here; `__init__` of the room has the roles of tensors. States and masters of shards, as
-whole parameters have them and back, are `ShardStates`; a `FlatShard` is a stretch of elements, as checkpoints take it.
+whole parameters have them and back, are `ShardStates`; a `FlatShard` is a stretch of elements, as
+`torch.distributed.checkpoint` takes it.
 """
 
 from __future__ import annotations
@@ -384,8 +385,8 @@ RELAID = (
 class FlatShard:
     """This rank's slice of a tensor: elements from `start` on, in memory order; other ranks have the others.
 
-    Checkpoints hold boxes of a whole tensor. A slice of a tensor of n dimensions is at most 2n - 1 boxes, each a view of
-    `values`.
+    `torch.distributed.checkpoint` saves boxes of a whole tensor. A slice of a tensor of n dimensions is at most 2n - 1 boxes,
+    each a view of `values`.
 
     Attributes:
         values: this rank's elements, 1-dim.
@@ -407,6 +408,10 @@ class FlatShard:
     def device(self) -> torch.device:
         return self.values.device
 
+    def size(self) -> torch.Size:
+        """Return the shape of the whole."""
+        return self.shape
+
     def dim(self) -> int:
         """Return the number of dimensions of the whole."""
         return len(self.shape)
@@ -415,8 +420,8 @@ class FlatShard:
         """Return the same stretch with other values."""
         return FlatShard(values, self.start, self.shape, self.stride)
 
-    def boxes(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield (offsets, view of `values`) of boxes of the whole that make up the stretch, in memory order."""
+    def boxes(self) -> Iterator[tuple[torch.Size, torch.Size, torch.Tensor]]:
+        """Yield (offsets, sizes, view of `values`) of boxes of the whole that make up the stretch, in memory order."""
         # Dimensions of length 1 may have any stride.
         order = sorted(range(self.dim()), key=lambda dim: (self.shape[dim] != 1, -self.stride[dim]))
         back = sorted(range(self.dim()), key=order.__getitem__)
@@ -425,7 +430,32 @@ class FlatShard:
             numel = math.prod(sizes)
             view = self.values[done : done + numel].view(sizes).permute(back)
             done += numel
-            yield tuple(offsets[dim] for dim in back), view
+            yield torch.Size(offsets[dim] for dim in back), torch.Size(sizes[dim] for dim in back), view
+
+    def box_at(self, offsets: Sequence[int] | None) -> torch.Tensor:
+        """Return the view of the box that begins at `offsets` of the whole."""
+        return next(view for begin, _, view in self.boxes() if begin == offsets)
+
+    # ------------------------------------------------------------------ what torch.distributed.checkpoint asks for
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, self.shape),
+            )
+            for offsets, sizes, _ in self.boxes()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in self.boxes()]
 
 
 def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

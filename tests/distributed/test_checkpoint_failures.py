@@ -15,7 +15,7 @@ from pool import CASE_TIMEOUT, PROCESS_GROUP_TIMEOUT, RankPool, RanksFailed
 from runs import Run, differing
 
 from booster.checkpoint import CheckpointError, damage, latest
-from booster.checkpoint import tensor_writer as of_tensors
+from booster.checkpoint import dcp_storage as of_tensors
 
 STEPS = ["step-0000000001", "step-0000000002"]
 

@@ -23,8 +23,8 @@ def test_every_stretch_is_at_most_2n_minus_1_boxes_that_hold_its_elements(shape,
             boxes = list(part.boxes())
             assert len(boxes) <= 2 * len(shape) - 1
             seen = torch.full(shape, -1)
-            for offsets, view in boxes:
-                box = tuple(slice(o, o + s) for o, s in zip(offsets, view.shape, strict=True))
+            for offsets, sizes, view in boxes:
+                box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
                 assert (seen[box] == -1).all(), "boxes overlap"
                 seen[box] = view
                 assert view.data_ptr() == part.values.data_ptr() + 8 * (int(view.flatten()[0]) - start), "a copy"
