@@ -245,7 +245,6 @@ class HybridParallelPlugin(ShardingPlugin):
             "mesh": mesh["tp"],
             "tp_plan": self._tp_plan,
             "sequence_parallelism": self._sequence_parallelism,
-            "policy": policy,
         }
         check_tensor_parallel(model, **tensor_parallel)
         check_meta(model)
@@ -262,7 +261,9 @@ class HybridParallelPlugin(ShardingPlugin):
         shards = self._shards(policy)
         if not shards:
             store_parameters(model, policy)
-        apply_tensor_parallel(model, **tensor_parallel)  # before the pipeline is cut, as its plan names all layers
+        apply_tensor_parallel(
+            model, **tensor_parallel, policy=policy
+        )  # before the pipeline is cut, as its plan names all layers
         whole = list(model.state_dict())  # keys of all stages, while this rank still has them
         roots = [module] if plan is None else plan.cut(self.pipeline_rank)
         if self.tp_size > 1 or self.sp_size > 1:  # other tokens draw otherwise, also where all ranks were seeded alike

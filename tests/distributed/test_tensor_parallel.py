@@ -838,7 +838,7 @@ def check_mesh(rank, world_size):
     assert str(error.value) == "tensor parallelism needs a mesh of one dimension, got 2; pass mesh['tp']"
     model, *_ = gpt()
     before = dict(model.named_parameters())
-    check_tensor_parallel(model, mesh=tp_mesh(2), tp_plan=STRINGS, sequence_parallelism=True, policy=DtypePolicy())
+    check_tensor_parallel(model, mesh=tp_mesh(2), tp_plan=STRINGS, sequence_parallelism=True)
     assert all(param is before[name] for name, param in model.named_parameters())
 
 

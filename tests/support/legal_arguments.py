@@ -447,11 +447,9 @@ RANGES: dict[str, Predicate] = {
 EXEMPT: dict[str, str] = {
     "(batch)": "any tree; the user's model judges it",
     "(extra)": "a tree of any depth, in which the place of what cannot be kept is named; has its own tests",
-    "OptimizerWrapper.watch()": "called by boost",
     "ModelWrapper.replace_with()": "called by Booster.switch, with what boost would return",
     "OptimizerWrapper.replace_with()": "called by Booster.switch, with what boost would return",
     "CriterionWrapper.replace_with()": "called by Booster.switch, with what boost would return",
-    "DataLoaderWrapper.load_state_dict()": "has its own tests, with damaged states",
     **{
         f"{name}()": "called by Booster, with what a user wrote"
         for name in ("refuse_unknown", "missing_method", "check_places", "meant_by")
@@ -493,14 +491,9 @@ EXEMPT: dict[str, str] = {
     "scale_loss(model)": "not used, as in apex",
     "ModelWrapper.keep_calls()": "called by boost",
     "CriterionWrapper.keep_calls()": "called by boost",
-    "ModelWrapper.forward()": "the user's model judges its own inputs",
     "ModelWrapper.cast_inputs()": "any tree; what is no tensor stays",
     "ModelWrapper.cast_outputs()": "any tree; what is no tensor stays",
-    "ModelWrapper.named_modules()": "torch's own recursion, with torch's arguments",
-    "ModelWrapper.load_state_dict()": "torch's own",
-    "OptimizerWrapper.load_state_dict()": "has its own tests, with damaged states",
     "OptimizerWrapper.read_state_dict()": "has the tests of load_state_dict, which calls it",
-    "LRSchedulerWrapper.load_state_dict()": "the user's scheduler judges its own state",
     "load_state_dict()": "has its own tests, with damaged states",
 }
 

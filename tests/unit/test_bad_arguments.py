@@ -141,6 +141,15 @@ def test_bad_arguments_of_everything_public_raise_errors_that_name_them():
     judge(outcomes)
 
 
+def test_what_is_exempt_is_there():
+    every = list(calls([World()]))
+    names = {f"{call.name}()" for call in every}
+    for call in every:
+        for parameter in call.signature.parameters:
+            names |= {f"({parameter})", f"{call.name}({parameter})"}
+    assert sorted(EXEMPT.keys() - names) == []
+
+
 def test_bad_arguments_of_launch_functions_raise_errors_that_name_them(monkeypatch):
     for variables in ENVIRONMENTS.values():
         for name, (value, _) in variables.items():

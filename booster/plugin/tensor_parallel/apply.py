@@ -21,12 +21,10 @@ from booster.tensors.trees import HALF_DTYPES
 from booster.tensors.weak import ForwardProxy, ModuleReference, cast_weak_inputs
 
 
-def check_tensor_parallel(
-    model: nn.Module, *, mesh: DeviceMesh, tp_plan: TPPlan, sequence_parallelism: bool, policy: DtypePolicy
-) -> None:
+def check_tensor_parallel(model: nn.Module, *, mesh: DeviceMesh, tp_plan: TPPlan, sequence_parallelism: bool) -> None:
     """Raise TypeError or ValueError if `apply_tensor_parallel` would; nothing is changed, and no collective runs.
 
-    model, mesh, tp_plan, sequence_parallelism, policy: those of that function.
+    model, mesh, tp_plan, sequence_parallelism: those of that function.
     """
     _resolve(model, mesh, tp_plan, sequence_parallelism)
 
