@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counts import count
+from matrix import PRECISIONS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -27,7 +28,7 @@ from booster.common.torch_internals.pipeline_internals import computes_weights_a
 from booster.mixed_precision import BF16MixedPrecision
 from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.model.params import local_shard
-from booster.plugin import HybridParallelPlugin
+from booster.plugin import HybridParallelPlugin, SingleDevice
 from booster.plugin.pipeline import PipelinePlan, StagePipeline
 from booster.tensors.trees import divide
 
@@ -244,6 +245,31 @@ class Convolutions(nn.Module):
         return self.head(self.layers(self.norm(self.stem(images))).mean((2, 3)))
 
 
+class Writing(Block):
+    """Writes to what it is given and to float buffers, whole and in part, and hands one to a function with an activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(DIM))
+        self.register_buffer("both", torch.zeros(2, DIM))
+        self.register_buffer("factor", torch.linspace(0.5, 1.5, DIM))
+
+    def forward(self, x, mask):
+        x = x.mul_(0.9)
+        if self.training:
+            with torch.no_grad():
+                mean = x.float().mean((0, 1)).to(self.average.dtype)
+                self.average.lerp_(mean, 0.1)
+                self.both[0] += 0.1 * mean
+        return super().forward(torch.mul(x, self.factor), mask) + 0.1 * (self.average + self.both[0])
+
+
+def writing(num_blocks=4):
+    model = GPT(num_blocks=num_blocks)
+    model.blocks = nn.ModuleList(Writing() for _ in model.blocks)
+    return model
+
+
 def classes(logits, target):
     return F.cross_entropy(logits.float(), target)
 
@@ -255,6 +281,7 @@ KINDS = {
     "checkpointed": lambda: GPT(checkpointed=True),
     "uneven": lambda: GPT(num_blocks=7),
     "tuples": Tuples,
+    "writing": writing,
 }
 FORWARDS = [
     (kind, style)
@@ -328,6 +355,35 @@ def test_running_statistics_belong_to_one_stage_and_see_each_micro_batch_once(ra
     first, second = ranks2(statistics)
     assert not set(first) & set(second)
     assert sorted(first + second) == sorted(Convolutions().state_dict())
+
+
+def writing_in_half(rank, world_size, precision):
+    states, losses = [], []
+    for plugin in (SingleDevice(), HybridParallelPlugin(1, 2, num_micro_batches=2)):
+        torch.manual_seed(0)
+        b, model = Booster("cpu", PRECISIONS[precision](), plugin), writing()
+        model, optimizer, criterion, *_ = b.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of)
+        for step in range(2):
+            if len(states):
+                losses.append(b.execute_pipeline(iter([text(seed=step)]), model, criterion, optimizer)["loss"])
+            else:
+                with b.accumulate(model, optimizer, 2):
+                    passes = [criterion(model(*part.args), part.target) for part in pieces(text(seed=step), 2)]
+                    for loss in passes:
+                        b.backward(loss, optimizer)
+                losses.append(torch.stack(passes).detach().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(model.state_dict())
+    torch.testing.assert_close(torch.stack(losses[2:]), torch.stack(losses[:2]), rtol=1e-5, atol=1e-6)
+    for name, value in states[1].items():
+        torch.testing.assert_close(value, states[0][name], msg=name)
+    assert any(name.endswith("average") and value.any() for name, value in states[1].items())
+
+
+@pytest.mark.parametrize("precision", ["bf16_naive", "fp16_naive", "fp16_apex O2"])
+def test_blocks_write_float_buffers_where_weights_are_in_half(ranks2, precision):
+    ranks2(writing_in_half, precision)
 
 
 def tied(rank, world_size):

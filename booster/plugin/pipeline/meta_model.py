@@ -13,10 +13,17 @@ import torch
 from torch import nn
 
 from booster.common.torch_internals.autograd_internals import without_subclasses
-from booster.common.torch_internals.tensor_internals import GROUPED_PRODUCTS, FakeTensor, FakeTensorMode, version
+from booster.common.torch_internals.tensor_internals import (
+    GROUPED_PRODUCTS,
+    FakeTensor,
+    FakeTensorMode,
+    storage_key,
+    version,
+)
 from booster.model.modules import copy_on_meta
 from booster.plugin.pipeline.split import Split, holders, owners
-from booster.tensors.weak import ForwardProxy, ModuleReference
+from booster.tensors.trees import tensors
+from booster.tensors.weak import ForwardProxy, ModuleReference, WeakTensor, strip_weak
 
 Prepare = Callable[[nn.Module], nn.Module]
 
@@ -32,7 +39,6 @@ class MetaModel:
         module: the copy.
         mode: of all its fake tensors.
         stages: by id of a fake parameter, its name and the stages that hold the real one.
-        buffers: ids of the copied buffers.
         owners, holders: which stage has which module and parameter; see `split.py`.
         call: while set, it is called in place of the forward of a child of the container, with the position of the child, its
             forward, args and kwargs.
@@ -52,7 +58,7 @@ class MetaModel:
         if prepare is not None:  # dtypes of activations follow from those of the stages
             self.module = prepare(self.module)
         self.stages: dict[int, tuple[str, frozenset[int]]] = {}
-        self.buffers: set[int] = set()
+        self._buffers: set[int] = set()
         self._make_fake(devices)
         self.owners = owners(model, split)
         self.holders = holders(model, self.owners)
@@ -80,6 +86,10 @@ class MetaModel:
         with self.mode:
             return as_fake_activation(torch.empty(shape, dtype=dtype, device=device).requires_grad_(requires_grad))
 
+    def is_buffer(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor` is one of the copied buffers, a view of one, or an alias, as of weights in half."""
+        return _memory(tensor) in self._buffers
+
     def _make_fake(self, devices: dict[str, torch.device]) -> None:
         """Turn parameters and buffers into attributes, parameters into fake tensors; tied ones stay tied."""
         fakes: dict[int, torch.Tensor] = {}
@@ -100,8 +110,12 @@ class MetaModel:
                         device = next(iter(devices.values()), torch.device("cpu"))
                         value = self.fake(buffer.shape, buffer.dtype, device)
                     else:
-                        self.buffers.add(id(buffer))
+                        self._buffers.add(_memory(buffer))
                     setattr(module, name, value)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return storage_key(tensor) if tensor.layout is torch.strided else id(tensor)  # sparse tensors have no storage
 
 
 class _ObservedForward(ModuleReference):
@@ -157,6 +171,13 @@ class FakeActivationMode(FakeTensorMode):
         self.records_writes = False
         self.wrote = False
 
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(tensor, WeakTensor) for tensor in tensors((args, kwargs))):
+            # A float buffer that a block writes is a weak tensor where weights are in half; torch's mode takes no subclasses.
+            args, kwargs = strip_weak((args, kwargs))
+        return super().dispatch(func, types, args, kwargs)
+
 
 class FakeActivation(FakeTensor):
     """A fake tensor: shape, dtype and device, no data.
@@ -168,6 +189,8 @@ class FakeActivation(FakeTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if len(types) > 1 and any(issubclass(kind, WeakTensor) for kind in types):
+            return NotImplemented  # weak tensors are rounded first, by their own class
         mode = _mode_of(args) or _mode_of(kwargs.values())
         if func in GROUPED_PRODUCTS and args[0].dtype != torch.bfloat16:
             # The product of experts: kernels on CPUs take every dtype, torch's function of its shapes bfloat16 alone.

@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from booster.common.torch_internals.tensor_internals import DataDependentOutputException, DynamicOutputShapeException
+from booster.common.torch_internals.tensor_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    version,
+)
 from booster.model.modules import fast_path_off
 from booster.plugin.pipeline.meta_model import MetaModel, Results, is_fake
 from booster.plugin.pipeline.split import Split
@@ -56,6 +60,7 @@ class StageIO:
         boundaries: one between each two stages.
         received: by position of a block, the leaves of its arguments that are received, as (leaf, number of the tensor).
         outputs: by position of a block, what it returns on stages that do not have it.
+        written: by stage, the numbers of received tensors that its forward writes to.
         results: by stage, the cache of functions of fake activations before its first block; None where a function writes to
             one, so that they have to be made anew for every micro-batch.
     """
@@ -63,6 +68,7 @@ class StageIO:
     boundaries: list[Boundary] = field(default_factory=list)
     received: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     outputs: dict[int, RecordedOutput] = field(default_factory=dict)
+    written: dict[int, frozenset[int]] = field(default_factory=dict)
     results: dict[int, Results | None] = field(default_factory=dict)
     _constants: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
 
@@ -132,6 +138,11 @@ def substitute(args: Any, kwargs: Any, slots: list[tuple[int, int]], received: t
         leaves[leaf] = received[number]
     args, kwargs = with_leaves(call, leaves)
     return args, kwargs
+
+
+def _may_be_written(value: torch.Tensor) -> bool:
+    # In inference mode tensors have no version counter, so assume a write.
+    return torch.is_inference_mode_enabled() or version(value) > 0
 
 
 def _has_identity(leaf: Any) -> bool:
@@ -211,6 +222,9 @@ class _StageRun:
         finally:
             self._meta_model.call = None
             mode.records_writes = False
+            self._io.written[self._stage] = frozenset(
+                number for number, value in enumerate(self._received) if _may_be_written(value)
+            )
         if not is_last or not self._sources.closed:
             stage = self._stage if is_last else self._stage + 1
             raise RuntimeError(
@@ -242,12 +256,13 @@ class _StageRun:
             replaced = [leaves[leaf] for leaf in boundary.positions]
             self._received_as.update({id(leaf): number for number, leaf in enumerate(replaced)})
             self._held += replaced
-            self._received = tuple(
-                self._meta_model.fake(spec.shape, spec.dtype, leaf.device, requires_grad=spec.requires_grad)
-                for spec, leaf in zip(boundary.specs, replaced, strict=True)
-            )
             self._sources.closed = True
             self._meta_model.mode.records_writes = False
+            # Clones, since a leaf that requires gradients takes no write in place; see `Stage.compute`.
+            self._received = tuple(
+                self._meta_model.fake(spec.shape, spec.dtype, leaf.device, requires_grad=spec.requires_grad).clone()
+                for spec, leaf in zip(boundary.specs, replaced, strict=True)
+            )
             self._io.results[self._stage] = None if self._meta_model.mode.wrote else {}
         elif not self._sources.closed:
             first = self._split.name_of(self._split.starts[self._stage - 1])
@@ -352,7 +367,7 @@ class _Sources(TorchFunctionMode):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         # The copied buffers of the meta model may be written to: nothing reads them afterwards.
-        if written is not None and not is_fake(written) and id(written) not in self._meta_model.buffers:
+        if written is not None and not is_fake(written) and not self._meta_model.is_buffer(written):
             raise RuntimeError(
                 f"{func.__name__} writes what depends on parameters into a tensor that was made without any, of shape "
                 f"{tuple(written.shape)}. On other stages of the pipeline those values are not there; make the tensor from "
