@@ -446,8 +446,7 @@ def launch_notebook(
     """
     arguments.function("function", function)
     arguments.count("num_processes", num_processes, what="the number of ranks")
-    if sys.platform == "win32":
-        raise RuntimeError("Windows is not supported; run under WSL2 (Windows Subsystem for Linux) instead")
+    _refuse_windows()
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "launch_notebook: this process has used CUDA, and processes forked from it cannot; restart the kernel, and put "

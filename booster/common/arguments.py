@@ -26,10 +26,10 @@ T = TypeVar("T")
 _LONGEST = 80  # characters of a value in a message; of longer ones it has the type
 
 
-def flag(name: str, value: Any, *, also: str = "", fix: str = "") -> bool:
+def flag(name: str, value: Any, *, also: str = "") -> bool:
     """Return `value`, True or False."""
     if not isinstance(value, bool):
-        raise TypeError(refusal(name, value, "True or False", also, fix))
+        raise TypeError(refusal(name, value, "True or False", also))
     return value
 
 
@@ -80,21 +80,22 @@ def count(
     return int(value)
 
 
-def text(name: str, value: Any, what: str = "a string", *, also: str = "", fix: str = "") -> str:
+def text(name: str, value: Any, what: str = "a string", *, also: str = "") -> str:
     """Return `value`, a string that is not empty. what: the string that it is, for the message."""
     if not isinstance(value, str):
-        raise TypeError(refusal(name, value, what, also, fix))
+        raise TypeError(refusal(name, value, what, also))
     if not value.strip():
-        raise ValueError(refusal(name, value, what, also, fix))
+        raise ValueError(refusal(name, value, what, also))
     return value
 
 
-def path(name: str, value: Any, what: str = "a path, as a string or a Path") -> Path:
-    """Return `value` as a path. what: of what, for the message."""
+def path(name: str, value: Any) -> Path:
+    """Return `value` as a path."""
+    legal = "a path, as a string or a Path"
     if isinstance(value, str):
-        text(name, value, what)
+        text(name, value, legal)
     elif not isinstance(value, os.PathLike) or not isinstance(os.fspath(value), str):
-        raise TypeError(refusal(name, value, what))
+        raise TypeError(refusal(name, value, legal))
     return Path(value)
 
 

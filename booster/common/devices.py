@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,18 +74,6 @@ class DeviceCopies:
             self.held += read
 
 
-def event_on(
-    device: torch.device,
-    *,
-    make: Callable[[], Any] = torch.cuda.Event,
-    stream_of: Callable[[torch.device], Any] = torch.cuda.current_stream,
-) -> Any:
-    """Return an event after what is queued on `device` now, which need not be the current one."""
-    event = make()
-    event.record(stream_of(device))
-    return event
-
-
 class HostCopy:
     """A tensor on its way to the host; reading it waits for that copy, not for what was queued later."""
 
@@ -97,7 +84,8 @@ class HostCopy:
         elif tensor.is_cuda:
             self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            self._event = event_on(tensor.device)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))  # which need not be the current device
         else:
             self._host = tensor.clone()
 

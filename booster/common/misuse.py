@@ -11,13 +11,15 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Container
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from booster.common.torch_internals.autograd_internals import graph_task
 
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (str(torch.__file__), os.path.dirname(__file__)))
@@ -38,7 +40,7 @@ def first_user_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def called_by(functions: Container[tuple[Any, str]], *, through: tuple[str, ...] = ("",)) -> bool:
+def called_by(functions: Container[tuple[Any, str]], *, through: tuple[str, ...]) -> bool:
     """Return whether one of `functions` is among the callers of the function that asks.
 
     functions: pairs of the name of a module and of a function in it.
@@ -111,23 +113,22 @@ class OwnStepGuard:
 
     def check_states(self, optimizer: Optimizer, *state_dict: Any) -> None:
         """Raise RuntimeError unless this library makes or loads the state dict of `optimizer`."""
-        frame: FrameType | None = (
-            None if self.stepping or self._owner is None or self._owner() is None else sys._getframe(1)
-        )
-        while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_ASK_FOR_STATES):
+        if self._is_off():
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if str(frame.f_globals.get("__name__")).startswith(_ASK_FOR_STATES):
+                return
             frame = frame.f_back
-            if frame is None:
-                raise RuntimeError(
-                    f"{'load_' * len(state_dict)}state_dict() of the {type(optimizer).__name__} that was given to boost() was "
-                    "called instead of that of the boosted one, which keeps states by masters or by this rank's shards; "
-                    "they would get lost. Call it on what boost() returned; b.save and b.load keep a whole run"
-                )
+        raise RuntimeError(
+            f"{'load_' * len(state_dict)}state_dict() of the {type(optimizer).__name__} that was given to boost() was "
+            "called instead of that of the boosted one, which keeps states by masters or by this rank's shards; "
+            "they would get lost. Call it on what boost() returned; b.save and b.load keep a whole run"
+        )
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # First, because the compiler traces it, and then nothing else.
-        if torch.compiler.is_compiling() or self.stepping or self._owner is None or self._owner() is None:
-            return
-        if is_called_by_torch_checkpoint():
+        if torch.compiler.is_compiling() or self._is_off() or is_called_by_torch_checkpoint():
             return
         name = type(optimizer).__name__
         raise RuntimeError(
@@ -136,6 +137,9 @@ class OwnStepGuard:
             "boost() returned, and step that: model, optimizer, *_ = b.boost(model, optimizer). To step this one when "
             "training under the booster is over, take it from b.unwrap(optimizer)"
         )
+
+    def _is_off(self) -> bool:
+        return self.stepping or self._owner is None or self._owner() is None
 
     def remove(self) -> None:
         """Let every step pass from now on."""
@@ -150,26 +154,24 @@ class RawCallGuard:
 
     On one device such a call runs without the precision, and one WARNING says so; of several ranks it would leave gradients
     unsynchronised, and raises RuntimeError. It leaves after so many calls that came as they should: from a boosted model,
-    which may be another one that holds this model, or from a backward pass that computes it again. backward: the number of the
-    backward pass that runs in this thread, or -1. Copies and pickles of the model are not watched.
+    which may be another one that holds this model, or from a backward pass that computes it again. Copies and pickles of the
+    model are not watched.
     """
 
-    def __init__(self, model: nn.Module, *, precision: str, several_ranks: bool, backward: Callable[[], int]) -> None:
-        self._backward = backward
-        self._watched = True
+    def __init__(self, model: nn.Module, *, precision: str, several_ranks: bool) -> None:
         self._left = _CALLS
         self.precision = precision
         self._several_ranks = several_ranks
         self._handle: Any = model.register_forward_pre_hook(self)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not self._watched or not torch.is_grad_enabled() or not module.training:
+        if torch.compiler.is_compiling() or self._handle is None or not torch.is_grad_enabled() or not module.training:
             return
         # As `called_by` does, but without a call: in the first steps every forward pass comes here.
         frame: Any = sys._getframe(1)
         while frame is not None and (frame.f_globals.get("__name__"), frame.f_code.co_name) not in _COMPUTES:
             frame = frame.f_back
-        if frame is not None or self._backward() != -1:
+        if frame is not None or graph_task() != -1:
             self._left -= 1
             if not self._left:
                 self.remove()
@@ -188,13 +190,12 @@ class RawCallGuard:
 
     def remove(self) -> None:
         """Watch no longer."""
-        self._watched = False
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watched": False, "_handle": None}
+        return {**self.__dict__, "_handle": None}
 
 
 def is_called_by_torch_checkpoint() -> bool:

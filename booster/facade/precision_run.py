@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from booster.common import arguments
@@ -37,37 +37,18 @@ PATIENCE = 100
 
 
 class PrecisionScheduler:
-    """Before a forward pass or a group of micro-batches, goes over to the one of `phases` that is due, by `go`.
+    """Before a forward pass or a group of micro-batches, has `run` go over to its phase that is due.
 
     Only where all ranks are: in a forward that trains. Not while another forward waits for its backward pass: that
     graph belongs to the old precision. See `PrecisionSchedule`.
 
-    total_steps: that shares among `phases` were of.
-    optimizers: those of the run, in the same order on all ranks.
-    may_go: False while something forbids it, such as an open group of micro-batches.
-    group: the ranks that go together.
+    total_steps: that shares among the phases were of.
     """
 
-    def __init__(
-        self,
-        phases: Mapping[int, Phase],
-        total_steps: int | None,
-        *,
-        optimizers: Callable[[], Sequence[OptimizerWrapper]],
-        may_go: Callable[[], bool],
-        go: Callable[[Phase, str], None],
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self.phases, self._total_steps = phases, total_steps
-        self.now = phases[0]
-        self._optimizers, self._is_allowed, self._go, self._group = optimizers, may_go, go, group
-        # Steps that the run had made before an optimizer began, less its own of then.
-        self._offsets: weakref.WeakKeyDictionary[OptimizerWrapper, int] = weakref.WeakKeyDictionary()
-        # How many steps an optimizer had made when it was last seen to, and where the one was then that made most.
-        self._last_progress: weakref.WeakKeyDictionary[OptimizerWrapper, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self._idle: weakref.WeakSet[OptimizerWrapper] = weakref.WeakSet()
-        # Forward passes with the steps that were made then, by id of the optimizer.
-        self._waiting: list[tuple[weakref.ref[_BackwardSeen], dict[int, int]]] = []
+    def __init__(self, run: PrecisionRun, total_steps: int | None) -> None:
+        self._run, self._total_steps = run, total_steps
+        self._progress: weakref.WeakKeyDictionary[OptimizerWrapper, _Progress] = weakref.WeakKeyDictionary()
+        self._waiting: list[weakref.ref[_WaitingGraph]] = []
         self._trained = -1  # steps made when a model in training mode last ran
         why = "a PrecisionSchedule counts steps around each forward pass, and may change the model; compile without fullgraph"
         self._outside = torch.compiler.disable(
@@ -96,146 +77,155 @@ class PrecisionScheduler:
         self.switch_if_due()
 
     @property
-    def precisions(self) -> list[MixedPrecision]:
-        """Those of all phases, in order."""
-        return [phase.precision for phase in self.phases.values()]
-
-    @property
-    def has_autopilots(self) -> bool:
-        """Whether any phase has one."""
-        return any(phase.plan is not None for phase in self.phases.values())
+    def _optimizers(self) -> list[OptimizerWrapper]:
+        return list(self._run.boosted.optimizers.values())  # in the same order on all ranks
 
     @property
     def step(self) -> int:
         """How many steps the run has made: those of the optimizer that made fewest, of those that have begun and are not at
         rest. One that begins, or begins again, counts on from there."""
         # An optimizer that has not begun, as of a discriminator trained later, must not hold the run at 0.
-        counts = {each: each.num_steps for each in self._optimizers() if each.num_steps}
-        awake = [each for each in counts if not self._is_idle(each, counts[each]) and each in self._offsets]
-        here = min((counts[each] + self._offsets[each] for each in awake), default=0)
+        counts = {each: each.num_steps for each in self._optimizers if each.num_steps}
         for each, count in counts.items():
-            if each not in self._offsets:
+            if self._is_idle(each) and count != self._progress[each].count:
+                del self._progress[each]
+        places = {
+            each: count + self._progress[each].offset
+            for each, count in counts.items()
+            if each in self._progress and not self._is_idle(each)
+        }
+        reached = min(places.values(), default=0)
+        for each, count in counts.items():
+            if each not in self._progress:
                 # It may have made steps before it was boosted, or while it was at rest.
-                self._offsets[each] = max(0, here - count) if awake else 0
-                awake.append(each)
-        places = {each: counts[each] + self._offsets[each] for each in awake}
+                self._progress[each] = _Progress(offset=max(0, reached - count))
+                places[each] = max(reached, count)
         first = max(places.values(), default=0)
         for each in places:
-            if self._last_progress.get(each, (0, 0))[0] != counts[each]:
-                self._last_progress[each] = counts[each], first
+            progress = self._progress[each]
+            if progress.count != counts[each]:
+                progress.count, progress.first = counts[each], first
             # Optimizers that take turns wait for each other too, but not for so long.
-            elif first - self._last_progress[each][1] >= PATIENCE:
-                self._idle.add(each)
+            elif first - progress.first >= PATIENCE:
+                progress.idle = True
                 _logger.warning(
                     "%s of %d parameters has made no step while another optimizer made %d, so the PrecisionSchedule goes on "
                     "without it; steps that it makes later count on from where the run is then",
                     type(each.unwrap()).__name__,
                     sum(len(group["params"]) for group in each.param_groups),
-                    first - self._last_progress[each][1],
+                    first - progress.first,
                 )
-        return min((place for each, place in places.items() if each not in self._idle), default=0)
+        return min((place for each, place in places.items() if not self._is_idle(each)), default=0)
 
-    def _is_idle(self, each: OptimizerWrapper, count: int) -> bool:
-        """Whether an optimizer, which has made `count` steps, has been at rest and is so still."""
-        if each in self._idle and count != self._last_progress[each][0]:
-            self._idle.discard(each)
-            del self._offsets[each]
-        return each in self._idle
+    def _is_idle(self, optimizer: OptimizerWrapper) -> bool:
+        return optimizer in self._progress and self._progress[optimizer].idle
 
     def switch_if_due(self) -> None:
         """Go over to what is due, if anything is and nothing forbids it; where it is, a collective."""
         step = self.step
-        wanted = due(self.phases, step)
+        wanted = due(self._run.phases, step)
         if (
-            wanted is self.now
+            wanted is self._run.phase
             # Tensors made there could not be trained.
             or torch.is_inference_mode_enabled()
             # Gradients of one precision are not stepped by another.
-            or any(update_of(each).gradients.num_backwards for each in self._optimizers())
-            or not self._is_allowed()
+            or any(update_of(each).gradients.num_backwards for each in self._optimizers)
+            or self._run.accumulations.any_open
             # Last, since it is a collective: all that is above is the same on all ranks.
-            or any_rank(self._awaits_backward(), self._group)
+            or any_rank(self._awaits_backward(), self._run.plugin.group)
         ):
             return
         # Graphs of the old precision that no backward came for: their outputs were for reading.
         self._waiting.clear()
-        self._go(wanted, f"the schedule, after step {step}")
-        self.now = wanted
+        self._run.switch_all(wanted, f"the schedule, after step {step}")
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds, as plain containers."""
-        step, optimizers = self.step, self._optimizers()
+        step, own = self.step, [self._progress.get(each) for each in self._optimizers]
         return {
             "step": step,
-            "starts": list(self.phases),
+            "starts": list(self._run.phases),
             "total_steps": self._total_steps,
-            "ahead": [self._offsets.get(each) for each in optimizers],
-            "moved": [list(self._last_progress.get(each, ())) for each in optimizers],
+            "ahead": [None if each is None else each.offset for each in own],
+            "moved": [[] if each is None else [each.count, each.first] for each in own],
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on as when `state` was taken; None: there was no schedule. One WARNING where its phases begin elsewhere."""
-        for known in (self._offsets, self._last_progress, self._idle):
-            known.clear()
+        self._progress.clear()
         self._trained = -1
         if state is None:
             return
-        for each, ahead in zip(self._optimizers(), state["ahead"], strict=False):
+        optimizers, phases = self._optimizers, self._run.phases
+        for each, ahead in zip(optimizers, state["ahead"], strict=False):
             if ahead is not None:
-                self._offsets[each] = arguments.count("ahead", ahead, least=0)
-        for each, moved in zip(self._optimizers(), state.get("moved", []), strict=False):
-            if moved:
-                count, there = (arguments.count("moved", number, least=0) for number in moved)
-                self._last_progress[each] = count, there
+                self._progress[each] = _Progress(arguments.count("ahead", ahead, least=0))
+        for each, moved in zip(optimizers, state.get("moved", []), strict=False):
+            if moved and each in self._progress:
+                count, first = (arguments.count("moved", number, least=0) for number in moved)
+                self._progress[each].count, self._progress[each].first = count, first
         before, now = (
             f"after the steps {starts}, of total_steps={total}"
-            for starts, total in ((state["starts"], state["total_steps"]), (list(self.phases), self._total_steps))
+            for starts, total in ((state["starts"], state["total_steps"]), (list(phases), self._total_steps))
         )
-        if state["starts"] != list(self.phases):
+        if state["starts"] != list(phases):
             _logger.warning(
                 "the phases of the PrecisionSchedule began %s where this checkpoint was saved, and begin %s now: from "
                 "step %d on the run is in %r",
                 before,
                 now,
                 self.step,
-                due(self.phases, self.step),
+                due(phases, self.step),
             )
 
     # ---------------------------------------------------------------- inside
 
     def _track_graph(self, output: Any) -> None:
         """A forward that trains returned `output`."""
-        # A graph that was dropped dropped its hook, and with it what is referenced here.
-        self._waiting = [(found, then) for found, then in self._waiting if _is_open(found)]
-        waiting = _BackwardSeen()
         recorded = [tensor for tensor in tensors(output) if tensor.grad_fn is not None]
+        graph = _WaitingGraph({id(each): each.num_steps for each in self._optimizers})
         for tensor in recorded:
-            tensor.register_hook(waiting)  # which lives as long as the graph
-        if recorded:
-            self._waiting.append((weakref.ref(waiting), {id(each): each.num_steps for each in self._optimizers()}))
+            tensor.register_hook(graph)  # which lives as long as the graph
+        self._waiting = list(map(weakref.ref, [*self._open_graphs(), *([graph] if recorded else [])]))
+
+    def _open_graphs(self) -> list[_WaitingGraph]:
+        """Those that no backward pass came for. One that was dropped dropped its hook, and with it what is referenced here."""
+        return [graph for reference in self._waiting if (graph := reference()) is not None and not graph.came]
 
     def _awaits_backward(self) -> bool:
         """Whether a graph waits for a backward pass, and not in vain: some optimizer that is not at rest has made no step
         since."""
-        optimizers = [each for each in self._optimizers() if each.num_steps and each not in self._idle]
+        optimizers = [each for each in self._optimizers if each.num_steps and not self._is_idle(each)]
         return any(
-            _is_open(found) and any(each.num_steps == then.get(id(each), 0) for each in optimizers)
-            for found, then in self._waiting
+            each.num_steps == graph.steps.get(id(each), 0) for graph in self._open_graphs() for each in optimizers
         )
 
 
-class _BackwardSeen:
-    """A hook of what one forward returned, which learns that a backward pass came."""
+@dataclass
+class _Progress:
+    """Of one optimizer.
 
-    came = False
+    Attributes:
+        offset: steps that the run had made before it began, less its own of then.
+        count: how many steps it had made when it was last seen to.
+        first: where the one was then that made most.
+        idle: it is at rest.
+    """
+
+    offset: int
+    count: int = 0
+    first: int = 0
+    idle: bool = False
+
+
+class _WaitingGraph:
+    """A hook of what one forward returned, which learns that a backward pass came. steps: made then, by id of the optimizer."""
+
+    def __init__(self, steps: dict[int, int]) -> None:
+        self.steps, self.came = steps, False
 
     def __call__(self, grad: torch.Tensor) -> None:
         self.came = True
-
-
-def _is_open(found: weakref.ref[_BackwardSeen]) -> bool:
-    waiting = found()
-    return waiting is not None and not waiting.came
 
 
 class _NoHook:
@@ -252,7 +242,9 @@ class PrecisionRun:
     """The phase that a Booster trains in, and what changes it: `switch`, a PrecisionSchedule or an Autopilot.
 
     Attributes:
-        phase: the precision, and the plan of an autopilot if there is one.
+        phases: of a schedule, or the only one, by the step after which they begin: a precision, and the plan of an autopilot if
+            there is one.
+        phase: the one of now.
         scheduler: what goes over to the phases of a schedule; None where one precision was given.
     """
 
@@ -276,24 +268,18 @@ class PrecisionRun:
         on_change: called after each change, with the new phase and why.
         on_measurement: called with the number of a model, and what its controller measured.
         """
-        self._plugin, self._device, self._options = plugin, device, options
+        self.plugin, self._device, self._options = plugin, device, options
         self._kept, self._half_products = {"states": states, "offload": offload_states}, half_products
-        self._boosted, self._accumulations = boosted, accumulations
+        self.boosted, self.accumulations = boosted, accumulations
         self._on_change, self._on_measurement = on_change, on_measurement
         self.scheduler: PrecisionScheduler | None = None
         if isinstance(given, PrecisionSchedule):
-            self.scheduler = PrecisionScheduler(
-                given.made(self._made),
-                given.total_steps,
-                optimizers=lambda: list(boosted.optimizers.values()),
-                may_go=lambda: not accumulations.any_open,
-                go=self._switch_all,
-                group=plugin.group,
-            )
-            refusals.check_phases(self.precisions, plugin)
-            self.phase = self.scheduler.now
+            self.scheduler = PrecisionScheduler(self, given.total_steps)
+            self.phases = given.made(self._made)
         else:
-            self.phase = Phase.of(given, self._made)
+            self.phases = {0: Phase.of(given, self._made)}
+        self.phase = self.phases[0]
+        refusals.check_phases(self.precisions, plugin)
         for precision in self.precisions:
             refusals.check_release(options, precision, plugin)
 
@@ -305,7 +291,7 @@ class PrecisionRun:
     @property
     def precisions(self) -> list[MixedPrecision]:
         """Those of all phases, in order."""
-        return [self.phase.precision] if self.scheduler is None else self.scheduler.precisions
+        return [phase.precision for phase in self.phases.values()]
 
     @property
     def changes(self) -> bool:
@@ -324,8 +310,8 @@ class PrecisionRun:
                 "switch() in a run with an Autopilot, which changes layers by itself; give Booster its precision instead"
             )
         new = self._made(mixed_precision)
-        refusals.check_release(self._options, new, self._plugin)
-        if self._accumulations.any_open:
+        refusals.check_release(self._options, new, self.plugin)
+        if self.accumulations.any_open:
             raise RuntimeError(
                 "switch() inside accumulate() or no_sync(): the gradients of a group of micro-batches belong to one precision; "
                 "call it after the group's step"
@@ -335,11 +321,13 @@ class PrecisionRun:
                 "keep_fp32='auto' has modules pinned during the run by what watches it from boost() on, so a switch can "
                 "neither begin nor end it; name the modules in keep_fp32"
             )
-        self._switch_all(Phase(new), "switch()")
+        phase = Phase(new)
+        self.switch_all(phase, "switch()")
+        self.phases = {0: phase}
 
     def attach(self, boosted: ModelWrapper, optimizers: Sequence[OptimizerWrapper]) -> None:
         """Have the run change the precision of `boosted`, which `boost` has just made."""
-        record = self._boosted.boostings()[-1]
+        record = self.boosted.boostings()[-1]
         if self.scheduler is not None:
             for precision in self.precisions:
                 if precision is not self.precision:
@@ -348,10 +336,10 @@ class PrecisionRun:
                     )  # what cannot be is refused now, and not in the middle of a run
             boosted.register_forward_pre_hook(self.scheduler)
             boosted.register_forward_hook(self.scheduler)
-        if self.phase.plan is not None or (self.scheduler is not None and self.scheduler.has_autopilots):
-            number = len(self._boosted.wrappers()) - 1
+        if any(phase.plan is not None for phase in self.phases.values()):
+            number = len(self.boosted.wrappers()) - 1
             controller = PrecisionController(
-                boosted.unwrap(), self._plugin.group, lambda found: self._on_measurement(number, found)
+                boosted.unwrap(), self.plugin.group, lambda found: self._on_measurement(number, found)
             )
             # Several optimizers of a model see the same layers; one of them is the clock.
             for optimizer in optimizers[:1]:
@@ -382,14 +370,14 @@ class PrecisionRun:
         return precision
 
     def _switch_to(self, new: MixedPrecision) -> Switch:
-        return Switch(self.precision, new, plugin=self._plugin, device=self._device, options=self._options)
+        return Switch(self.precision, new, plugin=self.plugin, device=self._device, options=self._options)
 
-    def _switch_all(self, phase: Phase, why: str) -> None:
+    def switch_all(self, phase: Phase, why: str) -> None:
         """Go over to `phase` in all that was boosted. why: for records."""
-        records = self._boosted.boostings()
+        records = self.boosted.boostings()
         # Read before the switch, which replaces the model's extras.
         controllers = [extras_of(each.model).pins if isinstance(each.model, ModelWrapper) else None for each in records]
-        switch_all(self._switch_to(phase.precision), records, self._plugin.group)
+        switch_all(self._switch_to(phase.precision), records, self.plugin.group)
         self.phase = phase
         for record, controller in zip(records, controllers, strict=True):
             if isinstance(controller, PrecisionController):

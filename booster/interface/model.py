@@ -16,7 +16,6 @@ from torch import nn
 from booster.common import arguments
 from booster.common.hang_watchdog import abandon_pass
 from booster.common.misuse import RawCallGuard
-from booster.common.torch_internals.autograd_internals import graph_task
 from booster.common.torch_internals.tensor_internals import version
 from booster.interface.call_log import CallLog
 from booster.interface.error_hints import hint
@@ -291,9 +290,7 @@ def guard_raw_calls(model: ModelWrapper, *, several_ranks: bool) -> None:
     # Not where the user compiled it, since it would be compiled again as soon as the guard is gone.
     if own is bare(own):
         name = type(model._precision).__name__
-        model.__dict__["_raw_calls"] = RawCallGuard(
-            own, precision=name, several_ranks=several_ranks, backward=graph_task
-        )
+        model.__dict__["_raw_calls"] = RawCallGuard(own, precision=name, several_ranks=several_ranks)
 
 
 def remove_raw_call_guard(model: ModelWrapper) -> None:

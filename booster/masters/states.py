@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from booster.common.torch_internals.autograd_internals import plain_functions
+from booster.common.torch_internals.autograd_internals import without_subclasses
 from booster.common.torch_internals.tensor_internals import version
 from booster.masters.bucket import Bucket, is_elementwise
 from booster.masters.quantized_state import dequantized
@@ -209,7 +209,7 @@ class WrittenThrough(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with plain_functions():
+        with without_subclasses():
             result = func(*args, **(kwargs or {}))
             given = [own for own in tensors((args, kwargs or {})) if isinstance(own, cls)]
             for own in given:
@@ -229,7 +229,7 @@ class WrittenThrough(torch.Tensor):
             return map_tensors(linked, result)
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        with plain_functions():
+        with without_subclasses():
             return self.detach().as_subclass(torch.Tensor).clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -106,8 +106,7 @@ UNKNOWN_OPTIMIZER = OptimizerInfo(granularity="whole", counts=(), reads_all=Fals
 RuleOf = Literal["lion"] | Callable[[type[Optimizer]], object]
 """How kernels step a class: the name of a rule, or a function that makes one; see `booster/kernels/rules`."""
 
-_registered: dict[type[Optimizer], dict[str, Sign]] = {}
-_rules: dict[type[Optimizer], RuleOf] = {}
+_registered: dict[type[Optimizer], tuple[Mapping[str, Sign], RuleOf | None]] = {}
 _SIGNS = ("signed", "unsigned", "fp32")
 
 
@@ -175,21 +174,18 @@ def register_elementwise(
             f"rule must be 'lion', a function that is given {cls.__name__} and returns a booster.kernels.rule.Rule, or None, "
             f"got {arguments.described(rule)}"
         )
-    _registered[cls] = dict(states or {})
-    _rules.pop(cls, None)  # registering again without a rule takes it back
-    if rule is not None:
-        _rules[cls] = rule
+    _registered[cls] = dict(states or {}), rule
     return cls
 
 
 def declared_states(cls: type[Optimizer]) -> Mapping[str, Sign]:
     """Return the states of `cls` that `register_elementwise` was given."""
-    return _registered.get(cls, {})
+    return _registered[cls][0] if cls in _registered else {}
 
 
 def declared_rule(cls: type[Optimizer]) -> RuleOf | None:
     """Return the rule for `cls` that `register_elementwise` was given."""
-    return _rules.get(cls)
+    return _registered[cls][1] if cls in _registered else None
 
 
 def not_elementwise(optimizer: Optimizer, would: str, otherwise: str) -> str:
@@ -358,7 +354,8 @@ def snapshot_entries(optimizer: Optimizer, group: Any) -> Callable[[], None]:
     entries = {key: value for key, value in group.items() if key != "params"}
     numbers = {key: value for key, value in vars(optimizer).items() if _has_one_value(value)}
     named = {key: optimizer.state[key] for key in _own_names(optimizer)}
-    held = snapshot_value([*entries.values(), *numbers.values(), *named.values()])
+    held: list[Callable[[], Any]] = []
+    _collect([*entries.values(), *numbers.values(), *named.values()], held, set())
 
     def back() -> None:
         for key in group.keys() - entries.keys() - {"params"}:  # entries that the trial added
@@ -368,8 +365,8 @@ def snapshot_entries(optimizer: Optimizer, group: Any) -> Callable[[], None]:
         group.update(entries)
         optimizer.state.update(named)
         vars(optimizer).update(numbers)
-        if held is not None:
-            held()
+        for each in held:
+            each()
 
     return back
 
@@ -392,24 +389,12 @@ def restored_afterwards(optimizer: Optimizer, group: Mapping[str, object]) -> It
         back()
 
 
-def snapshot_value(value: Any) -> Callable[[], None] | None:
-    """Return a function that restores `value`, and all that it holds, in place; None where nothing in it can be written."""
-    backs: list[Callable[[], Any]] = []
-    # Tensors, lists, dicts, sets, deques, random generators, and attributes of other objects are restored.
-    # Not so parameters, modules, optimizers and functions, because they do not belong to the value.
-    _collect(value, backs, set())
-
-    def restore() -> None:
-        for back in backs:
-            back()
-
-    return restore if backs else None
-
-
+# They do not belong to a value that holds them, nor do functions.
 _NOT_OWN = (nn.Parameter, nn.Module, Optimizer, ModuleType, type, torch.dtype, torch.device)
 
 
 def _collect(value: Any, backs: list[Callable[[], Any]], seen: set[int]) -> None:
+    """Add to `backs` what restores, in place, the tensors, containers, random generators and attributes that `value` holds."""
     if isinstance(value, _NOT_OWN) or id(value) in seen:
         return
     seen.add(id(value))

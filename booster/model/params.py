@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from booster.common.torch_internals.tensor_internals import local_tensor
 from booster.model.modules import PlacedModule, bare
 
 
@@ -46,11 +47,7 @@ def dtensor_types() -> tuple[type, ...]:
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of `tensor`, detached, in the memory of `tensor`; of no DTensor, `tensor` itself."""
-    if not is_dtensor(tensor):
-        return tensor
-    held: Any = tensor.detach()
-    local: torch.Tensor = held.to_local()
-    return local
+    return local_tensor(tensor).detach() if is_dtensor(tensor) else tensor
 
 
 def memory_of(tensor: torch.Tensor) -> int:
@@ -89,12 +86,7 @@ def empty_handle(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def inner_tensor(handle: torch.Tensor) -> torch.Tensor:
     """Return the tensor that is given data for `handle`: the handle itself, or what is inside of a DTensor."""
-    if not is_dtensor(handle):
-        return handle
-    divided: Any = handle
-    with torch.no_grad():  # else torch gives a view of it
-        inner: torch.Tensor = divided.to_local()
-    return inner
+    return local_tensor(handle) if is_dtensor(handle) else handle
 
 
 def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:

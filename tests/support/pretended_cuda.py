@@ -23,7 +23,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from booster.common.devices import event_on
 from booster.mixed_precision import hardware
 
 DEVICE = torch.device("cuda", 0)
@@ -286,8 +285,6 @@ def pretended() -> Iterator[Pretended]:
         patch(torch.cuda, current_stream=mode.stream, stream=lambda stream: contextlib.nullcontext())
         patch(torch.cuda, get_rng_state=lambda device=None: torch.zeros(16, dtype=torch.uint8))
         patch(torch.cuda, device=lambda device: contextlib.nullcontext())
-        own_events = {"make": mode.event, "stream_of": mode.stream}  # defaults of a function, which were read long ago
-        stack.enter_context(mock.patch.dict(event_on.__kwdefaults__, own_events))
         for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
             patch(torch, **{name: functools.partial(_by_cpu, getattr(torch, name))})
         real_autocast = torch.autocast

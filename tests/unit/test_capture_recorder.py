@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from booster.capture.graph import CudaRecorder
-from booster.common.devices import event_on
 
 
 class Cuda:
@@ -93,13 +92,3 @@ def test_a_recording_that_raises_leaves_a_recorder_that_goes_on():
     other = recorded(recorder)
     assert cuda.uses[cuda.num_handles] == 2
     del kept, other
-
-
-def test_an_event_is_on_the_stream_of_the_device_that_was_named():
-    class Event:
-        def record(self, stream):
-            self.stream = stream
-
-    device = torch.device("cuda", 1)
-    event = event_on(device, make=Event, stream_of=lambda device: f"the stream of {device}")
-    assert event.stream == "the stream of cuda:1"

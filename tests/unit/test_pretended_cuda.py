@@ -4,6 +4,7 @@ On a card tests/gpu looks at what this cannot: streams, graphs and kernels."""
 
 import copy
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -231,7 +232,9 @@ def test_a_copy_that_nobody_waits_for_has_no_numbers_yet():
 def test_what_crosses_to_the_host_and_back_waits_where_it_is_read_alone():
     with pretended() as device:
         flag = torch.ones((), device="cuda", dtype=torch.bool)
-        on_its_way = HostCopy(flag)
+        with mock.patch.object(torch.cuda, "current_stream", wraps=torch.cuda.current_stream) as stream_of:
+            on_its_way = HostCopy(flag)
+        stream_of.assert_called_once_with(DEVICE)  # which need not be the current one
         there = DeviceCopies()(torch.arange(4), DEVICE)
         assert (device.syncs, on_its_way.ready(), there.device) == (0, False, DEVICE)
         flag.zero_()

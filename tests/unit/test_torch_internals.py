@@ -109,7 +109,6 @@ NAMES = {
         "closure"
     ),
     "Module._state_dict_hooks": lambda: nn.Module()._state_dict_hooks,
-    "Module._register_state_dict_hook": lambda: nn.Module._register_state_dict_hook,
     "DataLoader._iterator": lambda: DataLoader([0])._iterator,
     "DataLoader._index_sampler": lambda: DataLoader.__dict__["_index_sampler"].fget,
 }
@@ -142,7 +141,7 @@ def test_fully_shard_keeps_what_is_asked_of_it(tmp_path):
             assert fsdp_internals.dtype_in_gather(record) == torch.float32
         assert sorted(fsdp_internals.padded_length(record) for record in records) == [2, 4]
         gather = fsdp_internals.gather_of(group)
-        fsdp_internals.set_gather(model, gather := type(gather)())
+        model.set_custom_all_gather(gather := type(gather)())
         assert fsdp_internals.gather_of(group) is gather
     finally:
         torch.distributed.destroy_process_group()

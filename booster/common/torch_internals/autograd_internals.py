@@ -28,13 +28,8 @@ def compiled_like(module: nn.Module, function: Callable[..., Any]) -> Callable[.
 graph_task = torch._C._current_graph_task_id
 
 
-def has_saved_tensors_hooks() -> bool:
-    """Return whether what autograd saves goes through hooks of the thread, as inside a checkpoint that is not reentrant."""
-    return saved_tensors_hooks_around() is not None
-
-
-# What it asks, and whether a transform of `torch.func`, such as vmap or grad, runs around: None where not. Functions of C, as
-# each product asks.
+# The hooks of the thread through which goes what autograd saves, as inside a checkpoint that is not reentrant; and the
+# transform of `torch.func`, such as vmap or grad, that runs around: None where there is none. Of C, as each product asks.
 saved_tensors_hooks_around = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 
 interpreters_around = torch._C._functorch.peek_interpreter_stack
@@ -122,10 +117,6 @@ def uninterceptable(function: Any) -> Any:
 def default_device_mode() -> Any | None:
     """Return the mode by which `torch.set_default_device` acts, or None."""
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-
-
-plain_functions = torch._C.DisableTorchFunctionSubclass
-"""A context inside which operations take tensors of subclasses for plain ones."""
 
 
 def compiler_is_loaded() -> bool:

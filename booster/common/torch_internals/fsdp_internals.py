@@ -399,11 +399,6 @@ def is_gathered(group: Any) -> bool:
     return bool(group.is_unsharded)
 
 
-def set_gather(module: Any, gather: Any) -> None:
-    """Make the group of a module that `fully_shard` was applied to all-gather by `gather`."""
-    module.set_custom_all_gather(gather)
-
-
 def gather_of(group: Any) -> Any:
     """Return what a group of `fsdp_groups` all-gathers by."""
     return group._all_gather_comm

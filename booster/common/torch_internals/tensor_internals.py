@@ -211,7 +211,7 @@ def scaled_matmul(
 def add_state_dict_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
     """Call `hook(module, state_dict, prefix, local_metadata)` after `module.state_dict()`, once however often this is asked."""
     if all(entry is not hook for entry in module._state_dict_hooks.values()):
-        module._register_state_dict_hook(hook)
+        module.register_state_dict_post_hook(hook)
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from booster.common.torch_internals.autograd_internals import (
     compiler_frames,
-    has_saved_tensors_hooks,
     interpreters_around,
     saved_tensors_hooks_around,
     uninterceptable,
@@ -138,7 +137,7 @@ class Recomputation:
         """A product that is not torch's own is about to run."""
         if torch.compiler.is_compiling() or self._seen:
             return
-        if not torch.is_grad_enabled() or has_saved_tensors_hooks():
+        if not torch.is_grad_enabled() or saved_tensors_hooks_around() is not None:
             self._seen = True
             _RECOMPUTES.set(True)
 

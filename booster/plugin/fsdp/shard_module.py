@@ -25,7 +25,6 @@ from booster.common.torch_internals.fsdp_internals import (
     outside_inference,
     run_hooks_outside_modes,
     set_dtypes,
-    set_gather,
     shards_integers,
 )
 from booster.common.torch_internals.fsdp_lifetimes import hold_modules_weakly
@@ -320,7 +319,7 @@ def _gather_in_fp8(
             for_each.append((group.modules[0], records, low))
     scales = WeightScales([record for _, _, low in for_each for record in low], ranks)
     for module, records, low in for_each:
-        set_gather(module, FP8Gather(records, low, scales))
+        cast(Any, module).set_custom_all_gather(FP8Gather(records, low, scales))
     _set_fp8_weights(model, layers, [module for module, _, _ in for_each])
 
     def measure(*_: Any) -> None:
