@@ -46,7 +46,7 @@ class Accumulation:
         self._num_micro_batches = num_micro_batches
         self._no_sync = no_sync
         self._synchronises = synchronises
-        self._num_backwards = 0
+        self.num_backwards = 0
         self._ran_forward = False
         self._cleanup = ExitStack()
         self._unsynchronised = ExitStack()
@@ -64,28 +64,28 @@ class Accumulation:
     @property
     def delayed(self) -> bool:
         """Whether more backward passes follow the present one."""
-        return self._num_backwards < self._num_micro_batches - 1
+        return self.num_left > 1
 
     @property
     def num_left(self) -> int:
         """How many backward passes are to come."""
-        return self._num_micro_batches - self._num_backwards
+        return self._num_micro_batches - self.num_backwards
 
     def before_backward(self) -> None:
         """Raise RuntimeError if this backward is one too many, or if the last one could not synchronise."""
-        if self._num_backwards == self._num_micro_batches:
+        if not self.num_left:
             raise RuntimeError(
-                f"this is backward number {self._num_backwards + 1} in a group of num_micro_batches="
+                f"this is backward number {self.num_backwards + 1} in a group of num_micro_batches="
                 f"{self._num_micro_batches}; pass the actual number, e.g. num_micro_batches=len(group)"
             )
-        if self._synchronises and self._num_backwards == self._num_micro_batches - 1 and not self._ran_forward:
+        if self._synchronises and self.num_left == 1 and not self._ran_forward:
             raise RuntimeError(
                 "the forward pass of the last micro-batch ran before the backward of the one before it, when gradients "
                 "were not yet to be synchronised; inside accumulate() call backward after each forward"
             )
 
     def after_backward(self) -> None:
-        self._num_backwards += 1
+        self.num_backwards += 1
         self._await_last()
         self._forbid_steps()
 
@@ -95,15 +95,15 @@ class Accumulation:
         for optimizer in self.optimizers:
             optimizer.forbid_step(None)
             optimizer.accumulating = False
-        if error_type is None and self._num_backwards < self._num_micro_batches:
+        if error_type is None and self.num_left:
             raise RuntimeError(
-                f"accumulate() was left after {self._num_backwards} of num_micro_batches={self._num_micro_batches} backward "
+                f"accumulate() was left after {self.num_backwards} of num_micro_batches={self._num_micro_batches} backward "
                 "passes: the gradients are incomplete and not synchronised. Pass the actual number, e.g. "
                 "num_micro_batches=len(group)"
             )
 
     def _await_last(self) -> None:
-        if self._num_backwards == self._num_micro_batches - 1:
+        if self.num_left == 1:
             # Before the last forward: DDP and FSDP decide in it whether its backward pass reduces.
             self._unsynchronised.close()
             if self._synchronises:
@@ -111,13 +111,12 @@ class Accumulation:
                 self._cleanup.callback(handle.remove)
 
     def _forbid_steps(self) -> None:
-        done = self._num_backwards == self._num_micro_batches
         reason = (
-            f"optimizer.step() inside accumulate() after {self._num_backwards} of {self._num_micro_batches} micro-batches; "
+            f"optimizer.step() inside accumulate() after {self.num_backwards} of {self._num_micro_batches} micro-batches; "
             "step once the group is complete"
         )
         for optimizer in self.optimizers:
-            optimizer.forbid_step(None if done else reason)
+            optimizer.forbid_step(reason if self.num_left else None)
 
 
 class NoSync:
@@ -190,14 +189,17 @@ class Accumulations:
 
     def group_of(self, optimizers: Sequence[OptimizerWrapper]) -> Accumulation | None:
         """Return the open group of `optimizers`. Raises ValueError where it is not of exactly these."""
-        running = [group for group in self._groups if any(entry in group.optimizers for entry in optimizers)]
+        running = self._groups_of(optimizers)
         if len(running) > 1 or any(entry not in group.optimizers for group in running for entry in optimizers):
             raise ValueError("inside accumulate(), pass backward exactly the optimizer(s) that accumulate() was given")
         return running[0] if running else None
 
+    def _groups_of(self, optimizers: Sequence[OptimizerWrapper]) -> list[Accumulation]:
+        return [group for group in self._groups if any(each in group.optimizers for each in optimizers)]
+
     def any_of(self, optimizers: Sequence[OptimizerWrapper]) -> bool:
         """Return whether a group of any of `optimizers` is open."""
-        return any(entry in group.optimizers for group in self._groups for entry in optimizers)
+        return bool(self._groups_of(optimizers))
 
     def is_unsynchronised(self, optimizers: Sequence[OptimizerWrapper]) -> bool:
         """Return whether a `no_sync` of any of `optimizers` is open."""
@@ -207,21 +209,16 @@ class Accumulations:
         """Return a key that differs where backward passes of `optimizers` do something else."""
         if not self.any_open:
             return ()
-        groups = tuple(
-            (group.divisor, group.delayed, group.num_left)
-            if any(each in group.optimizers for each in optimizers)
-            else ()
-            for group in self._groups
-        )
+        groups = tuple((group.divisor, group.delayed, group.num_left) for group in self._groups_of(optimizers))
         return groups, self.is_unsynchronised(optimizers)
 
     def num_backwards(self, optimizers: Sequence[OptimizerWrapper]) -> int:
         """Return how many passes the open groups of `optimizers` have had."""
-        return -sum(group.num_left for group in self._groups if any(each in group.optimizers for each in optimizers))
+        return sum(group.num_backwards for group in self._groups_of(optimizers))
 
     def advance(self, optimizers: Sequence[OptimizerWrapper], passes: int) -> None:
         """Count so many passes, made without Python, in the open group of `optimizers`."""
-        for group in [group for group in self._groups if any(each in group.optimizers for each in optimizers)]:
+        for group in self._groups_of(optimizers):
             for _ in range(passes):
                 group.before_backward()
                 group.after_backward()

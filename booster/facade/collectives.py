@@ -76,30 +76,25 @@ def reduce(tensor: Any, op: Op = "mean", *, group: dist.ProcessGroup | None = No
     other objects, and for max or min of complex numbers.
     """
     leaves, spec = pytree.tree_flatten(tensor)
+    labels = [place for place, leaf in enumerate(leaves) if _is_label(leaf, tensor)]
+    numbers = [place for place in range(len(leaves)) if place not in labels]
     tensors: list[torch.Tensor] = []
     problem: Exception | None = None
     try:
         arguments.choice("op", op, _OPS)
-        tensors = [_as_tensor(leaf) for leaf in leaves if not _is_label(leaf, tensor)]
+        tensors = [_as_tensor(leaves[place]) for place in numbers]
         if op in ("max", "min") and any(value.is_complex() for value in tensors):
             raise TypeError(f"reduce with op={op!r} got complex numbers, which have no order; use 'mean' or 'sum'")
     except (TypeError, ValueError) as error:
         problem = error  # raised once the others know
-    labels = [index for index, leaf in enumerate(leaves) if _is_label(leaf, tensor)]
     _agree(tensors, f"{op} {spec}{f' with labels at {labels}' if labels else ''}", problem, group, first_dim=True)
-    results: list[Any] = []
-    values = iter(tensors)
-    for leaf in leaves:
-        if _is_label(leaf, tensor):
-            results.append(leaf)
-            continue
-        value = next(values)
-        if isinstance(leaf, torch.Tensor):
-            results.append(_reduce_one(value, op, group))
+    for place, value in zip(numbers, tensors, strict=True):
+        if isinstance(leaves[place], torch.Tensor):
+            leaves[place] = _reduce_one(value, op, group)
         else:
             # A mean of ints in double precision, as Python's numbers have it.
-            results.append(_reduce_one(value.double() if op == "mean" else value, op, group).item())
-    return pytree.tree_unflatten(results, spec)
+            leaves[place] = _reduce_one(value.double() if op == "mean" else value, op, group).item()
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def _reduce_one(value: torch.Tensor, op: Op, group: dist.ProcessGroup | None) -> torch.Tensor:

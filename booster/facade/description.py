@@ -17,7 +17,7 @@ from booster.mixed_precision.half_products.product_choice import multiplies
 from booster.mixed_precision.keep_fp32 import Float32Forward
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.policy import DtypePolicy
-from booster.model.modules import bare, tensor_places
+from booster.model.modules import bare, tensor_places, uncompiled
 from booster.model.params import local_shard
 
 _COLUMNS = ("module", "kind", "stored in", "loaded from", "computes in", "gradient in", "bytes")
@@ -91,8 +91,9 @@ def describe(model: nn.Module) -> Description:
     this rank's part is counted; masters and states that an optimizer holds are not. No collective, and nothing is run.
     """
     arguments.instance("model", model, nn.Module, "a torch.nn.Module, boosted or not")
-    boosted = _boosted(model)
-    inner = bare(boosted.module if boosted is not None else model)
+    wrapper = uncompiled(model)
+    boosted = wrapper if isinstance(wrapper, PrecisionModule) else None
+    inner = bare(model if boosted is None else boosted.module)
     # What a precision will do to a model is known after `boost` only.
     precision = None if boosted is None else precision_of(boosted)
     policy = getattr(precision, "policy", None) or DtypePolicy()
@@ -125,15 +126,6 @@ def describe(model: nn.Module) -> Description:
             )
         )
     return Description(type(inner).__name__, "" if precision is None else type(precision).__name__, tuple(rows))
-
-
-def _boosted(model: nn.Module) -> PrecisionModule | None:
-    while not isinstance(model, PrecisionModule):
-        inside = getattr(model, "_modules", {}).get("_orig_mod")
-        if inside is None:
-            return None
-        model = inside
-    return model
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -376,7 +376,7 @@ class PrecisionRun:
         """Go over to `phase` in all that was boosted. why: for records."""
         records = self.boosted.boostings()
         # Read before the switch, which replaces the model's extras.
-        controllers = [extras_of(each.model).pins if isinstance(each.model, ModelWrapper) else None for each in records]
+        controllers = [extras_of(each.model).pins for each in records]
         switch_all(self._switch_to(phase.precision), records, self.plugin.group)
         self.phase = phase
         for record, controller in zip(records, controllers, strict=True):
@@ -386,8 +386,7 @@ class PrecisionRun:
 
     def _control(self, record: BoostRecord, controller: PrecisionController) -> None:
         """Have `controller` do in the model of `record` what the phase wants."""
-        if record.model is not None:
-            extras_of(record.model).pins = controller
+        extras_of(record.model).pins = controller
         precision, plan = self.phase
         if plan is None:
             controller.disable()

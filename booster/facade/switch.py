@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ class BoostRecord:
         optimizers: Sequence[OptimizerWrapper],
         criterion: Any,
         *,
-        alone: bool = True,
+        alone: bool,
     ) -> None:
         self.built, self.alone = built, alone
         self.hooks = set(model._forward_pre_hooks)
@@ -52,8 +52,13 @@ class BoostRecord:
         self._criterion = weakref.ref(criterion) if isinstance(criterion, (ModelWrapper, CriterionWrapper)) else None
 
     @property
-    def model(self) -> ModelWrapper | None:
-        return self._model()
+    def model(self) -> ModelWrapper:
+        """The boosted model. Only while the user keeps it, `is_kept`."""
+        return cast(ModelWrapper, self._model())
+
+    @property
+    def is_kept(self) -> bool:
+        return self._model() is not None
 
     @property
     def optimizers(self) -> list[OptimizerWrapper]:
@@ -84,7 +89,7 @@ class Switch:
         for precision in (self._old, self._new):
             if precision.switch_refusal is not None:
                 raise ValueError(self._refusal(precision.switch_refusal))
-        model, placed = boosting.model, boosting.model.module  # type: ignore[union-attr]
+        placed = boosting.model.module
         if not boosting.alone:
             raise ValueError(
                 self._refusal(
@@ -92,9 +97,9 @@ class Switch:
                     "anew and load"
                 )
             )
-        if type(model) is not ModelWrapper:
+        if type(boosting.model) is not ModelWrapper:
             raise ValueError(
-                self._refusal(f"{type(self._old).__name__} wraps models in its own {type(model).__name__}")
+                self._refusal(f"{type(self._old).__name__} wraps models in its own {type(boosting.model).__name__}")
             )
         compiled = [name for name, child in placed.named_modules() if is_compiled(child)]
         if compiled:
@@ -147,8 +152,8 @@ class Switch:
 
     def make(self, boosting: BoostRecord) -> None:
         """Make the move. May run the collectives of placing a model; random numbers go on where they were."""
-        wrapper, placed = boosting.model, boosting.model.module  # type: ignore[union-attr]
-        wrapper.unwrap()  # type: ignore[union-attr]  # which waits for weights
+        wrapper, placed = boosting.model, boosting.model.module
+        wrapper.unwrap()  # which waits for weights
         inner, optimizers = bare(placed), boosting.optimizers
         # A switch must not change which numbers the run draws later.
         before = random_state()
@@ -185,7 +190,7 @@ class Switch:
             options=self._options,
         )
         boosting.built.forget_unrounded(new_model.module)
-        boosting.hooks = wrapper.replace_with(new_model, boosting.hooks)  # type: ignore[union-attr]
+        boosting.hooks = wrapper.replace_with(new_model, boosting.hooks)
         if criterion is not None:
             criterion.replace_with(new_criterion)
         for optimizer, made, kept in zip(optimizers, new_optimizers, kept_states, strict=True):
@@ -224,7 +229,7 @@ def switch_all(switch: Switch, boostings: Sequence[BoostRecord], group: dist.Pro
 
 def _owners_first(boostings: Sequence[BoostRecord]) -> list[BoostRecord]:
     """Return first those with optimizers of shared parameters, which take these in float32, before others round them."""
-    held = [set(each.model.parameters()) for each in boostings if each.model is not None]
+    held = [set(each.model.parameters()) for each in boostings]
     shared = {param for place, params in enumerate(held) for other in held[:place] for param in params & other}
     return sorted(
         boostings,
@@ -323,7 +328,7 @@ class BoostedObjects:
         optimizers: Sequence[OptimizerWrapper],
         built: BeforeBoost,
         *,
-        alone: bool = True,
+        alone: bool,
     ) -> None:
         """Keep what `boost` was given and made; built: what the model was. alone: False for one of several that share
         optimizers."""
@@ -338,16 +343,13 @@ class BoostedObjects:
     def boostings(self) -> list[BoostRecord]:
         """Return what each call of `boost` returned, in their order, of which the user has the model still."""
         # Models are held weakly; those that the user dropped leave here.
-        self._boostings = [each for each in self._boostings if each.model is not None]
+        self._boostings = [each for each in self._boostings if each.is_kept]
         return list(self._boostings)
 
     def dtypes(self) -> dict[torch.Tensor, torch.dtype]:
         """Return in which dtype each tensor of the boosted models was given to `boost`."""
         return {
-            tensor: dtype
-            for each in self.boostings()
-            if each.model is not None
-            for tensor, dtype in each.built.dtypes(each.model.module).items()
+            tensor: dtype for each in self.boostings() for tensor, dtype in each.built.dtypes(each.model.module).items()
         }
 
     def wrappers(self) -> list[ModelWrapper]:

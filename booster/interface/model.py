@@ -20,7 +20,7 @@ from booster.common.torch_internals.tensor_internals import version
 from booster.interface.call_log import CallLog
 from booster.interface.error_hints import hint
 from booster.interface.transparent import TransparentModule
-from booster.model.modules import bare, fast_path_off, is_fully_sharded, is_placed, wait_for_weights
+from booster.model.modules import bare, fast_path_off, is_fully_sharded, is_placed, uncompiled, wait_for_weights
 from booster.model.params import is_part
 from booster.tensors.cast_regions import both, cast_floats, cast_inputs, cast_noting_writes, region
 from booster.tensors.trees import HALF_DTYPES, tensors
@@ -316,15 +316,12 @@ def precision_of(model: PrecisionModule) -> ForwardPrecision:
 
 def boosted_wrapper(model: nn.Module, method: str) -> ModelWrapper:
     """The boosted model that `model` is, perhaps inside a `torch.compile` wrapper; raises TypeError if it is none."""
-    while not isinstance(model, ModelWrapper):
-        # The name that `torch.compile` gives the module in its wrapper.
-        inner = getattr(model, "_modules", {}).get("_orig_mod")
-        if inner is None:
-            raise TypeError(
-                f"{method} needs the model that boost() returned, the boosted one, got {arguments.described(model)}"
-            )
-        model = inner
-    return model
+    wrapper = uncompiled(model)
+    if not isinstance(wrapper, ModelWrapper):
+        raise TypeError(
+            f"{method} needs the model that boost() returned, the boosted one, got {arguments.described(wrapper)}"
+        )
+    return wrapper
 
 
 class CriterionWrapper:

@@ -62,10 +62,14 @@ class PlacedModule(nn.Module):
 
 def bare(module: nn.Module) -> nn.Module:
     """Return the module inside all wrappers of plugins and `torch.compile`: the one with the names that users know."""
-    module = unwrap_placed(module)
+    return uncompiled(unwrap_placed(module))
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module inside all wrappers of `torch.compile`; anything else as it is."""
     # Not by attribute, because a compiled module passes attributes on to the model inside it.
-    while isinstance(getattr(module, "_modules", {}).get("_orig_mod"), nn.Module):
-        module = module._modules["_orig_mod"]  # type: ignore[assignment]
+    while isinstance(inner := getattr(module, "_modules", {}).get("_orig_mod"), nn.Module):
+        module = inner
     return module
 
 
