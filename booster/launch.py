@@ -281,11 +281,13 @@ def _checked_backend(backend: str | None) -> str:
     if backend is None:
         return "nccl" if torch.cuda.is_available() else "gloo"
     arguments.instance("backend", backend, str, "a string or None")
-    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    backends = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
     # "cpu:gloo,cuda:nccl" names one backend per device type.
     for name in (part.rpartition(":")[2].strip().lower() for part in backend.split(",")):
         if name not in dist.Backend.backend_list:
-            raise ValueError(f"backend={backend!r} is unknown; choose one of {known} or None for the default by device")
+            raise ValueError(
+                f"backend={backend!r} is unknown; choose one of {backends} or None for the default by device"
+            )
         if not dist.is_backend_available(name):
             raise ValueError(f"backend={backend!r}: this build of torch has no {name}; use backend='gloo' on CPU")
         if name == "nccl" and not torch.cuda.is_available():

@@ -88,14 +88,14 @@ class HostRule(LossScaler):
 
     def __init__(self, host: LossScaler) -> None:
         self._host = host
-        self._found: HostCopy | None = None
+        self._overflowed: HostCopy | None = None
 
     @property
     def host(self) -> LossScaler:
         """The scale, with every step counted; waits for the last step's decision."""
-        found, self._found = self._found, None
-        if found is not None:
-            self._host.update(found())
+        overflowed, self._overflowed = self._overflowed, None
+        if overflowed is not None:
+            self._host.update(overflowed())
         return self._host
 
     @property
@@ -111,7 +111,7 @@ class HostRule(LossScaler):
 
     def update(self, found_inf: torch.Tensor) -> None:
         # The step before is counted now: its copy had a whole step's time, so nothing waits.
-        self._found, before = HostCopy(found_inf), self._found
+        self._overflowed, before = HostCopy(found_inf), self._overflowed
         if before is not None:
             self._host.update(before())
 
@@ -122,7 +122,7 @@ class HostRule(LossScaler):
         self.host.load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_host": self.host, "_found": None}  # a copy on its way cannot be copied
+        return {"_host": self.host, "_overflowed": None}  # a copy on its way cannot be copied
 
 
 class DynamicScale(LossScaler):
@@ -299,18 +299,18 @@ class DeviceScale(LossScaler):
 
     def update(self, found_inf: torch.Tensor) -> None:
         # On a device each line is a launch, and so is each number that is not there.
-        options, before, found = self._options, self.tensor, found_inf.reshape(())
+        options, before, overflowed = self._options, self.tensor, found_inf.reshape(())
         # One launch of torch's kernel where its rule is the same; the lines below need about ten.
         if self._as_torch:
             clean, self.tensor = self._growth_tracker.to(torch.int32), before.clone()
             update_scale_(
-                self.tensor, clean, found, options.growth_factor, options.backoff_factor, options.growth_interval
+                self.tensor, clean, overflowed, options.growth_factor, options.backoff_factor, options.growth_interval
             )
             self.tensor.clamp_min_(SMALLEST_SCALE)
             self._growth_tracker = clean
             return
-        found = found > 0
-        growth = torch.where(found, self._zero, self._growth_tracker.to(torch.int64) + 1)
+        overflowed = overflowed > 0
+        growth = torch.where(overflowed, self._zero, self._growth_tracker.to(torch.int64) + 1)
         grows = growth >= options.growth_interval
         backed_off = _times(before, self._backoff).clamp_min_(options.floor).minimum(before)
         grown = _times(before, self._growth)
@@ -318,10 +318,10 @@ class DeviceScale(LossScaler):
             grown = grown.clamp_max_(options.max_scale).maximum(before)
         else:
             grown = torch.where(grown < math.inf, grown, before)
-        backs_off = found
+        backs_off = overflowed
         if options.hysteresis > 1:
-            hysteresis = self._hysteresis_tracker + found
-            backs_off = found & (hysteresis >= options.hysteresis)
+            hysteresis = self._hysteresis_tracker + overflowed
+            backs_off = overflowed & (hysteresis >= options.hysteresis)
             self._hysteresis_tracker = torch.where(grows, self._zero, hysteresis)
         self.tensor = torch.where(grows, grown, torch.where(backs_off, backed_off, before))
         self._growth_tracker = torch.where(grows, self._zero, growth)
@@ -374,9 +374,9 @@ def _float32(value: float) -> float:
 
 def _read_state(state: dict[str, Any]) -> tuple[float, int, int]:
     if not isinstance(state, Mapping) or "scale" not in state:
-        found = sorted(map(str, state)) if isinstance(state, Mapping) else repr(state)
+        given = sorted(map(str, state)) if isinstance(state, Mapping) else repr(state)
         raise ValueError(
-            f"the loss-scaler state lacks 'scale', it is {found}; pass what state_dict() of a booster loss scaler or of "
+            f"the loss-scaler state lacks 'scale', it is {given}; pass what state_dict() of a booster loss scaler or of "
             "torch.amp.GradScaler gave"
         )
     scale = state["scale"]

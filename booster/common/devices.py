@@ -64,9 +64,9 @@ class DeviceCopies:
 
     def __call__(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
         values = values.pin_memory() if device.type == "cuda" else values
-        there = values.to(device, non_blocking=True)
-        self.hold(values, there)
-        return there
+        copy = values.to(device, non_blocking=True)
+        self.hold(values, copy)
+        return copy
 
     def hold(self, *read: Any) -> None:
         """Have the graph that is recorded, if any is, hold what its launches read."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from booster.common.misuse import first_user_frame, is_users, line_of, where_raised
 from booster.common.torch_internals.fsdp_internals import gathered_name
-from booster.common.torch_internals.tensor_internals import agent_serves_store, default_store, end_waits
+from booster.common.torch_internals.tensor_internals import abort_gloo_waits, agent_serves_store, default_store
 from booster.common.untrusted_files import parse_json, printable
 
 
@@ -66,7 +66,7 @@ class StoreBarrier:
 
     def posted(self, number: int) -> dict[int, Any]:
         """Return what was posted in round `number` up to now, by rank, unchecked. This rank has posted in it before."""
-        found = {}
+        values = {}
         for line in self._store.get(self._key(number)).splitlines():
             try:
                 rank, value = parse_json(line)
@@ -74,8 +74,8 @@ class StoreBarrier:
             except (ValueError, TypeError):
                 continue
             if type(rank) is int and 0 <= rank < self.size:
-                found[rank] = value
-        return found
+                values[rank] = value
+        return values
 
     def wait(self, number: int, timeout: timedelta | None = None) -> dict[int, Any]:
         """Return what was posted once all ranks have, or after `timeout`; None: after the store's own."""
@@ -160,7 +160,7 @@ def start_watchdog(timeout: float | None) -> None:
         return
     store = default_store()
     for thread in threading.enumerate():
-        if isinstance(thread, HangWatchdog) and thread.watches(store):
+        if isinstance(thread, HangWatchdog) and thread.belongs_to(store):
             thread.timeout = timeout
             return
     watchdog = HangWatchdog(store, dist.get_rank(), dist.get_world_size(), timeout)
@@ -234,7 +234,7 @@ class HangWatchdog(threading.Thread):
         self._has_left = False  # it was seen outside of passes last
         self._cause: str | None = None  # why this rank has closed its groups
 
-    def watches(self, store: dist.Store) -> bool:
+    def belongs_to(self, store: dist.Store) -> bool:
         """Return whether this is the watchdog of the process group of `store`."""
         return self._watched is store and not self._stopped.is_set()
 
@@ -341,7 +341,7 @@ class HangWatchdog(threading.Thread):
         for other in others.values() if report["call"] in _PASSES else ():
             if other["failure"] and other["failures"] > report["failures"] and other["call"] not in _PASSES:
                 self._cause = other["failure"]
-                end_waits()
+                abort_gloo_waits()
                 return
         waited_long = self.timeout is not None and report["still"] >= self.timeout
         absent = {}

@@ -65,14 +65,14 @@ def called_from(modules: tuple[str, ...], *, through: tuple[str, ...]) -> bool:
 
 def raised_in(error: BaseException) -> TracebackType | None:
     """Return the innermost line of the user's code below which `error` was raised; None without one."""
-    found: TracebackType | None = None
+    innermost: TracebackType | None = None
     trace: TracebackType | None = error.__traceback__
     # Only what ran below the frame that caught it counts.
     while trace is not None:
         if is_users(trace.tb_frame.f_code):
-            found = trace
+            innermost = trace
         trace = trace.tb_next
-    return found
+    return innermost
 
 
 def where_raised(error: BaseException) -> str:
@@ -113,7 +113,7 @@ class OwnStepGuard:
 
     def check_states(self, optimizer: Optimizer, *state_dict: Any) -> None:
         """Raise RuntimeError unless this library makes or loads the state dict of `optimizer`."""
-        if self._is_off():
+        if self.stepping or self._is_off():
             return
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -128,7 +128,7 @@ class OwnStepGuard:
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # First, because the compiler traces it, and then nothing else.
-        if torch.compiler.is_compiling() or self._is_off() or is_called_by_torch_checkpoint():
+        if torch.compiler.is_compiling() or self.stepping or self._is_off() or is_called_by_torch_checkpoint():
             return
         name = type(optimizer).__name__
         raise RuntimeError(
@@ -139,7 +139,7 @@ class OwnStepGuard:
         )
 
     def _is_off(self) -> bool:
-        return self.stepping or self._owner is None or self._owner() is None
+        return self._owner is None or self._owner() is None
 
     def remove(self) -> None:
         """Let every step pass from now on."""

@@ -96,8 +96,8 @@ def _words(words: torch.Tensor) -> list[int]:
     # The words have 32 bits, and are kept in int64.
     if words.dtype != torch.int64 or bool(((words < 0) | (words >= 2**32)).any()):
         raise ValueError(f"its words are {words.dtype}, or not all of 32 bits")
-    found: list[int] = words.tolist()
-    return found
+    numbers: list[int] = words.tolist()
+    return numbers
 
 
 @contextmanager

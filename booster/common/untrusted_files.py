@@ -182,10 +182,10 @@ def _refuse(path: Path, mode: int) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise ValueError("an object has a key twice")
-    return found
+    return entries
 
 
 def _no_number(text: str) -> Any:

@@ -179,10 +179,10 @@ class Accumulations:
         self._count += 1
         # The first of a group replaces what the one before left, and the others find what the first has written.
         self._first = store.compare_set(self._key, self._first, f"{self._count} {number} {rank}").decode()
-        count, found, first = self._first.split()
-        if int(count) == self._count and int(found) != number:
+        count, expected, first = self._first.split()
+        if int(count) == self._count and int(expected) != number:
             raise ValueError(
-                f"accumulate() got num_micro_batches={number} on rank {rank} and {found} on rank {first}, but all ranks "
+                f"accumulate() got num_micro_batches={number} on rank {rank} and {expected} on rank {first}, but all ranks "
                 "make every pass together here. Give every rank equally many micro-batches: drop the last batches that not all "
                 "ranks have (drop_last=True); or use TorchDDPPlugin or LowLevelZeroPlugin(stage=1), where numbers may differ"
             )

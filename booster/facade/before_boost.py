@@ -23,10 +23,10 @@ from booster.tensors.weak import ForwardProxy, WeakForward
 class BeforeBoost:
     """The dtypes and forwards of a model before `boost` changed it; made at that time.
 
-    known: the dtypes of tensors that were boosted already, in another model.
+    boosted_dtypes: of tensors that were boosted already, in another model.
     """
 
-    def __init__(self, model: nn.Module, known: Mapping[torch.Tensor, torch.dtype] | None = None) -> None:
+    def __init__(self, model: nn.Module, boosted_dtypes: Mapping[torch.Tensor, torch.dtype] | None = None) -> None:
         inner = bare(model)
         self._forwards = {name: child.__dict__.get("forward") for name, child in inner.named_modules()}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -34,7 +34,7 @@ class BeforeBoost:
         for name, child in inner.named_modules():
             for own, tensor in (*child._parameters.items(), *child._buffers.items()):
                 if tensor is not None:
-                    self._dtypes[_joined(name, own)] = (known or {}).get(tensor, tensor.dtype)
+                    self._dtypes[_joined(name, own)] = (boosted_dtypes or {}).get(tensor, tensor.dtype)
             # No checkpoint has these buffers, so their bits are kept where a precision rounds them.
             for own in child._non_persistent_buffers_set:
                 buffer = child._buffers.get(own)

@@ -89,9 +89,9 @@ class BoosterState:
         """What is trained in now."""
         return self._run.precision
 
-    def _remember_measurement(self, model: int, found: Measurement) -> None:
+    def _remember_measurement(self, model: int, measurement: Measurement) -> None:
         if self._records is not None:
-            self._records.add_measurement(model, found)
+            self._records.add_measurement(model, measurement)
 
     def _remember_precision(self, phase: Phase, why: str) -> None:
         self._checkpoints.set_facts(precision=repr(phase.precision))

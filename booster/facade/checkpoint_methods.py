@@ -72,13 +72,13 @@ def save(
     shared = self._checkpoints
     run = shared.run if arguments.flag("frozen", frozen) else {**shared.run, **WITHOUT_FROZEN}
     shared.background.wait()  # a write that goes on may still rename the folder that `reserve` looks for
-    found = shared.objects((model, optimizer, criterion, dataloader, lr_scheduler, extra))
-    check_no_gradients_wait(found)
+    objects = shared.objects((model, optimizer, criterion, dataloader, lr_scheduler, extra))
+    check_no_gradients_wait(objects)
     group = self.plugin.group
-    taken = collect_state(found, run, group)
+    taken = collect_state(objects, run, group)
     final, step = reserve(root, step, group)
     if not async_save:
-        return write(final, taken, step=step, keep_last=keep_last, group=group, objects=found)
+        return write(final, taken, step=step, keep_last=keep_last, group=group, objects=objects)
     # Copies, because training goes on; another group, because collectives of two threads would meet.
     taken, writers = taken.to_host_memory(), None if group is None else shared.background.group()
     shared.background.start(lambda: write(final, taken, step=step, keep_last=keep_last, group=writers))
@@ -119,8 +119,8 @@ def load(
     root = arguments.path("folder", folder)
     arguments.flag("strict", strict)
     self._checkpoints.background.wait()
-    found = self._checkpoints.objects((model, optimizer, criterion, dataloader, lr_scheduler, extra))
-    loaded = load_checkpoint(root, found, strict=strict, group=self.plugin.group)
+    objects = self._checkpoints.objects((model, optimizer, criterion, dataloader, lr_scheduler, extra))
+    loaded = load_checkpoint(root, objects, strict=strict, group=self.plugin.group)
     if loaded.path is not None:
         self._run.load_state_dict(loaded.run.get("schedule"))
     return loaded
@@ -275,9 +275,9 @@ def _save_part(
 ) -> None:
     from booster.checkpoint.saving import collect_state, write
 
-    root, found = arguments.path("path", path), named(None, optimizer, None, None, lr_scheduler, None)
-    taken, group = collect_state(found, {}, self.plugin.group), self.plugin.group
-    write(root, taken, step=0, keep_last=None, group=group, objects=found)
+    root, objects = arguments.path("path", path), named(None, optimizer, None, None, lr_scheduler, None)
+    taken, group = collect_state(objects, {}, self.plugin.group), self.plugin.group
+    write(root, taken, step=0, keep_last=None, group=group, objects=objects)
 
 
 _logger = logging.getLogger(__name__)

@@ -109,12 +109,12 @@ def _reduce_one(value: torch.Tensor, op: Op, group: dist.ProcessGroup | None) ->
     else:
         work = value.clone()
     if group is not None and work.numel():
-        there = work.to(communication_device(value.device, group)).contiguous()
+        sent = work.to(communication_device(value.device, group)).contiguous()
         if op in ("max", "min"):
-            there = _extreme(there, op, group)
+            sent = _extreme(sent, op, group)
         else:
-            dist.all_reduce(torch.view_as_real(there) if there.is_complex() else there, group=group)
-        work = there.to(value.device)
+            dist.all_reduce(torch.view_as_real(sent) if sent.is_complex() else sent, group=group)
+        work = sent.to(value.device)
     if op == "mean":
         work = (work.double() if whole else work) / size_of(group)
     return work.to(result_dtype)
@@ -147,28 +147,28 @@ def _agree(
     """Return the shapes that each rank brings; raise on every rank if one has a `problem`, or if they do not fit."""
     # Without this a rank that raises, or that brings another number of bytes, would leave the others waiting.
     own = [[str(value.dtype), list(value.shape)] for value in tensors]
-    found = agreement.gather([problem is not None, call, own], group)
+    reports = agreement.gather([problem is not None, call, own], group)
     # Only now do all know of it, so that none waits for this rank.
     if problem is not None:
         raise problem
-    failed = [rank for rank, (failed, _, _) in enumerate(found) if failed]
+    failed = [rank for rank, (failed, _, _) in enumerate(reports) if failed]
     if failed:
         raise ValueError(f"ranks {failed} of the group could not take part in this collective; their errors say why")
-    counts = [len(each) for _, _, each in found]
+    counts = [len(each) for _, _, each in reports]
     # Ranks in different collectives would wait for each other.
-    if any(other != call for _, other, _ in found) or len(set(counts)) > 1:
+    if any(other != call for _, other, _ in reports) or len(set(counts)) > 1:
         raise ValueError(
             f"ranks called different collectives, or passed different containers; this rank's: {call}, with {len(tensors)} "
             f"tensors (by rank: {counts})"
         )
     for index in range(len(tensors)):
-        given = [each[index] for _, _, each in found]
+        given = [each[index] for _, _, each in reports]
         fixed = [(dtype, len(shape), shape if first_dim else shape[1:]) for dtype, shape in given]
         if any(entry != fixed[0] for entry in fixed):
             listed = ", ".join(f"{dtype} {shape}" for dtype, shape in given)
             legal = "shapes" if first_dim else "shapes after the first dimension"
             raise ValueError(f"all ranks must pass equal dtypes and {legal}, got by rank: {listed}")
-    return [[tuple(shape) for _, shape in each] for _, _, each in found]
+    return [[tuple(shape) for _, shape in each] for _, _, each in reports]
 
 
 def _all_gather(value: torch.Tensor, shapes: list[_Shape], group: dist.ProcessGroup | None) -> list[torch.Tensor]:

@@ -118,7 +118,7 @@ def estimate_memory(
     each = (
         estimate_placed(model, optimizer, batch, criterion, precision=phase, **placed) for phase in self._run.precisions
     )
-    return max(each, key=lambda found: found.peak)
+    return max(each, key=lambda estimate: estimate.peak)
 
 
 def memory(self: BoosterState, model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
@@ -233,17 +233,17 @@ def progress(
     bar = Progress(*words, TextColumn("{task.fields[loss]}"), TimeRemainingColumn(), expand=True)
 
     def drawn() -> Iterator[Any]:
-        began, each, seen = time.monotonic(), iter(items), 0
-        known = _known_length(items) if total is None else total
+        began, each, completed = time.monotonic(), iter(items), 0
+        length = _known_length(items) if total is None else total
         if isinstance(each, EpochIterator) and total is None:  # of an epoch that may go on where it was left
-            known, seen = each.num_batches, each.progress.num_batches
+            length, completed = each.num_batches, each.progress.num_batches
         with bar:
-            task = bar.add_task(description, total=known, completed=seen, rate="", loss="")
+            task = bar.add_task(description, total=length, completed=completed, rate="", loss="")
             for count, item in enumerate(each, 1):
                 yield item
                 rate = count / (time.monotonic() - began)
                 pace = f"{rate:.3g}/s" if rate >= 1 else f"{1 / rate:.3g} s each"
-                bar.update(task, completed=seen + count, rate=pace, loss=loss.text())
+                bar.update(task, completed=completed + count, rate=pace, loss=loss.text())
             bar.update(task, loss=loss.text(now=True))
 
     return drawn()

@@ -64,7 +64,7 @@ def load_weights(
     arguments.choice("storage_dtype", storage_dtype, (None, *_FLOATING, *FORMS))
     arguments.choice("compute_dtype", compute_dtype, (None, *_FLOATING))
     entries = normalise_keep_fp32(keep, "keep")
-    there = resolve_device(device)
+    target = resolve_device(device)
     if compute_dtype is not None and storage_dtype is None:
         raise ValueError(
             f"compute_dtype={compute_dtype} needs storage_dtype, which says what is stored; give the same to both where they "
@@ -81,7 +81,7 @@ def load_weights(
             f"storage_dtype= one of {list(FORMS)}"
         )
     wide = storage_dtype if linear is None and isinstance(storage_dtype, torch.dtype) else None
-    return stream(model, given, Storage(linear, wide, compute_dtype), keep=entries, device=there)
+    return stream(model, given, Storage(linear, wide, compute_dtype), keep=entries, device=target)
 
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -158,7 +158,7 @@ def freeze_linears(model: nn.Module, form: Form | torch.dtype, trained: tuple[st
 
     Raises ValueError where there is nothing to store.
     """
-    shared = {place.holder for found in tensor_places(model).values() if len(found) > 1 for place in found}
+    shared = {place.holder for places in tensor_places(model).values() if len(places) > 1 for place in places}
     # What makes logits stays wide: its rounding is the error of every log-probability.
     head = getattr(model, "get_output_embeddings", lambda: None)()
     layers = {

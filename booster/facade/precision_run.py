@@ -339,7 +339,7 @@ class PrecisionRun:
         if any(phase.plan is not None for phase in self.phases.values()):
             number = len(self.boosted.wrappers()) - 1
             controller = PrecisionController(
-                boosted.unwrap(), self.plugin.group, lambda found: self._on_measurement(number, found)
+                boosted.unwrap(), self.plugin.group, lambda measurement: self._on_measurement(number, measurement)
             )
             # Several optimizers of a model see the same layers; one of them is the clock.
             for optimizer in optimizers[:1]:

@@ -169,10 +169,12 @@ def check_alike(models: Sequence[nn.Module], precision: MixedPrecision, group: d
     rank = next(rank for rank, each in enumerate(forms) if each != forms[0])
     first, other = dict(forms[0]), dict(forms[rank])
     names = [name for name in first | other if first.get(name) != other.get(name)]
-    found = [f"{name} is {first.get(name, 'missing')} on rank 0 and {other.get(name, 'missing')}" for name in names]
+    differences = [
+        f"{name} is {first.get(name, 'missing')} on rank 0 and {other.get(name, 'missing')}" for name in names
+    ]
     raise ValueError(
-        f"ranks boost unlike models: {listed(found, 3) or 'parameters in another order'} on rank {rank}. Build the same model, "
-        "and freeze the same parameters, on every rank, before boost()"
+        f"ranks boost unlike models: {listed(differences, 3) or 'parameters in another order'} on rank {rank}. Build the same "
+        "model, and freeze the same parameters, on every rank, before boost()"
     )
 
 
@@ -297,10 +299,10 @@ def check_optimizer(
         )
         raise TypeError(f"{type(optimizer).__name__} has no param_groups, which every torch optimizer has; {cure}")
     modules = [model, *models, *([criterion] if isinstance(criterion, nn.Module) else [])]
-    known = {id(param) for module in modules for param in module.parameters()}
+    boosted_params = {id(param) for module in modules for param in module.parameters()}
     own = {id(param) for param in model.parameters()}
     held = [param for group in optimizer.param_groups for param in group["params"]]
-    strangers = [tuple(param.shape) for param in held if id(param) not in known]
+    strangers = [tuple(param.shape) for param in held if id(param) not in boosted_params]
     # Some of another model are legal, as in a GAN; none of this one is a mistake.
     if held and not any(id(param) in own for param in held):
         raise ValueError(

@@ -362,10 +362,10 @@ class BoostedObjects:
 
     def all_optimizers(self, method: str) -> list[OptimizerWrapper]:
         """Return the boosted optimizers. Raises RuntimeError where there is none for `method` yet."""
-        found = list(self.optimizers.values())
-        if not found:
+        optimizers = list(self.optimizers.values())
+        if not optimizers:
             raise RuntimeError(f"{method}() came before boost(): there is no step of a boosted optimizer to look at")
-        return found
+        return optimizers
 
     def labelled(self) -> dict[str, ModelWrapper]:
         """Return the boosted models, by a name for messages; "" for a single one."""

@@ -203,16 +203,16 @@ class CallLog:
         return taken
 
     def _link(self, tensor: torch.Tensor) -> OutputRef | None:
-        found = self._made.get(storage_key(tensor))
-        output = None if found is None else found.call.outputs[found.output]()
-        if found is None or output is None:
+        link = self._made.get(storage_key(tensor))
+        output = None if link is None else link.call.outputs[link.output]()
+        if link is None or output is None:
             return None
         if tensor is output:
-            return found
+            return link
         # Memory that was freed and used anew, or a view of another dtype, leads to no output.
         if tensor.dtype != output.dtype or tensor._base is not (output if output._base is None else output._base):
             return None
-        return OutputRef(found.call, found.output, (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())))
+        return OutputRef(link.call, link.output, (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())))
 
 
 class _KeepGradient:
@@ -231,13 +231,13 @@ class _KeepGradient:
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors in the arguments of a call, in the order of `trees.tensors`, which is slower for plain arguments."""
-    found: list[torch.Tensor] = []
+    given: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            given.append(value)
         else:
-            found += tensors(value)
-    return found
+            given += tensors(value)
+    return given
 
 
 def _random(device: torch.device) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from booster.update.decision import StepResult
 from booster.update.update import Update
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
+def has_keyword(function: Callable[..., Any], name: str) -> bool:
     """Return whether `function` may be called with the keyword `name`; True where its signature cannot be read."""
     try:
         parameters = inspect.signature(function).parameters

@@ -18,7 +18,7 @@ from booster.common import arguments
 from booster.common.hang_watchdog import abandon_pass, leaving_pass
 from booster.common.misuse import OwnStepGuard, is_called_by_torch_checkpoint
 from booster.common.torch_internals.optimizer_internals import accepts_found_inf, remove_guards
-from booster.interface.closures import step_with_closure, takes, zero_mixed_gradients
+from booster.interface.closures import has_keyword, step_with_closure, zero_mixed_gradients
 from booster.interface.error_hints import check_nothing_is_lost, check_pickled, refuse_grad_scaler
 from booster.update.backward import run_backward
 from booster.update.choice import choose_update
@@ -61,7 +61,7 @@ class OptimizerWrapper(Optimizer):
     ) -> None:
         # Optimizer.__init__ would make new groups and state, and wrap step() in a second profiler hook.
         self.optimizer = context.optimizer
-        self._takes_set_to_none = takes(context.optimizer.zero_grad, "set_to_none")
+        self._takes_set_to_none = has_keyword(context.optimizer.zero_grad, "set_to_none")
         self.backward_context = backward_context
         """What `backward` runs under, so that recomputed activations meet the precision of the forward pass."""
         self._after_step = after_step
@@ -306,7 +306,7 @@ class OptimizerWrapper(Optimizer):
         self._history.when_synced(arguments.function("action", action, "a function without arguments"))
 
     @property
-    def always_looks(self) -> bool:
+    def always_checks(self) -> bool:
         """Whether every step looks at its gradients: under a loss scaler, with skip_nonfinite, or with its own clip."""
         return bool(self._update.gradients.check or self._clip_grad_norm)
 
@@ -346,10 +346,10 @@ class OptimizerWrapper(Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not yet set: pickle and copy look for attributes on an empty object
             raise AttributeError(name)
-        found = getattr(self.optimizer, name)
-        if isinstance(found, MethodType) and found.__self__ is self.optimizer:
-            return functools.wraps(found)(functools.partial(self._call, name, found))
-        return found
+        value = getattr(self.optimizer, name)
+        if isinstance(value, MethodType) and value.__self__ is self.optimizer:
+            return functools.wraps(value)(functools.partial(self._call, name, value))
+        return value
 
     def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `method` of the user's optimizer, no step: as `train` and `eval` of schedule-free ones. It finds the float32
@@ -417,14 +417,14 @@ class OptimizerWrapper(Optimizer):
         """Return, for each group, the qualified name of every parameter, and its place in the group of the whole model."""
         names, selection = self._update.names, self._update.shards.selection
         # Of the groups that there were when the model was divided.
-        known = [] if selection is None else selection.positions
-        found = []
+        positions = [] if selection is None else selection.positions
+        named = []
         for index, group in enumerate(self.param_groups):
-            places = known[index] if index < len(known) else range(len(group["params"]))
+            places = positions[index] if index < len(positions) else range(len(group["params"]))
             pairs = zip(group["params"], places, strict=True)
             # A parameter that is not of the model is named by group and place.
-            found.append([(names.get(param, name_of_stranger(index, place)), place) for param, place in pairs])
-        return found
+            named.append([(names.get(param, name_of_stranger(index, place)), place) for param, place in pairs])
+        return named
 
     def unwrap(self) -> Optimizer:
         """The user's optimizer."""

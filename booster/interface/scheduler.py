@@ -50,7 +50,7 @@ class LRSchedulerWrapper:
         state_dict, left_out = known_state(self.scheduler, state_dict)
         if left_out:
             _logger.warning("%s", printable(left_out))
-        if not _takes_any(self.scheduler):
+        if not _loads_any_entry(self.scheduler):
             self.scheduler.load_state_dict(state_dict)
         else:
             if others := _other_options(self.scheduler, state_dict):
@@ -113,7 +113,7 @@ def known_state(scheduler: Any, state: Any) -> tuple[Any, str]:
 
     Raises ValueError for a state with which such a scheduler would fail, or stay where it is.
     """
-    if not _takes_any(scheduler):
+    if not _loads_any_entry(scheduler):
         return state, ""
     name = f"the state of {type(scheduler).__name__}"
     if not isinstance(state, Mapping):
@@ -164,7 +164,7 @@ def _other_options(scheduler: Any, state: Mapping[str, Any]) -> str:
     )
 
 
-def _takes_any(scheduler: Any) -> bool:
+def _loads_any_entry(scheduler: Any) -> bool:
     """Whether any entry of a state becomes an attribute of `scheduler`, as torch's schedulers have it."""
     own = type(scheduler).load_state_dict if isinstance(scheduler, LRScheduler) else None
     return own is not None and f"{own.__module__}.".startswith(_TORCH_AND_OURS)

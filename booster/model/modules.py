@@ -165,10 +165,10 @@ def tensor_places(model: nn.Module, *, buffers: bool = False) -> dict[torch.Tens
 
     A tensor of a module that is registered under two names has two places, too.
     """
-    found: dict[torch.Tensor, list[TensorPlace]] = {}
+    places: dict[torch.Tensor, list[TensorPlace]] = {}
     for tensor, place in _visit(model, "", (model,), buffers):
-        found.setdefault(tensor, []).append(place)
-    return found
+        places.setdefault(tensor, []).append(place)
+    return places
 
 
 def parameter_names(model: nn.Module) -> dict[torch.Tensor, list[str]]:

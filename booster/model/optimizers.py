@@ -206,8 +206,8 @@ def check_attributes(optimizer: Optimizer, params: Iterable[torch.Tensor], would
 
     would: what would happen to the optimizer, a predicate. torch's own optimizers name none."""
     _check_states(optimizer, would)
-    there = {name for param in params if type(param) is nn.Parameter for name in vars(param)}
-    if not there:
+    attributes = {name for param in params if type(param) is nn.Parameter for name in vars(param)}
+    if not attributes:
         return
     # Attributes are found by name in the code of the class: running it could have side effects.
     own = [cls for cls in type(optimizer).__mro__ if not f"{cls.__module__}.".startswith(("torch.", "builtins."))]
@@ -218,7 +218,7 @@ def check_attributes(optimizer: Optimizer, params: Iterable[torch.Tensor], would
             function = inspect.unwrap(getattr(value, "fget", value) or value)
             if code := getattr(function, "__code__", None):
                 named |= _names_in(code)
-    if kept := sorted(there & named):
+    if kept := sorted(attributes & named):
         raise ValueError(
             f"{type(optimizer).__name__} works with {kept}, attributes of its parameters, and {would}, which have no such "
             "attributes; use mixed_precision='fp32', 'bf16' or 'fp16' on one device or with TorchDDPPlugin, or keep such "

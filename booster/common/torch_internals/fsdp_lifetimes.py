@@ -31,19 +31,19 @@ def hold_modules_weakly(modules: Sequence[nn.Module]) -> None:
         hooks = [
             hook for each in modules for hook in (*each._forward_pre_hooks.values(), *each._forward_hooks.values())
         ]
-        for cell in _cells(hooks):
+        for cell in _closure_cells(hooks):
             if isinstance(cell.cell_contents, nn.Module):
                 cell.cell_contents = _Same(cell.cell_contents)
             elif cell.cell_contents == set(modules):
                 cell.cell_contents = weakref.WeakSet(modules)
 
 
-def _cells(functions: Iterable[Any]) -> Iterator[Any]:
+def _closure_cells(functions: Iterable[Any]) -> Iterator[Any]:
     """Yield what `functions`, and functions in it, close over."""
     for cell in (cell for function in functions for cell in getattr(function, "__closure__", None) or ()):
         yield cell
         if isinstance(cell.cell_contents, FunctionType):
-            yield from _cells([cell.cell_contents])
+            yield from _closure_cells([cell.cell_contents])
 
 
 class _Same(weakref.ref[nn.Module]):
@@ -74,13 +74,13 @@ class _Holders:
     module = property(methodcaller("_module"))  # asked without a Python call
 
     def __init__(self, module: nn.Module, shared_modules: Iterable[nn.Module], **names: Any) -> None:
-        replaced = functools.partial(_leave_parameters, weakref.ref(self), module._parameters)
+        replaced = functools.partial(_keep_parameters, weakref.ref(self), module._parameters)
         self._module: Callable[[], nn.Module | None] = weakref.ref(module, replaced)
         self.shared_modules = [_with_parameters(each._parameters) for each in shared_modules]
         self.__dict__.update(names)
 
 
-def _leave_parameters(holders: weakref.ref[_Holders], parameters: dict[str, Any], module: object) -> None:
+def _keep_parameters(holders: weakref.ref[_Holders], parameters: dict[str, Any], module: object) -> None:
     left = holders()
     if left is not None:
         kept = _with_parameters(parameters)

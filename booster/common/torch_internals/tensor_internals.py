@@ -78,11 +78,11 @@ def written_arguments(func: Any) -> tuple[int | str, ...]:
         func = getattr(func, func.overloads()[0])
     if not isinstance(func, torch._ops.OpOverload):
         return ()
-    found: list[int | str] = []
+    written: list[int | str] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += [place, argument.name]
-    return tuple(found)
+            written += [place, argument.name]
+    return tuple(written)
 
 
 def written_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -225,19 +225,19 @@ def local_tensor(tensor: Any) -> torch.Tensor:
 
 def local_tensors(tensors: Iterable[Any]) -> list[torch.Tensor]:
     """Return `local_tensor` of each of `tensors`."""
-    found = list(map(_LOCAL, tensors))
-    if not _PLAIN.issuperset(map(type, found)):
-        found = list(map(local_tensor, tensors))
-    return found
+    shards = list(map(_LOCAL, tensors))
+    if not _PLAIN.issuperset(map(type, shards)):
+        shards = list(map(local_tensor, tensors))
+    return shards
 
 
 def placed_differently(tensors: Iterable[Any]) -> list[Any]:
     """Return those of DTensors `tensors` that have a gradient with other placements on the same mesh."""
-    found = []
+    different = []
     for tensor in tensors:
         if tensor.grad._spec is not tensor._spec and tensor.grad.placements != tensor.placements:
-            found.append(tensor)
-    return found
+            different.append(tensor)
+    return different
 
 
 def process_group_of(arg: Any) -> dist.ProcessGroup | None:
@@ -249,7 +249,7 @@ def process_group_of(arg: Any) -> dist.ProcessGroup | None:
     return None
 
 
-def end_waits() -> None:
+def abort_gloo_waits() -> None:
     """Have all that waits in collectives of gloo in this process raise; their groups are of no use afterwards."""
     for group in list(dist.distributed_c10d._world.pg_map):
         size = dist.get_world_size(group)
@@ -308,12 +308,12 @@ def flash_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value. out, lse: of all keys, also where `key` are only some of them."""
     if query.device.type == "cpu":
-        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
             _aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, query, key, value, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
             )
         )
-        return found
+        return grads
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     lse = lse.contiguous()  # which is read as if it were so
     seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, of which there is none

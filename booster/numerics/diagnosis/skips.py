@@ -65,7 +65,7 @@ class SkipWatcher:
                 each.keep_calls(self.log)
         for optimizer in optimizers:
             update_of(optimizer).gradients.listeners.append(_StepsOf(optimizer, self))
-            if not optimizer.always_looks:
+            if not optimizer.always_checks:
                 _logger.warning(
                     "diagnose replays steps that are skipped, and without a loss scaler a step is skipped only where "
                     "something looks at its gradients: after a clip, or with Booster(skip_nonfinite=True). A step on NaN "
