@@ -34,7 +34,7 @@ from booster.facade.before_boost import BeforeBoost
 from booster.facade.booster_state import BoosterState
 from booster.facade.foreign_names import translate
 from booster.facade.precision_run import PrecisionRun
-from booster.facade.switch import BoostedObjects, BoostOutput
+from booster.facade.switch import BoostedObjects, BoostOutput, BoostRecord
 from booster.interface.model import (
     CriterionWrapper,
     ModelWrapper,
@@ -269,17 +269,18 @@ class Booster(BoosterState):
         list of models under a `PrecisionSchedule` or an `Autopilot`, a loader that is not sharded in a world of several ranks,
         or a model that cannot train in this precision.
         """
-        models = cast(list[nn.Module], list(model) if isinstance(model, (list, tuple)) else [model])
-        several = list(optimizer) if isinstance(optimizer, (list, tuple)) else None
+        is_list, shares = isinstance(model, (list, tuple)), isinstance(optimizer, (list, tuple))
+        models: list[Any] = list(cast(Any, model)) if is_list else [model]
+        optimizers: list[Any] = list(cast(Any, optimizer)) if shares else [optimizer]
         refusals.check_boost(
             models,
-            [optimizer] if several is None else several,
+            optimizers,
             criterion,
             boosted=self._boosted,
             plugin=self.plugin,
             options=self._options,
-            is_list=isinstance(model, (list, tuple)),
-            shares=several is not None,
+            is_list=is_list,
+            shares=shares,
             changes=self._run.changes,
         )
         owners = refusals.scheduler_owners(lr_scheduler, optimizer, self._boosted.optimizers)
@@ -288,16 +289,14 @@ class Booster(BoosterState):
         # Before anything is changed: a later switch goes back to this.
         built = [BeforeBoost(one, self._boosted.dtypes()) for one in models]
         boosted, boosted_optimizer, boosted_criterion = self.precision.configure(
-            model if isinstance(model, nn.Module) else models,
-            optimizer if several is None else several,
+            models if is_list else model,
+            optimizers if shares else optimizer,
             criterion,
             placement=self.plugin,
             options=self._options,
         )
-        wrappers = [
-            each for each in ([boosted_optimizer] if several is None else boosted_optimizer) if each is not None
-        ]
-        wrapped_models: list[ModelWrapper] = [boosted] if isinstance(model, nn.Module) else boosted
+        wrappers = [each for each in (boosted_optimizer if shares else [boosted_optimizer]) if each is not None]
+        wrapped_models: list[ModelWrapper] = boosted if is_list else [boosted]
         # Weakly: an optimizer that the user keeps does not keep a model that was dropped.
         for each in wrappers:
             update_of(each).models = list(map(weakref.ref, wrapped_models))
@@ -305,13 +304,13 @@ class Booster(BoosterState):
         for place, one in enumerate(wrapped_models):
             # What belongs to all models of a list is kept with the first.
             own = (boosted_criterion, wrappers) if place == 0 else (None, [])
-            self._boosted.add(models[place], one, *own, built[place], alone=len(models) == 1)
+            self._boosted.add(models[place], BoostRecord(built[place], one, *own, alone=len(models) == 1))
             if wrappers and self.plugin.pipeline(one.module) is None:  # a pipeline's schedule calls layers by itself
                 guard_raw_calls(one, several_ranks=self.plugin.group is not None)
             for watching in (self._records, self._watcher):
                 if watching is not None:
                     watching.attach(one, *own)
-        if not isinstance(model, (list, tuple)):
+        if not is_list:
             self._run.attach(boosted, wrappers)
         if loader is not None:
             self._boosted.loaders.add(loader)

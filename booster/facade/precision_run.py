@@ -327,7 +327,7 @@ class PrecisionRun:
 
     def attach(self, boosted: ModelWrapper, optimizers: Sequence[OptimizerWrapper]) -> None:
         """Have the run change the precision of `boosted`, which `boost` has just made."""
-        record = self.boosted.boostings()[-1]
+        record = self.boosted.records()[-1]
         if self.scheduler is not None:
             for precision in self.precisions:
                 if precision is not self.precision:
@@ -374,7 +374,7 @@ class PrecisionRun:
 
     def switch_all(self, phase: Phase, why: str) -> None:
         """Go over to `phase` in all that was boosted. why: for records."""
-        records = self.boosted.boostings()
+        records = self.boosted.records()
         # Read before the switch, which replaces the model's extras.
         controllers = [extras_of(each.model).pins for each in records]
         switch_all(self._switch_to(phase.precision), records, self.plugin.group)

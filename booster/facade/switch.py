@@ -16,7 +16,7 @@ from booster.common.torch_internals.autograd_internals import is_compiled
 from booster.data import DataLoaderWrapper
 from booster.facade.before_boost import BeforeBoost, wrap_forward
 from booster.interface.model import CriterionWrapper, ModelWrapper, boosted_wrapper
-from booster.interface.optimizer import OptimizerWrapper, updates_of
+from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.mixed_precision import MixedPrecision
 from booster.mixed_precision.policy import DtypePolicy
 from booster.model.modules import bare
@@ -40,8 +40,8 @@ class BoostRecord:
         self,
         built: BeforeBoost,
         model: ModelWrapper,
-        optimizers: Sequence[OptimizerWrapper],
         criterion: Any,
+        optimizers: Sequence[OptimizerWrapper],
         *,
         alone: bool,
     ) -> None:
@@ -84,22 +84,22 @@ class Switch:
         """What all ranks are to go over to, in words."""
         return repr(self._new)
 
-    def check(self, boosting: BoostRecord) -> None:
+    def check(self, record: BoostRecord) -> None:
         """Raise RuntimeError or ValueError if the move cannot be made; nothing is changed."""
         for precision in (self._old, self._new):
             if precision.switch_refusal is not None:
                 raise ValueError(self._refusal(precision.switch_refusal))
-        placed = boosting.model.module
-        if not boosting.alone:
+        placed = record.model.module
+        if not record.alone:
             raise ValueError(
                 self._refusal(
                     "it moves models one by one, and several were boosted as a list with one optimizer; save, build "
                     "anew and load"
                 )
             )
-        if type(boosting.model) is not ModelWrapper:
+        if type(record.model) is not ModelWrapper:
             raise ValueError(
-                self._refusal(f"{type(self._old).__name__} wraps models in its own {type(boosting.model).__name__}")
+                self._refusal(f"{type(self._old).__name__} wraps models in its own {type(record.model).__name__}")
             )
         compiled = [name for name, child in placed.named_modules() if is_compiled(child)]
         if compiled:
@@ -109,8 +109,8 @@ class Switch:
                     "switch, or train without torch.compile"
                 )
             )
-        for optimizer in boosting.optimizers:
-            (update,) = updates_of([optimizer])
+        for optimizer in record.optimizers:
+            update = update_of(optimizer)
             if update.gradients.in_backward is not None:
                 update.gradients.in_backward.check_weights()
             if waiting := update.gradients.num_backwards:
@@ -123,15 +123,15 @@ class Switch:
             if scale.state_dict().keys() == update.gradients.scaler.state_dict().keys():
                 scale.load_state_dict(update.gradients.scaler.state_dict())
         # Such a forward was put there after boost, around the old placement; it would be lost.
-        if (why := boosting.built.replaced_forward(placed)) is not None:
+        if (why := record.built.replaced_forward(placed)) is not None:
             raise RuntimeError(self._refusal(why))
         # Names and types that keep_fp32 selects are those of the model as its user built it.
-        with boosting.built.as_built(placed, self._old):
+        with record.built.as_built(placed, self._old):
             self._new.check(bare(placed))
-            if isinstance(boosting.criterion, ModelWrapper):
-                self._new.check(boosting.criterion.unwrap())
+            if isinstance(record.criterion, ModelWrapper):
+                self._new.check(record.criterion.unwrap())
             before, after = self._old.policy_for(bare(placed)), self._new.policy_for(bare(placed))
-            self._policies[boosting] = before, after
+            self._policies[record] = before, after
             if (why := self._plugin.switch_refusal(placed, before, after)) is not None:
                 raise RuntimeError(self._refusal(why))
             built = [
@@ -145,43 +145,43 @@ class Switch:
                         f"the model was built in half precision, as its parameter {built[0]!r}; build it in float32"
                     )
                 )
-            for optimizer in boosting.optimizers:
+            for optimizer in record.optimizers:
                 if (options := self._new.masters_on(self._device)) is not None:
                     options.check(optimizer.unwrap())
             self._new.convert(bare(placed))  # what it refuses, it refuses now
 
-    def make(self, boosting: BoostRecord) -> None:
+    def make(self, record: BoostRecord) -> None:
         """Make the move. May run the collectives of placing a model; random numbers go on where they were."""
-        wrapper, placed = boosting.model, boosting.model.module
+        wrapper, placed = record.model, record.model.module
         wrapper.unwrap()  # which waits for weights
-        inner, optimizers = bare(placed), boosting.optimizers
+        inner, optimizers = bare(placed), record.optimizers
         # A switch must not change which numbers the run draws later.
         before = random_state()
         kept_states = [_KeptState(optimizer) for optimizer in optimizers]
         masters: dict[torch.Tensor, torch.Tensor] = {}
-        for optimizer, update in zip(optimizers, updates_of(optimizers), strict=True):
+        for optimizer in optimizers:
             optimizer.zero_grad()
             # The user's optimizer has float32 states again, and the masters are taken out of it: the new precision makes its
             # own of both, as a load would. They are moved, not copied, so states are never there twice.
-            masters |= update.give_back()
+            masters |= update_of(optimizer).give_back()
         for param in inner.parameters():
             # Of parameters without an optimizer as well: gradients are of the old dtype.
             param.grad = None
         names: dict[torch.Tensor, str] = {param: name for name, param in inner.named_parameters()}
         # What the user wrapped around forward before boost stays outermost, so it comes off first and is put back last.
-        around = boosting.built.remove_wrapped_forwards(placed)
+        around = record.built.remove_wrapped_forwards(placed)
         self._old.revert(placed)
-        policy, after = self._policies[boosting]
+        policy, after = self._policies[record]
         half = (after.store or after.param) in HALF_DTYPES and not self._plugin.stores_float32
-        done = boosting.built.restore(placed, masters, for_masters=half)
+        done = record.built.restore(placed, masters, for_masters=half)
         # Their memory is free before the new masters are made: the peak is that of one precision.
         del masters
         for optimizer in optimizers:  # parameters that changed their dtype are new tensors
             for group in optimizer.optimizer.param_groups:
                 group["params"][:] = [done.get(param, param) for param in group["params"]]
-        boosting.built = boosting.built.again(placed)
+        record.built = record.built.again(placed)
         placement = _PlacedAgain(self._plugin, placed, policy, around, [c.shards for c in kept_states], names)
-        criterion = boosting.criterion
+        criterion = record.criterion
         new_model, new_optimizers, new_criterion = self._new.configure(
             inner,
             [each.optimizer for each in optimizers],
@@ -189,8 +189,8 @@ class Switch:
             placement=placement,
             options=self._options,
         )
-        boosting.built.forget_unrounded(new_model.module)
-        boosting.hooks = wrapper.replace_with(new_model, boosting.hooks)
+        record.built.forget_unrounded(new_model.module)
+        record.hooks = wrapper.replace_with(new_model, record.hooks)
         if criterion is not None:
             criterion.replace_with(new_criterion)
         for optimizer, made, kept in zip(optimizers, new_optimizers, kept_states, strict=True):
@@ -202,13 +202,13 @@ class Switch:
         return f"switch() from {self._old!r} to {self._new!r} cannot be made while the run goes on, because {why}"
 
 
-def switch_all(switch: Switch, boostings: Sequence[BoostRecord], group: dist.ProcessGroup | None) -> None:
+def switch_all(switch: Switch, records: Sequence[BoostRecord], group: dist.ProcessGroup | None) -> None:
     """Check every one on every rank of `group`, and move them all, or none."""
     with torch.inference_mode(False):  # tensors made there could not be trained later
         problem: Exception | None = None
         try:
-            for boosting in boostings:
-                switch.check(boosting)
+            for record in records:
+                switch.check(record)
         except Exception as error:  # raised again once the others know
             problem = error
         # Before anything changes: a rank that refused while others place again would leave them waiting.
@@ -223,16 +223,16 @@ def switch_all(switch: Switch, boostings: Sequence[BoostRecord], group: dist.Pro
                 raise RuntimeError(
                     f"switch() got {switch.target} here and {target} on rank {rank}; give all ranks the same"
                 )
-        for boosting in _owners_first(boostings):
-            switch.make(boosting)
+        for record in _owners_first(records):
+            switch.make(record)
 
 
-def _owners_first(boostings: Sequence[BoostRecord]) -> list[BoostRecord]:
+def _owners_first(records: Sequence[BoostRecord]) -> list[BoostRecord]:
     """Return first those with optimizers of shared parameters, which take these in float32, before others round them."""
-    held = [set(each.model.parameters()) for each in boostings]
+    held = [set(each.model.parameters()) for each in records]
     shared = {param for place, params in enumerate(held) for other in held[:place] for param in params & other}
     return sorted(
-        boostings,
+        records,
         key=lambda each: shared.isdisjoint(
             param for optimizer in each.optimizers for group in optimizer.param_groups for param in group["params"]
         ),
@@ -243,13 +243,13 @@ class _KeptState:
     """What an optimizer's update knows besides states and masters, and the next one goes on with."""
 
     def __init__(self, optimizer: OptimizerWrapper) -> None:
-        (update,) = updates_of([optimizer])
+        update = update_of(optimizer)
         self.shards = update.shards
         self._scale, self._rounding = update.gradients.scaler.state_dict(), update.optimizer_state.rounding_state()
         self._previous = None if update.gradients.in_backward is None else update.gradients.in_backward.previous
 
     def give(self, optimizer: OptimizerWrapper) -> None:
-        (update,) = updates_of([optimizer])
+        update = update_of(optimizer)
         # From float16 to bfloat16 there is no scale to go on with, and back a new one begins.
         if update.gradients.scaler.state_dict().keys() == self._scale.keys():
             update.gradients.scaler.load_state_dict(self._scale)
@@ -317,39 +317,29 @@ class BoostedObjects:
         self.models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self.criteria: weakref.WeakKeyDictionary[ModelWrapper, None] = weakref.WeakKeyDictionary()
         self.loaders: weakref.WeakSet[DataLoaderWrapper] = weakref.WeakSet()
-        self._boostings: list[BoostRecord] = []
+        self._records: list[BoostRecord] = []
         self.optimizers: weakref.WeakValueDictionary[int, OptimizerWrapper] = weakref.WeakValueDictionary()
 
-    def add(
-        self,
-        model: nn.Module,
-        boosted: ModelWrapper,
-        criterion: Any,
-        optimizers: Sequence[OptimizerWrapper],
-        built: BeforeBoost,
-        *,
-        alone: bool,
-    ) -> None:
-        """Keep what `boost` was given and made; built: what the model was. alone: False for one of several that share
-        optimizers."""
-        built.forget_unrounded(boosted.module)
-        self._boostings.append(BoostRecord(built, boosted, optimizers, criterion, alone=alone))
-        self.models.update({model: None, boosted: None})
-        if isinstance(criterion, ModelWrapper):
-            self.criteria[criterion] = None
-        for wrapper in optimizers:
+    def add(self, model: nn.Module, record: BoostRecord) -> None:
+        """Keep what `boost` made of the user's `model`."""
+        record.built.forget_unrounded(record.model.module)
+        self._records.append(record)
+        self.models.update({model: None, record.model: None})
+        if isinstance(record.criterion, ModelWrapper):
+            self.criteria[record.criterion] = None
+        for wrapper in record.optimizers:
             self.optimizers[id(wrapper.unwrap())] = wrapper
 
-    def boostings(self) -> list[BoostRecord]:
+    def records(self) -> list[BoostRecord]:
         """Return what each call of `boost` returned, in their order, of which the user has the model still."""
         # Models are held weakly; those that the user dropped leave here.
-        self._boostings = [each for each in self._boostings if each.is_kept]
-        return list(self._boostings)
+        self._records = [each for each in self._records if each.is_kept]
+        return list(self._records)
 
     def dtypes(self) -> dict[torch.Tensor, torch.dtype]:
         """Return in which dtype each tensor of the boosted models was given to `boost`."""
         return {
-            tensor: dtype for each in self.boostings() for tensor, dtype in each.built.dtypes(each.model.module).items()
+            tensor: dtype for each in self.records() for tensor, dtype in each.built.dtypes(each.model.module).items()
         }
 
     def wrappers(self) -> list[ModelWrapper]:
