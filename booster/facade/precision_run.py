@@ -269,7 +269,7 @@ class PrecisionRun:
         on_measurement: called with the number of a model, and what its controller measured.
         """
         self.plugin, self._device, self._options = plugin, device, options
-        self._kept, self._half_products = {"states": states, "offload": offload_states}, half_products
+        self._states, self._offload_states, self._half_products = states, offload_states, half_products
         self.boosted, self.accumulations = boosted, accumulations
         self._on_change, self._on_measurement = on_change, on_measurement
         self.scheduler: PrecisionScheduler | None = None
@@ -364,7 +364,7 @@ class PrecisionRun:
 
     def _made(self, given: str | MixedPrecision | None) -> MixedPrecision:
         """Return the precision, or one like it, with the states and products of halves of this run, bound to its device."""
-        precision = make(given).with_kept(**self._kept)  # type: ignore[arg-type]
+        precision = make(given).with_kept(states=self._states, offload=self._offload_states)
         choose_half_products(precision, self._half_products, self._device)
         precision.bind(self._device)
         return precision

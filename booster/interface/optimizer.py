@@ -29,7 +29,7 @@ from booster.update.state_dict import STATE_KEY, state_of
 from booster.update.state_loading import Reading, read_state
 from booster.update.update import Update
 
-_UPDATE, _GRADIENTS = attrgetter("_update"), attrgetter("_update.gradients")
+_GRADIENTS = attrgetter("_update.gradients")
 
 
 def _of_inner(name: str) -> property:
@@ -488,11 +488,6 @@ class OptimizerWrapper(Optimizer):
 def update_of(optimizer: OptimizerWrapper) -> Update:
     """Return what steps `optimizer`."""
     return optimizer._update
-
-
-def updates_of(optimizers: Iterable[OptimizerWrapper]) -> list[Update]:
-    """Return what steps each of `optimizers`."""
-    return list(map(_UPDATE, optimizers))
 
 
 def gradients_of(optimizers: Iterable[OptimizerWrapper]) -> list[Gradients]:

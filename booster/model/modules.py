@@ -30,7 +30,7 @@ class LinearProxy(nn.Linear):
     Attributes:
         arrived: returns the weight that is passed to it in e4m3, m x n under one scale, if a plugin gathered it so and it is
             unchanged since; otherwise None. Plugins set it; copies have none.
-        is_wide: whether it multiplies as the `nn.Linear` itself, because that was measured to be faster.
+        in_high_precision: whether it multiplies as the `nn.Linear` itself, because that was measured to be faster.
     """
 
     arrived: Callable[[torch.Tensor], ScaledTensor | None] | None = None

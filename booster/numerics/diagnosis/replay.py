@@ -24,7 +24,7 @@ from booster.common.snapshot import ContainerSnapshot, MemorySnapshot, attribute
 from booster.common.torch_internals.autograd_internals import uncompiled
 from booster.common.torch_internals.tensor_internals import default_store
 from booster.interface.model import ModelWrapper
-from booster.interface.optimizer import OptimizerWrapper, updates_of
+from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.model.modules import bare
 from booster.model.params import local_shard
 from booster.numerics.diagnosis.nonfinite_trace import NonFiniteInput, NonFiniteResult, NonFiniteTrace
@@ -173,7 +173,7 @@ class Replay:
         self.is_partial = any(getattr(model.module, "is_partial", False) for model in models.values())
         self._forward = forward
         self._context = optimizers[0].backward_context
-        self._updates = updates_of(optimizers)
+        self._updates = list(map(update_of, optimizers))
         self._wrappers: list[nn.Module] = [*models.values(), *criteria]
         self._names: dict[nn.Module, str] = {}
         self._params: dict[torch.Tensor, tuple[str, str]] = {}
