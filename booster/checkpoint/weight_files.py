@@ -29,6 +29,10 @@ from booster.model.modules import tensor_places
 from booster.model.params import local_shard, memory_of
 from booster.nn.stacked_experts import stacked_names
 
+Named = list[tuple[str, Entry | torch.Tensor]]
+ReadEntries = Callable[[Mapping[str, Entry], Mapping[str, torch.Tensor]], None]
+"""Reads entries of files into tensors of the same names."""
+
 # (name of one file, ending) as transformers looks for them.
 SAFETENSORS, TORCH = ("model", ".safetensors"), ("pytorch_model", ".bin")
 
@@ -134,7 +138,7 @@ def weights_for(
     module: nn.Module,
     path: Path,
     own: Mapping[str, torch.Tensor],
-    read: Callable[[Mapping[str, Entry], Mapping[str, torch.Tensor]], None],
+    read: ReadEntries,
     *,
     strict: bool,
 ) -> FittedWeights:
@@ -143,11 +147,14 @@ def weights_for(
     own: tensors of `module`, by name, that may be read into. read: reads entries into new tensors.
     """
     current = module.state_dict()
-    partial = getattr(getattr(module, "module", None), "is_partial", False)
+    placed = getattr(module, "module", None)
+    partial = getattr(placed, "is_partial", False)
+    given = list(named_in(path))
+    different, given = _tied_elsewhere(given, getattr(placed, "names_elsewhere", {}), read)
     found, unread = FittedWeights(), dict[str, Entry]()
-    different, unknown, seen = [], [], set()
+    unknown, seen = list[str](), set[str]()
     stacked, parts = stacked_names(user_module(module)), dict[str, dict[str, Entry | torch.Tensor]]()
-    for name, value in named_in(path):
+    for name, value in given:
         holder, _ = stacked.get(name, (name, 0))
         here = current.get(holder)
         if name in seen:
@@ -200,6 +207,31 @@ def weights_for(
     if different or (strict and found.left_out):
         raise CheckpointError(f"{path} does not fit this model:\n  " + "\n  ".join(different + found.left_out))
     return found
+
+
+def _tied_elsewhere(given: Named, elsewhere: Mapping[str, str], read: ReadEntries) -> tuple[list[str], Named]:
+    """Return what differs of weights that are tied across ranks, and `given` with those that a file holds once, under the name
+    of another rank, under this rank's name.
+
+    elsewhere: names on other ranks, with this rank's. A file may hold both; then they have to be the same numbers.
+    """
+    values = dict(given)
+    different = []
+    for other, own in elsewhere.items():
+        if other in values and own in values:
+            both = [_read_whole(values[name], read) for name in (other, own)]
+            if not _same_bits(*both):
+                different.append(f"{own} and {other} are one tensor in the model, and differ in the file")
+    once = {other: own for other, own in elsewhere.items() if own not in values}
+    return different, [(once.get(name, name), value) for name, value in given]
+
+
+def _read_whole(value: Entry | torch.Tensor, read: ReadEntries) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    whole = torch.empty(value.shape, dtype=value.dtype)
+    read({"": value}, {"": whole})
+    return whole
 
 
 def fits(saved: torch.dtype, own: torch.dtype) -> bool:

@@ -273,6 +273,15 @@ class StagePipeline(PlacedModule):
             own.update((first, param) for param in distinct.values())
         return own
 
+    @property
+    def names_elsewhere(self) -> dict[str, str]:
+        """Names that tied weights have on stages of other ranks, each with a name that this rank has of the same weight."""
+        names: dict[str, str] = {}
+        for held in self._plan.holders.values():
+            own = [name for name, stage in held if stage in self._mine]
+            names.update((name, own[0]) for name, _ in held if own and name not in own)
+        return names
+
     def num_copies(self, param: torch.Tensor) -> int:
         """Return how many ranks of the pipeline hold `param`, one of this rank's: 1 if it is not tied across ranks."""
         return next((len(self._tied.ranks[name]) for name, own in self._tied.params.items() if own is param), 1)
