@@ -59,7 +59,12 @@ def hint(
     error: Exception, name: str, model: nn.Module, *, precision: object, input_dtype: torch.dtype | None
 ) -> str | None:
     """Return what to do where the method `name` of `model` raised `error` under `precision`; None for the user's own errors."""
-    return _hint_of_shards(error, name, model) or _hint_of_dtypes(error, precision, input_dtype)
+    return (
+        _hint_of_shards(error, name, model)
+        or _hint_of_divided_features(error, model)
+        or _hint_of_moved_weights(error, model, precision)
+        or _hint_of_dtypes(error, precision, input_dtype)
+    )
 
 
 def _hint_of_shards(error: Exception, name: str, model: nn.Module) -> str | None:
@@ -93,6 +98,44 @@ def _hint_of_shards(error: Exception, name: str, model: nn.Module) -> str | None
         "from a part (new_zeros, .data.new, a sum of weights) is a part. Make new tensors from an input, x.new_zeros(...); "
         "compute with weights in the forward of their own module, or make one block of all that share them, by wrap_policy of "
         "the plugin; averages of weights: docs/guides/averages.md"
+    )
+
+
+_SIZES_DIFFER = re.compile(r"normalized_shape=|must match the size of tensor|to contain \d+ elements")
+
+
+def _hint_of_divided_features(error: Exception, model: nn.Module) -> str | None:
+    """Return what to do where a rank's share of features met something of their whole width; None for other errors."""
+    if not _SIZES_DIFFER.search(str(error)):
+        return None
+    sizes = {int(number) for number in re.findall(r"\d+", str(error))}
+    parts = [param for param in model.parameters() if is_part(param)]
+    meshes: list[Any] = [param.device_mesh for param in parts]  # type: ignore[attr-defined]
+    ranks = {mesh["tp"].size() for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())}
+    pairs = [
+        (size, size * number) for size in sorted(sizes) for number in ranks if number > 1 and size * number in sizes
+    ]
+    if not pairs:
+        return None
+    own, whole = pairs[-1]
+    return (
+        f"{error}: at {where_raised(error) or 'a layer'}, {own} features met something of {whole}. Behind a column-wise layer "
+        "each rank of tensor parallelism has its own features alone, and a norm over all of them, or a parameter for each of "
+        "them, is whole. In tp_plan give the layer ahead 'colwise_gather_output' and the one behind 'rowwise_split_input', "
+        "between which features are whole; or leave both layers out"
+    )
+
+
+def _hint_of_moved_weights(error: Exception, model: nn.Module, precision: object) -> str | None:
+    """Return what to do where weights were given another dtype after boost; None for other errors."""
+    stored = getattr(getattr(precision, "policy", None), "param", None)
+    dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
+    if stored is None or not dtypes or stored in dtypes or not _MIXED_DTYPES.search(str(error)):
+        return None
+    return (
+        f"{error}: weights were {dtype_name(stored)} at boost() and are {listed(sorted(map(dtype_name, dtypes)))} now, as "
+        "after model.half(), model.float() or model.to(dtype). Leave the weights as they are, since the precision casts what "
+        "it computes; b.switch(precision) changes it during the run, and inputs and outputs may be cast"
     )
 
 

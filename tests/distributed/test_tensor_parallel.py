@@ -849,6 +849,44 @@ def test_checking_changes_nothing_and_wants_one_dimension(ranks2):
 # ---- collectives ----
 
 
+class Between(nn.Module):
+    """A norm over all features, or a parameter for each of them, between two layers of a plan."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+        self.norm = nn.LayerNorm(2 * DIM) if what == "norm" else None
+        self.scale = nn.Parameter(torch.ones(2 * DIM)) if what == "parameter" else None
+
+    def forward(self, x):
+        h = self.up(x)
+        return self.down(self.norm(h) if self.scale is None else h * self.scale)
+
+
+def check_between(rank, world_size, what):
+    torch.manual_seed(0)
+    whole, x = Between(what), torch.randn(4, DIM)
+    outputs = []
+    for styles in (("colwise", "rowwise"), ("colwise_gather_output", "rowwise_split_input")):
+        plugin = HybridParallelPlugin(tp_size=2, pp_size=1, tp_plan=dict(zip(("up", "down"), styles, strict=True)))
+        booster, model = Booster("cpu", "fp32", plugin), copy.deepcopy(whole)
+        model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if styles[0] == "colwise":
+            expected = (
+                "test_tensor_parallel.py.*16 features met something of 32.*'colwise_gather_output' and the one behind"
+            )
+            with pytest.raises(RuntimeError, match=expected):
+                model(x)
+        else:
+            outputs.append(model(x))
+    torch.testing.assert_close(outputs[0], whole(x))
+
+
+@pytest.mark.parametrize("what", ["norm", "parameter"])
+def test_what_is_of_full_width_between_divided_layers_is_named_with_the_styles_that_keep_it_whole(ranks2, what):
+    ranks2(check_between, what)
+
+
 class Gated(nn.Module):
     """Queries, keys and values of one input, and two layers that read another."""
 

@@ -102,6 +102,12 @@ def half_after() -> None:
     optimizer.step()
 
 
+def float_after() -> None:
+    _, model, *_ = run("bf16_naive")
+    model.float()
+    loss_of(model)
+
+
 def twice(which: int) -> None:
     b, *made = run()
     b.boost(made[which])
@@ -713,6 +719,13 @@ MISTAKES = [
         "was float32 at boost() and is torch.float16 now",
         "leave it out, or take fp16_naive",
         half_after,
+    ),
+    Mistake(
+        "`model.float()`, `model.half()` or `model.to(dtype)` after `boost`, with weights in half",
+        "RuntimeError",
+        "weights were bfloat16 at boost() and are float32 now",
+        "leave the weights as they are; `b.switch(precision)` changes the precision",
+        float_after,
     ),
     Mistake(
         "`load_state_dict` after `boost`, under masters", LEGAL, "masters follow the weights", "nothing", loaded_after

@@ -240,7 +240,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torc
 _FOUND, _LATE, _LOW, _DROPPED = 1, 2, 3, 4
 _REFUSED = {
     _DROPPED: "another tensor was put into {names} by `.data = ...`: of a parameter that is sharded, torch drops it without a "
-    "word, and the weight stays what it was. Write in place, as by `.data.copy_(...)`",
+    "word, and the weight stays what it was. Write in place, as by `.data.copy_(...)`; model.half() and model.to(dtype) do it "
+    "too: leave the weights as they are, since the precision casts what it computes",
     _LOW: "forward writes to {names}, frozen and float32, but fully_shard gathers a copy of fewer bits, and what is written "
     "there is rounded every time, so that an average stops. Name the module that holds them in keep_fp32, as "
     "keep_fp32=('encoder_k', ...), which has it gathered in float32, or write in the training loop, between passes",
