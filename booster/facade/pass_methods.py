@@ -14,6 +14,7 @@ from booster.common.hang_watchdog import abandon_pass, leaving_pass
 from booster.facade import refusals
 from booster.facade.accumulation import Accumulation, NoSync
 from booster.facade.booster_state import BoosterState, Optimizers
+from booster.interface.error_hints import hint_of_loss
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, gradients_of
 from booster.mixed_precision import MixedPrecision
@@ -154,7 +155,9 @@ def backward(
     except Exception as error:
         # Ranks that are in this pass wait for this one; they are to raise too, and not at the timeout.
         abandon_pass(error)
-        raise
+        if (advice := hint_of_loss(error, loss)) is None:
+            raise
+        raise RuntimeError(advice) from error
     for other in self._boosted.optimizers.values() if len(self._boosted.optimizers) > len(optimizers) else ():
         other.strays.params.clear()  # no bare pass brought what this one did
     if group is not None:

@@ -101,6 +101,17 @@ def _hint_of_shards(error: Exception, name: str, model: nn.Module) -> str | None
     )
 
 
+def hint_of_loss(error: Exception, loss: object) -> str | None:
+    """Return what to do where backward of `loss`, with a penalty on divided weights, raised `error`; None for others."""
+    if "mixed torch.Tensor and DTensor" not in str(error) or not is_dtensor(loss):
+        return None
+    return (
+        "the loss is a DTensor, as a penalty on a weight that is divided among ranks is, and backward cannot go on from it to "
+        f"tensors that are whole ({error}). Make the penalty whole before it is added to anything: "
+        "layer.weight.square().sum().full_tensor(), on all ranks"
+    )
+
+
 _SIZES_DIFFER = re.compile(r"normalized_shape=|must match the size of tensor|to contain \d+ elements")
 
 

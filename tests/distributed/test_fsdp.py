@@ -408,6 +408,17 @@ def test_a_model_without_anything_to_train_is_sharded_too(ranks2):
     assert ranks2(nothing_to_train) == [(0.0, True)] * 2
 
 
+def moved_weights(rank, world_size):
+    booster, model, optimizer = boost(world_size, "bf16", transformer())
+    model.half()
+    with pytest.raises(RuntimeError, match=r"model.half\(\) and model.to\(dtype\) do it too: leave the weights"):
+        one_step(booster, model, optimizer, 0, rank, world_size)
+
+
+def test_weights_that_are_moved_to_another_dtype_are_named(ranks2):
+    ranks2(moved_weights)
+
+
 def mixed_dtypes(rank, world_size, way):
     model = transformer()
     if way == "modules":

@@ -887,6 +887,42 @@ def test_what_is_of_full_width_between_divided_layers_is_named_with_the_styles_t
     ranks2(check_between, what)
 
 
+class Penalised(Between):
+    def __init__(self, gathers):
+        super().__init__("parameter")
+        self.gathers = gathers
+
+    def forward(self, x):
+        penalty = self.up.weight.square().sum()
+        if self.gathers and isinstance(penalty, DTensor):
+            penalty = penalty.full_tensor()
+        return self.down(self.up(x)), penalty
+
+
+def check_penalty(rank, world_size, gathers):
+    torch.manual_seed(0)
+    whole, x = Penalised(gathers), torch.randn(4, DIM)
+    plugin = HybridParallelPlugin(tp_size=2, pp_size=1, tp_plan={"up": "colwise", "down": "rowwise"})
+    booster, model = Booster("cpu", "fp32", plugin), copy.deepcopy(whole)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def loss_of(outputs):
+        return F.cross_entropy(outputs[0], torch.arange(4)) + outputs[1]
+
+    if not gathers:
+        with pytest.raises(RuntimeError, match=r"the loss is a DTensor, as a penalty.*sum\(\).full_tensor\(\)"):
+            booster.backward(loss_of(model(x)), optimizer)
+        return
+    booster.backward(loss_of(model(x)), optimizer)
+    loss_of(whole(x)).backward()
+    torch.testing.assert_close(model.up.weight.grad.full_tensor(), whole.up.weight.grad)
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_a_penalty_on_a_divided_weight_is_named_until_it_is_made_whole(ranks2, gathers):
+    ranks2(check_penalty, gathers)
+
+
 class Gated(nn.Module):
     """Queries, keys and values of one input, and two layers that read another."""
 
