@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,9 +87,13 @@ def configure(
             avoid_fast_path(wrapper)
     # rebind
     names = tensor_names(placed, boosted_criterion)
-    rebound = rebind_optimizers(optimizers, before, placed, placement)
+    params = named_params(placed) if optimizers else {}
+    all_shards = rebind_optimizers(optimizers, before, params, placed, placement)
     # wrap
-    wrapped = [_wrap_optimizer(precision, each, placed, names, weights, placement.group, options) for each in rebound]
+    wrapped = [
+        _wrap_optimizer(precision, held, shards, placed, params, names, weights, placement.group, options)
+        for held, shards in zip(optimizers, all_shards, strict=True)
+    ]
     for wrapper in boosted:
         _connect_conversion(precision, wrapper, wrapped, placement)
     return (
@@ -120,23 +123,31 @@ def _connect_conversion(
 
 def _wrap_optimizer(
     precision: Any,
-    rebound: ReboundOptimizer,
+    optimizer: Optimizer,
+    shards: Shards,
     placed: Sequence[nn.Module],
+    params: Mapping[str, torch.Tensor],
     names: Mapping[torch.Tensor, str],
     weights: dict[str, torch.Tensor],
     group: dist.ProcessGroup | None,
     options: UpdateOptions,
 ) -> OptimizerWrapper:
     """The boosted optimizer; it takes its masters' numbers out of `weights`, which `keep_weights` gave."""
-    optimizer, shards = rebound.optimizer, rebound.shards
     compiled = options.fused_optimizer == "compile" and precision.may_compile(optimizer) and can_compile(optimizer)
     # A fused optimizer takes loss scale and clip as one divisor; others cost a pass over all gradients.
     may_switch = bool(options.fused_optimizer) and not compiled and precision.may_fuse(optimizer)
     switched = may_switch and switch_to_fused(optimizer, as_one_module(placed))
+    held = {param for group in optimizer.param_groups for param in group["params"]}
     with shards.local():
-        named = {**names, **rebound.names()}
+        # Of parameters, and of this rank's shards of them.
+        shard_of = {name: shards.shard_of(param) for name, param in params.items()}
+        named = {**names, **{tensor: name for name in params for tensor in (params[name], shard_of[name])}}
         shards.names = named
-        own = rebound.slice_out(weights)
+        own = {
+            shard_of[name]: shards.local_slice(weights.pop(name), params[name])
+            for name in [*weights]
+            if name in params and params[name] in held
+        }
         if options.release_gradients:
             make_update = master_update(precision, optimizer, named, own, released=True)
         else:
@@ -169,57 +180,30 @@ def _wrap_optimizer(
     return wrapper
 
 
-@dataclass(frozen=True)
-class ReboundOptimizer:
-    """An optimizer with the parameters of the placed models in its groups.
-
-    Attributes:
-        optimizer: the user's.
-        shards: what this rank steps.
-        params: of the placed models, by name.
-        own: names of those that this optimizer holds.
-    """
-
-    optimizer: Optimizer
-    shards: Shards
-    params: Mapping[str, torch.Tensor]
-    own: frozenset[str]
-
-    def names(self) -> dict[torch.Tensor, str]:
-        """Return the names of parameters and of this rank's shards of them; inside `shards.local()`."""
-        shard_of = self.shards.shard_of
-        return {tensor: name for name, param in self.params.items() for tensor in (param, shard_of(param))}
-
-    def slice_out(self, weights: dict[str, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Take the weights of `own` out of `weights`, by this rank's shard of them; inside `shards.local()`."""
-        own = {name: self.params[name] for name in list(weights) if name in self.own}
-        return {
-            self.shards.shard_of(param): self.shards.local_slice(weights.pop(name), param)
-            for name, param in own.items()
-        }
-
-
 def rebind_optimizers(
     optimizers: Sequence[Optimizer],
     before: Mapping[str, torch.Tensor],
+    params: Mapping[str, torch.Tensor],
     placed: Sequence[nn.Module],
     placement: Placement,
-) -> list[ReboundOptimizer]:
-    """Make `optimizers` hold the parameters of the models `placed` in place of those of `before`, see `params.rebind`."""
-    params: dict[str, torch.Tensor] = {}
-    for each, prefix in zip(placed, name_prefixes(placed), strict=True):
-        params |= {prefix + name: param for name, param in placed_parameters(each).items()} if optimizers else {}
+) -> list[Shards]:
+    """Make `optimizers` hold `params`, those of the models `placed`, in place of those of `before`, see `params.rebind`; return
+    what this rank steps of each."""
     partial = any(isinstance(each, PlacedModule) and each.is_partial for each in placed)
     selections = [rebind(each, before, params, partial=partial) for each in optimizers]
     # All before the first is wrapped: together they may decide how parameters are sharded.
     all_shards = [placement.make_shards(each) for each in optimizers]
-    rebound = []
-    for optimizer, shards, selection in zip(optimizers, all_shards, selections, strict=True):
+    for shards, selection in zip(all_shards, selections, strict=True):
         shards.selection = selection
-        held = {param for group in optimizer.param_groups for param in group["params"]}
-        own = frozenset(name for name, param in params.items() if param in held)
-        rebound.append(ReboundOptimizer(optimizer, shards, params, own))
-    return rebound
+    return all_shards
+
+
+def named_params(placed: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """Return the parameters of the models `placed`, by name."""
+    params: dict[str, torch.Tensor] = {}
+    for each, prefix in zip(placed, name_prefixes(placed), strict=True):
+        params |= {prefix + name: param for name, param in placed_parameters(each).items()}
+    return params
 
 
 def tensor_names(

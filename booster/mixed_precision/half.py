@@ -14,7 +14,7 @@ from torch import nn
 from booster.common import arguments
 from booster.common.arguments import listed
 from booster.interface.model import ModelWrapper, extras_of
-from booster.loss_scaler import DynamicScale, LossScaler, check_scale
+from booster.loss_scaler import DynamicScale, LossScaler, NoScale, check_scale
 from booster.masters.formats import MasterOptions
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.half_products.probability_losses import UNSAFE
@@ -38,6 +38,7 @@ class HalfPrecision(MixedPrecision):
     _half_buffers: tuple[KeepFP32, ...] = ()
     _fp32_buffers: tuple[KeepFP32, ...] = ()
     _new_tensors: torch.dtype | None = None  # dtype of those that a forward makes without saying which
+    _scale: LossScaler = NoScale()
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -61,6 +62,9 @@ class HalfPrecision(MixedPrecision):
         clone = copy.deepcopy(self)
         clone._device, clone._keep_fp32 = None, (*self._keep_fp32, *names)
         return clone
+
+    def make_scaler(self) -> LossScaler:
+        return copy.deepcopy(self._scale)
 
     def policy_for(self, model: nn.Module) -> DtypePolicy:
         policy = super().policy_for(model)
@@ -263,10 +267,7 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
         }
         if scale is not None:
             check_scale(scale, options, FP16TorchMixedPrecision)
-        self._scale: LossScaler = DynamicScale(**options) if scale is None else scale
-
-    def make_scaler(self) -> LossScaler:
-        return copy.deepcopy(self._scale)
+        self._scale = DynamicScale(**options) if scale is None else scale
 
 
 class BF16MixedPrecision(AutocastMixedPrecision):

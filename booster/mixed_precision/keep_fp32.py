@@ -98,12 +98,8 @@ class KeptModules:
         arguments.text("option", option, "the name of the option, for messages")
         names: set[str] = set()
         for entry in normalise_keep_fp32(keep_fp32, option):
-            if isinstance(entry, (Blocks, Ends)):
-                names |= set(entry.names_in(model))
-                continue
-            selects = _selects(entry)
-            chosen = {name for name, module in model.named_modules() if name and selects(name, module)}
-            if not chosen and (isinstance(entry, (str, type))):
+            chosen = _selected(model, entry) - {""}
+            if not chosen and isinstance(entry, (str, type)):
                 raise ValueError(
                     f"{option}={entry!r} selects no module of {type(model).__name__}; "
                     f"its top-level modules are {[name for name, _ in model.named_children()]}"
@@ -270,11 +266,7 @@ def selected_buffers(model: nn.Module, entries: KeepFP32 | Iterable[KeepFP32], o
     floats = [name for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_floating_point()]
     found: set[str] = set()
     for entry in normalise_keep_fp32(entries, option):
-        if isinstance(entry, (Blocks, Ends)):
-            modules = set(entry.names_in(model))
-        else:
-            selects = _selects(entry)
-            modules = {name for name, module in model.named_modules() if selects(name, module)}
+        modules = _selected(model, entry)
         matches = matcher(entry) if isinstance(entry, str) else modules.__contains__
         chosen = {name for name in floats if matches(name) or "" in modules or not modules.isdisjoint(parents(name))}
         if not chosen and isinstance(entry, (str, type)):
@@ -308,13 +300,15 @@ def check_untied(model: nn.Module, names: Iterable[str]) -> None:
             )
 
 
-def _selects(entry: type | str | Callable[[str, nn.Module], bool]) -> Callable[[str, nn.Module], bool]:
+def _selected(model: nn.Module, entry: KeepFP32) -> set[str]:
+    """The names of the modules of `model`, itself among them, that one entry means."""
+    if isinstance(entry, (Blocks, Ends)):
+        return set(entry.names_in(model))
     if isinstance(entry, type):
-        return lambda name, module: isinstance(module, entry)
+        return {name for name, module in model.named_modules() if isinstance(module, entry)}
     if isinstance(entry, str):
-        matches = matcher(entry)
-        return lambda name, module: matches(name)
-    return entry
+        return set(filter(matcher(entry), dict(model.named_modules())))
+    return {name for name, module in model.named_modules() if entry(name, module)}
 
 
 SKIPS = 2

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -21,9 +19,11 @@ from booster.loss_scaler import DynamicScale, LossScaler, check_scale, check_sca
 from booster.masters.formats import MasterOptions, MasterWeights, Rounding
 from booster.masters.quantized_state import States
 from booster.masters.update import choose_master_update
+from booster.mixed_precision.base import MixedPrecision
+from booster.mixed_precision.fp32 import TF32MixedPrecision
 from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.half_products.product_choice import HalfProducts
-from booster.mixed_precision.hardware import CUDA, missing, switched
+from booster.mixed_precision.hardware import missing
 from booster.mixed_precision.keep_fp32 import KeepFP32, is_batch_norm, normalise_keep_fp32
 from booster.mixed_precision.policy import DtypePolicy, Placement, cast_parameters, half_policy
 from booster.model.modules import PlacedModule
@@ -200,10 +200,7 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
         check_scale_options(initial_scale, **made, initial="initial_scale")
         if scale is not None:
             check_scale(scale, first | options, FP16NaiveMixedPrecision)
-        self._scale: LossScaler = DynamicScale(init_scale=initial_scale, **made) if scale is None else scale
-
-    def make_scaler(self) -> LossScaler:
-        return copy.deepcopy(self._scale)
+        self._scale = DynamicScale(init_scale=initial_scale, **made) if scale is None else scale
 
 
 class BF16NaiveMixedPrecision(NaiveMixedPrecision):
@@ -321,7 +318,11 @@ class NaiveAMPModel(PrecisionModule):
                 )
         dtype = torch.float32 if tf32 else parse_dtype(dtype)
         policy = half_policy(model, dtype, keep_fp32=keep_fp32, output=torch.float32 if output_to_fp32 else None)
-        super().__init__(cast_parameters(model, policy), _Output(policy.output, tf32=tf32), input_dtype=dtype)
+        precision = TF32MixedPrecision() if tf32 else MixedPrecision()
+        precision.policy = DtypePolicy(output=policy.output)
+        if tf32:
+            precision.bind(device)
+        super().__init__(cast_parameters(model, policy), precision, input_dtype=dtype)
         if sync_buffer:
             self.register_forward_pre_hook(BufferAverage(parallel_group))
 
@@ -335,14 +336,3 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
     raise ValueError(
         f"dtype={arguments.shown(dtype)} is not legal; pass the torch dtype or the string of one of {[*_DTYPES, _TF32]}"
     )
-
-
-class _Output:
-    """The `ForwardPrecision` of a model that computes in the dtype of its parameters."""
-
-    def __init__(self, output_dtype: torch.dtype | None, *, tf32: bool) -> None:
-        self.output_dtype = output_dtype
-        self._tf32 = tf32
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        return switched(CUDA, "tf32") if self._tf32 else nullcontext()

@@ -85,12 +85,9 @@ class DtypePolicy:
             arguments.choice("compute", self.compute, (None, torch.float16, torch.bfloat16))
         # Gathered in another dtype than products read, a weight would be rounded twice.
         if self.gather is not None and self.gather != (self.param or self.compute):
-            given, legal = (
-                arguments.shown(self.gather),
-                f"param={self.param} or, where that is None, compute={self.compute}",
-            )
             raise ValueError(
-                f"gather={given} is not what is computed in, so weights would be rounded; choose {legal}, or None"
+                f"gather={arguments.shown(self.gather)} is not what is computed in, so weights would be rounded; choose "
+                f"param={self.param} or, where that is None, compute={self.compute}, or None"
             )
         arguments.flag("release", self.release)
         for field in ("keep_fp32", "half_buffers", "fp32_buffers", "fp8_weights"):

@@ -215,8 +215,9 @@ class Writes:
         for pair in zip(_items(given) or (), items, strict=True):
             self._add_pair(*pair)
 
-    def bring_back(self, finish: Callable[[Any], Any]) -> None:
-        """Do to what was given what was done to the casts since; `finish` casts what is new in a container, as an output."""
+    def bring_back(self, finish: Callable[[Any], Any]) -> list[Any]:
+        """Do to what was given what was done to the casts since; returns what is new in containers, as `finish` makes it."""
+        made: list[Any] = []
         for given, cast, before in self._tensors:
             if version(cast) != before and given.data_ptr() != cast.data_ptr():
                 given.copy_(cast)
@@ -225,8 +226,10 @@ class Writes:
             now = _items(cast) or []
             if len(now) == len(items) and all(map(operator.is_, now, items)):
                 continue
-            known = {id(item) for item in items}
-            new = [own[id(item)] if id(item) in own else item if id(item) in known else finish(item) for item in now]
+            known = {id(item) for item in items} | own.keys()
+            fresh = {id(item): finish(item) for item in now if id(item) not in known}
+            made += fresh.values()
+            new = [fresh.get(id(item), own.get(id(item), item)) for item in now]
             if isinstance(cast, MutableMapping):
                 for key in [key for key in given if key not in cast]:
                     del given[key]
@@ -237,6 +240,7 @@ class Writes:
             else:
                 for name, item in zip(_set_fields(cast), new, strict=True):
                     setattr(given, name, item)
+        return made
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,8 @@ def test_dtype_is_a_torch_dtype_or_its_documented_string(given, meant):
 def test_tf32_is_float32_whose_forward_multiplies_in_it_where_the_device_does(monkeypatch):
     with pytest.raises(ValueError, match=r"tf32 needs .* the model is on cpu. Move it first; or give it to Booster"):
         NaiveAMPModel(Net(), dtype="torch.tf32")
-    monkeypatch.setattr("booster.mixed_precision.naive.missing", lambda *args, **kwargs: "")
+    for file in ("naive", "fp32"):
+        monkeypatch.setattr(f"booster.mixed_precision.{file}.missing", lambda *args, **kwargs: "")
     seen, net = [], Net()
     net.register_forward_pre_hook(lambda *args: seen.append(torch.backends.cuda.matmul.fp32_precision))
     model, before = NaiveAMPModel(net, dtype="torch.tf32"), torch.backends.cuda.matmul.fp32_precision

@@ -75,37 +75,29 @@ class ApexGradients(Gradients):
         return self.scaler[loss_id].scale if self._prescribed is None else self._prescribed
 
     def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None:
-        with self.shards.local():
-            self._before_backward(scale, this or BackwardPass([self]))
-
-    def _before_backward(self, scale: Any, this: BackwardPass) -> None:
-        self._pass = this
+        self._pass = this = this or BackwardPass([self])
         self._differentiable = self._differentiable or this.create_graph
-        if self._delayed is None:
-            self._apply_pending()
-        else:
-            fresh = [param for param in self.shards.grad_holders() if param.grad is not None]
-            # Delayed passes add to scaled gradients in place; a pass that raises must give these back.
-            self._before = {param: param.grad.clone() for param in fresh}  # type: ignore[union-attr]
-            if self._delayed != scale:  # of another loss
-                unscale_values(gradient_values(fresh), scale / self._delayed, check=False)
-        self._delayed_before = self._delayed
-        self.loss_scale = float(scale)
-        self.read = []
-        self.norm = None
-        self.joint.found_inf = None
-        # Of a pass that adds to scaled gradients nothing is set aside: its sum is checked when the last one comes.
-        if self._delayed is None and not self._nothing_to_do(this):
-            self._stash_grads()
+        with self.shards.local():
+            if self._delayed is None:
+                self._apply_pending()
+            else:
+                fresh = [param for param in self.shards.grad_holders() if param.grad is not None]
+                # Delayed passes add to scaled gradients in place; a pass that raises must give these back.
+                self._before = {param: param.grad.clone() for param in fresh}  # type: ignore[union-attr]
+                if self._delayed != scale:  # of another loss
+                    unscale_values(gradient_values(fresh), scale / self._delayed, check=False)
+            self._delayed_before = self._delayed
+            self.loss_scale = float(scale)
+            self.read = []
+            self.norm = None
+            self.joint.found_inf = None
+            # Of a pass that adds to scaled gradients nothing is set aside: its sum is checked when the last one comes.
+            if self._delayed is None and not self._nothing_to_do(this):
+                self._stash_grads()
 
     def after_backward(self, loss: torch.Tensor | None) -> None:
         super().after_backward(loss)  # outside of `local`, as it compares whole parameters of ranks
-        with self.shards.local():
-            self._finish_backward(loss)
-
-    def _finish_backward(self, loss: torch.Tensor | None) -> None:
-        this = self._pass or BackwardPass([self])
-        self._pass = None
+        this, self._pass = self._pass or BackwardPass([self]), None
         self._before = {}
         self.scale = 1.0
         if self._nothing_to_do(this):
@@ -114,8 +106,18 @@ class ApexGradients(Gradients):
             self._delayed = self.loss_scale
             return
         self._delayed = None
-        # Unscale what a pass brought and add what was set aside; returns whether it held an inf or NaN
-        check = self.scaler[this.loss_id].dynamic
+        with self.shards.local():
+            found_inf = self._add_pass(self.scaler[this.loss_id].dynamic)
+        this.found_inf.append(found_inf)
+        looking = [
+            member for member in this.members if isinstance(member, ApexGradients) and not member._nothing_to_do(this)
+        ]
+        # The last optimizer of the pass decides for all of them.
+        if this.checked and len(this.found_inf) == len(looking):
+            self._update_scales(looking, this, loss)
+
+    def _add_pass(self, check: bool) -> bool:
+        """Unscale what a pass brought and add what was set aside; returns whether it held an inf or NaN, if that is checked."""
         fresh = self._new_grads()
         found_inf = self._unscale_new(fresh, gradient_values(fresh), check)
         for param, before in self._stash.items():
@@ -126,13 +128,7 @@ class ApexGradients(Gradients):
             else:
                 param.grad.add_(before)
         self._stash = {}
-        this.found_inf.append(found_inf)
-        looking = [
-            member for member in this.members if isinstance(member, ApexGradients) and not member._nothing_to_do(this)
-        ]
-        # The last optimizer of the pass decides for all of them.
-        if this.checked and len(this.found_inf) == len(looking):
-            self._update_scales(looking, this, loss)
+        return found_inf
 
     def abandon_backward(self) -> None:
         this, self._pass = self._pass, None

@@ -4,6 +4,7 @@ backward passes.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -62,7 +63,7 @@ class ApexUpdate(Update):
     def __init__(
         self, gradients: ApexGradients, application: Application, kept: OptimizerState, *, verbose: bool
     ) -> None:
-        super().__init__(gradients, ApexDecision(gradients, application), kept)
+        super().__init__(gradients, HostDecision(gradients, application), kept)
         self._verbose = verbose
 
     def step(self) -> StepResult:
@@ -70,7 +71,8 @@ class ApexUpdate(Update):
         gradients.check_complete()
         overflow = gradients.overflow
         if overflow is None:
-            return super().step()
+            with disable_casts():  # O1's, in a session
+                return super().step()
         loss_scale, culprit = gradients.loss_scale, gradients.clear_overflow()
         if self._verbose:
             _logger.info(
@@ -92,14 +94,6 @@ class ApexUpdate(Update):
 
         with disable_casts():
             return super().step_with_closure(cast)
-
-
-class ApexDecision(HostDecision):
-    """A decision that steps outside of the casts of O1."""
-
-    def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
-        with disable_casts():
-            return super().step(params)
 
 
 def make_apex_update(context: UpdateContext, *, masters: Masters | None, verbose: bool) -> ApexUpdate:
@@ -243,7 +237,9 @@ class FP16ApexMixedPrecision(MixedPrecision):
         return ApexModel(placed, self, input_dtype=self.input_dtype)
 
     def around_criterion(self) -> ForwardPrecision:
-        return CriterionPrecision(self)
+        alike = copy.copy(self)
+        alike.policy = dataclasses.replace(self.policy, output=None)  # what it returns is left alone
+        return alike
 
     def configure(
         self,
@@ -427,18 +423,6 @@ def _cast_object(value: Any, *, dtype: torch.dtype) -> Any:
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
     return type(value)(items)  # type: ignore[call-arg]
-
-
-class CriterionPrecision:
-    """What a criterion runs under: the precision's context; what it returns is left alone."""
-
-    output_dtype = None
-
-    def __init__(self, precision: ForwardPrecision) -> None:
-        self._precision = precision
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        return self._precision.forward_context()
 
 
 def save_in_float32(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from booster.common import arguments
 from booster.common.arguments import as_fraction
 from booster.common.torch_internals.autograd_internals import is_compiled
 from booster.mixed_precision.base import MixedPrecision
-from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, product
+from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, low_layers, product
 from booster.mixed_precision.low_precision.low_precisions import LowPrecision
 from booster.mixed_precision.low_precision.recipes import GEMMS, GemmConfig, GemmDtype, HighPrecision, Recipe
 from booster.ranks.agreement import all_names, reduced
@@ -166,16 +166,14 @@ class PrecisionController(StepListener):
         """
         self._forget_layers()
         self._plan = plan
-        self._layers = {
-            name: each for name, each in self._model.named_modules() if isinstance(each, LowPrecisionLinear)
-        }
+        self._layers = low_layers(self._model)
         self._all = all_names(tuple(self._layers), self._group)  # stages of a pipeline have others
         # Raises RuntimeError for layers that were compiled.
         self._check_compiled()
         self._recipes = {name: layer.recipe for name, layer in self._layers.items()}
         # Bounds of recipes are twice what is expected.
         self._ordinary = {role: bound / 2 for role, bound in zip(GEMMS, recipe.bounds, strict=True)}
-        made = {(name, role) for role in GEMMS if isinstance(_of_role(recipe, role), GemmConfig) for name in self._all}
+        made = {(name, role) for role in GEMMS if isinstance(recipe.products[role], GemmConfig) for name in self._all}
         self._wide = {key: calm for key, calm in self._wide.items() if key in made}
         self._suspected = {key: noise for key, noise in self._suspected.items() if key in made}
         self.noise = {key: noise for key, noise in self.noise.items() if key in made}
@@ -296,7 +294,7 @@ class PrecisionController(StepListener):
 
     def _check_compiled(self) -> None:
         for name, module in self._model.named_modules():
-            if is_compiled(module) and any(isinstance(each, LowPrecisionLinear) for each in module.modules()):
+            if is_compiled(module) and low_layers(module):
                 raise RuntimeError(
                     f"{name or 'the model'} was compiled, and an Autopilot watches and changes layers in it, of which compiled "
                     "code would know nothing; give Booster the low precision by itself, or train without torch.compile"
@@ -316,7 +314,7 @@ class PrecisionController(StepListener):
         operations = 2 * a.numel() * b.shape[0]
         self._operations[1] += operations
         key = (name, role)
-        if key not in self._measured or isinstance(own := _of_role(recipe, role), HighPrecision) or not operations:
+        if key not in self._measured or isinstance(own := recipe.products[role], HighPrecision) or not operations:
             return
         self._operations[0] += operations
         if isinstance(how, GemmConfig):
@@ -418,10 +416,6 @@ class PrecisionController(StepListener):
 
 class _GemmWatcher(partial[None]):
     """The watcher that a controller puts into a layer."""
-
-
-def _of_role(recipe: Recipe, role: str) -> GemmConfig | HighPrecision:
-    return {"forward": recipe.output, "input_grad": recipe.input_gradient, "weight_grad": recipe.weight_gradient}[role]
 
 
 def _ahead(noise: float, before: float | None, ordinary: float) -> float:

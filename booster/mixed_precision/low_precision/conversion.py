@@ -23,7 +23,12 @@ from booster.common import arguments
 from booster.common.devices import clock
 from booster.common.torch_internals.autograd_internals import compiled_like
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules
-from booster.mixed_precision.low_precision.linear import DelayedScaling, LowPrecisionLinear, ScaleHistories
+from booster.mixed_precision.low_precision.linear import (
+    DelayedScaling,
+    LowPrecisionLinear,
+    ScaleHistories,
+    low_layers,
+)
 from booster.mixed_precision.low_precision.operands import QuantizedWeights, for_device, lacks
 from booster.mixed_precision.low_precision.recipes import GemmConfig, Recipe
 from booster.mixed_precision.policy import DtypePolicy
@@ -82,7 +87,7 @@ def complaint(
 def _differs(layer: LowPrecisionLinear, low: Mapping[str, Any], wide: Mapping[str, Any], how: str) -> str:
     recipe = layer.recipe
     bounds = dict(zip(_PRODUCTS, recipe.bounds, strict=True))
-    low_ones = dict(zip(_PRODUCTS, (recipe.output, recipe.input_gradient, recipe.weight_gradient), strict=True))
+    low_ones = dict(zip(_PRODUCTS, recipe.products.values(), strict=True))
     for name, expected in wide.items():
         got = low[name]
         if got is None:
@@ -256,17 +261,15 @@ class LinearConversion:
         inner, kernels = bare(model), self.runs(device)
         names, wide = self._choose(inner, keep_fp32, device)
         slow = self._slow(inner, names)
-        recipe, layers = for_device(self.recipe, device), {}
+        recipe, layers = for_device(self.recipe, device), dict[nn.Module, LowPrecisionLinear]()
         for name in names:
+            # By layer: one that the model holds under two names is converted once.
             old = inner.get_submodule(name)
-            # By id: a layer that the model holds under two names is converted once.
-            layers[id(old)] = LowPrecisionLinear.of(old, recipe, kernels=kernels)  # type: ignore[arg-type]
-        layers_of = {name: layers[id(inner.get_submodule(name))] for name in names}
+            layers[old] = LowPrecisionLinear.of(old, recipe, kernels=kernels)  # type: ignore[arg-type]
+        layers_of = {name: layers[inner.get_submodule(name)] for name in names}
         # Before any layer is swapped, so that an error leaves the model as it was.
         self._check_layers(layers_of, device, partial(compiled_like, model))
-        for name, module in [*inner.named_modules(remove_duplicate=False)]:
-            if id(module) in layers:
-                inner.set_submodule(name, layers[id(module)])
+        _swap(inner, layers)
         for name in slow:
             layers_of[name].in_high_precision = True
         self._report(inner, len(names) - len(slow), {**wide, **slow}, device, kernels)
@@ -274,10 +277,7 @@ class LinearConversion:
     def revert(self, model: nn.Module) -> None:
         """Undo `convert`, in place, also in a model that was placed since."""
         inner = bare(model)
-        layers = {id(child): child.plain() for child in inner.modules() if isinstance(child, LowPrecisionLinear)}
-        for name, module in [*inner.named_modules(remove_duplicate=False)]:
-            if id(module) in layers:
-                inner.set_submodule(name, layers[id(module)])
+        _swap(inner, {layer: layer.plain() for layer in low_layers(inner).values()})
 
     def make_listener(
         self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None
@@ -285,21 +285,18 @@ class LinearConversion:
         """Return a listener to the steps of the placed `model`, or None. May run collectives."""
         if self.delayed is None:
             return None
-        layers = {name: each for name, each in model.named_modules() if isinstance(each, LowPrecisionLinear)}
-        return ScaleHistories(self.delayed, layers, device, group)
+        return ScaleHistories(self.delayed, low_layers(model), device, group)
 
     def layer_choice(self, model: nn.Module) -> ChosenLayers | None:
         """Return what checkpoints keep of the choice between layers of the placed `model`, or None."""
         if self.which != "measured" or not self._times:
             return None
-        layers = {name: each for name, each in model.named_modules() if isinstance(each, LowPrecisionLinear)}
-        return ChosenLayers(layers, {shape: not low < wide for shape, (wide, low) in self._times.items()})
+        return ChosenLayers(low_layers(model), {shape: not low < wide for shape, (wide, low) in self._times.items()})
 
     def cache_weights(self, model: nn.Module) -> None:
         """Have the layers of a placed model keep their quantized weights until a step; for weights that stay where they are."""
-        for module in model.modules():
-            if isinstance(module, LowPrecisionLinear):
-                module.weights = self._weights
+        for layer in low_layers(model).values():
+            layer.weights = self._weights
 
     def drop_weights(self) -> None:
         """Drop the quantized weights; called before an optimizer steps, and where weights change by other ways."""
@@ -395,6 +392,13 @@ class LinearConversion:
                 "%s is emulated on %s: a rehearsal of its numbers, slower than the wide dtype", self.recipe.name, device
             )
             self.said = True
+
+
+def _swap(model: nn.Module, layers: Mapping[nn.Module, nn.Module]) -> None:
+    """Put the values of `layers` in the places of its keys in `model`, under all their names."""
+    for name, module in [*model.named_modules(remove_duplicate=False)]:
+        if module in layers:
+            model.set_submodule(name, layers[module])
 
 
 def _features(model: nn.Module, name: str) -> tuple[int, int]:

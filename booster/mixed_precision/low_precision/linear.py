@@ -204,6 +204,11 @@ class LowPrecisionLinear(LinearProxy):
         return f"{super().extra_repr()}, {how}"
 
 
+def low_layers(model: nn.Module) -> dict[str, LowPrecisionLinear]:
+    """Return the low-precision layers of `model` by name."""
+    return {name: each for name, each in model.named_modules() if isinstance(each, LowPrecisionLinear)}
+
+
 class _Linear(torch.autograd.Function):
     """keeps: whether a gradient of the weight may be asked for. known: the weight, where its rounded form is kept."""
 

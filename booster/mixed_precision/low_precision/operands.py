@@ -231,11 +231,10 @@ def fails(recipe: Recipe, device: torch.device) -> str:
 def _fails(recipe: Recipe, device: torch.device) -> str:
     draw = torch.Generator().manual_seed(0)
     a, b = (torch.randn(rows, 640, generator=draw, dtype=torch.float32).to(device) for rows in (128, 256))
-    products = {"output": recipe.output, "input": recipe.input_gradient, "weight": recipe.weight_gradient}
-    for name, how in products.items():
+    names = ("the product of the output", "that of the input's gradient", "that of the weight's gradient")
+    for what, how in zip(names, recipe.products.values(), strict=True):
         if isinstance(how, HighPrecision):
             continue
-        what = "the product of the output" if name == "output" else f"that of the {name}'s gradient"
         left, right = quantized(a, how.left), quantized(b, how.right)
         meant = [each.dequantize() if each.outer is None else each.dequantize() * each.outer for each in (left, right)]
         expected = meant[0] @ meant[1].t()

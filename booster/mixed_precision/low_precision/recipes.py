@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -121,8 +121,15 @@ class Recipe:
     @property
     def multiple(self) -> int:
         """Both features of a layer must be a multiple of it."""
-        products = (self.output, self.input_gradient, self.weight_gradient)
-        return max((how.left.multiple for how in products if isinstance(how, GemmConfig)), default=1)
+        return max((how.left.multiple for how in self.products.values() if isinstance(how, GemmConfig)), default=1)
+
+    @property
+    def products(self) -> dict[str, GemmConfig | HighPrecision]:
+        """The three products by the names of `GEMMS`."""
+        return dict(zip(GEMMS, (self.output, self.input_gradient, self.weight_gradient), strict=True))
+
+    def _with_products(self, output: Any, input_gradient: Any, weight_gradient: Any, **changes: Any) -> Recipe:
+        return replace(self, output=output, input_gradient=input_gradient, weight_gradient=weight_gradient, **changes)
 
     def with_fast_accumulation(self) -> Recipe:
         """Return the recipe with a forward that may accumulate fast; backward never does."""
@@ -139,40 +146,32 @@ class Recipe:
             [each.delayed and replace(each.delayed, largest=None) for each in (how.left, how.right)]
             if isinstance(how, GemmConfig)
             else [None, None]
-            for how in (self.output, self.input_gradient, self.weight_gradient)
+            for how in self.products.values()
         ]
         return self._with(*scales) if any(each for pair in scales for each in pair) else self
 
     def _with(self, *scales: Sequence[DelayedScale | None]) -> Recipe:
-        output, of_input, of_weight = (
+        products = [
             replace(how, left=replace(how.left, delayed=left), right=replace(how.right, delayed=right))
             if isinstance(how, GemmConfig)
             else how
-            for how, (left, right) in zip((self.output, self.input_gradient, self.weight_gradient), scales, strict=True)
-        )
-        return replace(self, output=output, input_gradient=of_input, weight_gradient=of_weight)
+            for how, (left, right) in zip(self.products.values(), scales, strict=True)
+        ]
+        return self._with_products(*products)
 
     def with_dtypes(self, *roles: GemmDtype) -> Recipe:
         """Return the recipe of which forward, gradient of the input and gradient of the weight, in this order, are so.
 
         "recipe" leaves a product as it is, the others have it in that dtype.
         """
-        own = (self.output, self.input_gradient, self.weight_gradient)
+        own = self.products.values()
         products = [each if role == "recipe" else _WIDE[role] for each, role in zip(own, roles, strict=True)]
         wide = ", ".join(f"{name} {role}" for name, role in zip(GEMMS, roles, strict=True) if role != "recipe")
-        bounds = [
+        bounds = tuple(
             _WIDE_BOUND if isinstance(each, HighPrecision) else bound
             for each, bound in zip(products, self.bounds, strict=True)
-        ]
-        output, of_input, of_weight = products
-        return replace(
-            self,
-            name=f"{self.name} ({wide})" if wide else self.name,
-            output=output,
-            input_gradient=of_input,
-            weight_gradient=of_weight,
-            bounds=(bounds[0], bounds[1], bounds[2]),
         )
+        return self._with_products(*products, name=f"{self.name} ({wide})" if wide else self.name, bounds=bounds)
 
 
 _WIDE_BOUND = 0.01  # of a product in bfloat16

@@ -178,13 +178,8 @@ def noted_writes(others: list[Any], given: tuple[Any, Any], made: Any) -> list[C
     """Return what brings back what forward writes into containers of arguments `given`; others: those that are no tensors."""
     if not any(map(is_container, others)):
         return []
-    writes, new = Writes(given, made), list[Any]()
-
-    def bring_back() -> list[torch.Tensor]:
-        writes.bring_back(lambda item: new.append(map_tensors(_no_view, item)) or new[-1])  # type: ignore[func-returns-value]
-        return list(tensors(new))
-
-    return [bring_back]
+    writes = Writes(given, made)
+    return [lambda: list(tensors(writes.bring_back(lambda item: map_tensors(_no_view, item))))]
 
 
 class AdmitUnfrozen:
