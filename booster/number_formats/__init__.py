@@ -14,12 +14,12 @@ An example: a matrix in mxfp8, which shares a power of two among each 32 numbers
 The files, in reading order:
 
     number_format.py
-                  `NumberFormat` and the formats by name, `round_to`, bit patterns (`encode`, `decode`), noise for stochastic
+                  `NumberFormat` and the formats, `round_to`, bit patterns (`encode`), noise for stochastic
                   rounding that is a hash of the tensor, and NF4, which is a table of 16 numbers.
     scaling.py    `Scaling` says what shares a scale; `scale_to` gives a `ScaledTensor`. Rotation by a Hadamard matrix before.
                   Numbers as e4m3 bytes to be sent between ranks.
 
 Who depends on it: the recipes of mixed_precision/low_precision, frozen layers (NF4), what ranks send in fp8 (plugin/ddp,
 shards), exports of weights. Kernels of Triton (kernels/matrices.py) make the same bits and are held to `scale_to`, so an order
-of operations that rounds otherwise here is an error there. A new format is a line in number_format.py, its name in `FORMATS`.
+of operations that rounds otherwise here is an error there. A new format is a line in number_format.py.
 """

@@ -1,7 +1,7 @@
 """Number formats of 4 to 19 bits: what they hold, and rounding float32 numbers to them, on any device.
 
-Sources: OCP 8-bit Floating Point Specification 1.0 (e4m3, e5m2), OCP Microscaling Formats 1.0 (e2m3, e3m2, e2m1, e8m0, int8),
-NVIDIA's A100 whitepaper (tf32), Dettmers et al. 2023, "QLoRA" (arXiv 2305.14314), appendix E (nf4).
+Sources: OCP 8-bit Floating Point Specification 1.0 (e4m3, e5m2), OCP Microscaling Formats 1.0 (e2m1, int8), NVIDIA's A100
+whitepaper (tf32), Dettmers et al. 2023, "QLoRA" (arXiv 2305.14314), appendix E (nf4).
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-
-from booster.common import arguments
 
 _MANTISSA = 23  # bits, of float32
 _EXPONENT = 0x7F800000  # its bits
@@ -28,7 +26,6 @@ class NumberFormat:
         largest: the largest finite number.
         has_inf: whether the largest exponent means inf and NaN, as in IEEE 754.
         has_nan: whether there is a NaN.
-        signed: False for scales, which have neither sign nor zero.
         dtype: the torch dtype of one number in a byte, if any.
     """
 
@@ -39,29 +36,24 @@ class NumberFormat:
     largest: float
     has_inf: bool = False
     has_nan: bool = False
-    signed: bool = True
     dtype: torch.dtype | None = None
 
     @property
     def bits(self) -> int:
-        return self.exponent_bits + self.mantissa_bits + self.signed
+        return self.exponent_bits + self.mantissa_bits + 1
 
     @property
     def lowest(self) -> float:
-        """The finite number furthest below zero; of a format without sign the smallest one."""
-        if not self.signed:
-            return 2.0**-self.bias
+        """The finite number furthest below zero."""
         return -self.largest - (self.exponent_bits == 0)
 
     @property
     def smallest_normal(self) -> float:
-        return 2.0 ** (1 - self.bias) if self.exponent_bits and self.signed else self.smallest
+        return 2.0 ** (1 - self.bias) if self.exponent_bits else self.smallest
 
     @property
     def smallest(self) -> float:
         """The smallest number above zero, subnormal where the format has subnormals."""
-        if not self.signed:
-            return 2.0**-self.bias
         return 2.0 ** (1 - self.bias - self.mantissa_bits) if self.exponent_bits else 1.0
 
     def __str__(self) -> str:
@@ -70,14 +62,9 @@ class NumberFormat:
 
 E4M3 = NumberFormat("e4m3fn", 4, 3, 7, 448.0, has_nan=True, dtype=torch.float8_e4m3fn)
 E5M2 = NumberFormat("e5m2", 5, 2, 15, 57344.0, has_inf=True, has_nan=True, dtype=torch.float8_e5m2)
-E2M3 = NumberFormat("e2m3", 2, 3, 1, 7.5)
-E3M2 = NumberFormat("e3m2", 3, 2, 3, 28.0)
 E2M1 = NumberFormat("e2m1", 2, 1, 1, 6.0)
-E8M0 = NumberFormat("e8m0", 8, 0, 127, 2.0**127, has_nan=True, signed=False, dtype=torch.float8_e8m0fnu)
 INT8 = NumberFormat("int8", 0, 7, 0, 127.0, dtype=torch.int8)
 TF32 = NumberFormat("tf32", 8, 10, 127, (2 - 2.0**-10) * 2.0**127, has_inf=True, has_nan=True)
-
-FORMATS = {each.name: each for each in (E4M3, E5M2, E2M3, E3M2, E2M1, E8M0, INT8, TF32)}
 
 
 def round_to(x: torch.Tensor, target: NumberFormat, *, noise: torch.Tensor | None = None) -> torch.Tensor:
@@ -85,24 +72,19 @@ def round_to(x: torch.Tensor, target: NumberFormat, *, noise: torch.Tensor | Non
 
     To the nearest, ties to the even one; what is beyond the largest number, inf included, becomes the largest. NaN stays NaN,
     also where the format has none, so that it is seen. Zeros keep their sign. In TF32 inf stays, and what rounds beyond the
-    largest becomes inf. E8M0 has no even numbers, no zero and no sign: ties go up, zero becomes the smallest number, and what
-    is negative NaN.
+    largest becomes inf.
 
     noise: numbers from [0, 1) of the shape of `x`, which make the rounding stochastic: up, away from zero, with the chance
     that makes the expected value `x`. `torch.rand(x.shape, generator=g)`, or `noise_of(x)`.
-    Raises ValueError for a dtype wider than float32, which would be rounded twice, and for noise with E8M0.
+    Raises ValueError for a dtype wider than float32, which would be rounded twice.
     """
     if x.dtype not in CARRIERS:
         raise ValueError(f"numbers are rounded to {target} from float32, bfloat16 or float16, got {x.dtype}")
     # The cast alone gives inf or NaN beyond the largest number, by version and format; so it is clamped before.
-    if noise is None and target.dtype is not None and target.exponent_bits and target.signed:
+    if noise is None and target.dtype is not None and target.exponent_bits:
         return x.clamp(target.lowest, target.largest).to(target.dtype).to(x.dtype)
     wide = x.float()
-    if target is E8M0:
-        if noise is not None:
-            raise ValueError("e8m0 is a format of scales, which are not rounded stochastically; leave noise out")
-        rounded = _to_power_of_two(wide)
-    elif target is TF32:
+    if target is TF32:
         rounded = _to_upper_bits(wide, target.mantissa_bits, noise)
     else:
         rounded = rounded_within(wide.clamp(target.lowest, target.largest), target, noise)
@@ -110,7 +92,7 @@ def round_to(x: torch.Tensor, target: NumberFormat, *, noise: torch.Tensor | Non
 
 
 def rounded_within(x: torch.Tensor, target: NumberFormat, noise: torch.Tensor | None) -> torch.Tensor:
-    """Return what `round_to` does of float32 numbers that lie within `target`, not E8M0 or TF32; `x` is overwritten."""
+    """Return what `round_to` does of float32 numbers that lie within `target`, not TF32; `x` is overwritten."""
     if target.exponent_bits:
         powers = (x.view(torch.int32) & _EXPONENT).view(torch.float32)
         spacing = powers.clamp_(min=target.smallest_normal).mul_(2.0**-target.mantissa_bits)
@@ -145,11 +127,8 @@ def noise_of(x: torch.Tensor) -> torch.Tensor:
 def encode(x: torch.Tensor, target: NumberFormat) -> torch.Tensor:
     """Return the bit patterns of `x`, numbers of `target`, one in the low bits of each byte; uint8.
 
-    For formats of at most 8 bits. NaN is legal where the format has one.
+    For formats of fewer than 8 bits, which have no NaN. Where torch has a dtype, `x.to(target.dtype)` has the patterns.
     """
-    _needs_byte(target)
-    if target.dtype is not None:
-        return x.to(target.dtype).view(torch.uint8)
     bits = x.float().abs().view(torch.int32)
     exponent = (bits >> _MANTISSA) - 127 + target.bias
     # The upper bits of the mantissa behind the exponent, as in every IEEE format; a subnormal is a multiple of the smallest.
@@ -158,25 +137,7 @@ def encode(x: torch.Tensor, target: NumberFormat) -> torch.Tensor:
     return (code + (torch.signbit(x).to(torch.int32) << (target.bits - 1))).to(torch.uint8)
 
 
-def decode(codes: torch.Tensor, source: NumberFormat) -> torch.Tensor:
-    """Return the numbers, float32, of the bit patterns in the low bits of the bytes `codes`."""
-    _needs_byte(source)
-    if source.dtype is not None:
-        return codes.contiguous().view(source.dtype).float()
-    code = codes.to(torch.int32)
-    mantissa = (code & ((1 << source.mantissa_bits) - 1)).float()
-    exponent = (code >> source.mantissa_bits) & ((1 << source.exponent_bits) - 1)
-    power = (torch.clamp(exponent, min=1) - source.bias - source.mantissa_bits).float().exp2()
-    magnitude = (mantissa + (exponent > 0).float() * 2.0**source.mantissa_bits) * power
-    return torch.where((code >> (source.bits - 1)) & 1 == 1, -magnitude, magnitude)
-
-
 # ---------------------------------------------------------------------- inside
-
-
-def _needs_byte(target: NumberFormat) -> None:
-    if target.bits > 8:
-        raise ValueError(arguments.refusal("format", target.name, "a format of at most 8 bits"))
 
 
 def _to_upper_bits(x: torch.Tensor, mantissa_bits: int, noise: torch.Tensor | None) -> torch.Tensor:
@@ -189,17 +150,6 @@ def _to_upper_bits(x: torch.Tensor, mantissa_bits: int, noise: torch.Tensor | No
         more = (noise * (1 << dropped)).to(torch.int32)
     rounded = ((bits + more) >> dropped << dropped).view(torch.float32)
     return torch.where(torch.isfinite(x), rounded, x)
-
-
-def _to_power_of_two(x: torch.Tensor) -> torch.Tensor:
-    # Half of the mantissa's range, added to the bits, carries into the exponent from 1.5 on.
-    bits = x.contiguous().view(torch.int32) + (1 << (_MANTISSA - 1))
-    normal = (bits >> _MANTISSA << _MANTISSA).view(torch.float32)
-    # Below 2**-126 float32 is subnormal, and its bits no longer begin with a hidden one.
-    tiny = torch.where(x < 1.5 * 2.0**-127, 2.0**-127, 2.0**-126)
-    rounded = torch.where(x < 2.0**-126, tiny, normal)
-    rounded = torch.where(x < E8M0.largest, rounded, E8M0.largest)
-    return torch.where((x < 0) | x.isnan(), torch.nan, rounded)
 
 
 def _mix_(x: torch.Tensor) -> torch.Tensor:

@@ -143,7 +143,7 @@ def scale_to(
         scale = scale_of(largest)
     values = parts / _of_each(scale if outer is None else scale * outer, over)
     # torch's casts to float8 round to nearest even, as `rounded_within` does, in one operation.
-    low = target.dtype if target.exponent_bits and target.signed else None
+    low = target.dtype if target.exponent_bits else None
     if low is None or noise is not None or outer is not None:
         if noise is not None and isinstance(over, tuple):
             noise = _in_blocks(noise, over)
