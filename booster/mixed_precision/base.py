@@ -27,8 +27,8 @@ One that computes in float16, by autocast under a loss scale that never moves:
         def make_scaler(self):
             return DynamicScale(init_scale=1024, min_scale=1024, max_scale=1024)
 
-The first half of `MixedPrecision` is what one may override; ten of these hooks are in the list above. The second half is what
-the library calls, and needs no overriding.
+`MixedPrecision` has three parts: the ten hooks, which most precisions need few of; what else those of this library override,
+such as `masters_on`; and what the library calls, which needs no overriding.
 """
 
 from __future__ import annotations
@@ -88,13 +88,74 @@ class MixedPrecision:
     _device: torch.device | None = None
     _choose_update: Callable[..., Update] = staticmethod(choose_master_update)
 
-    # ---- what a precision may override: dtypes and models
+    # ---- the hooks: what a precision overrides
 
     def policy_for(self, model: nn.Module) -> DtypePolicy:
         """The policy that `model` is placed with, where it depends on the model."""
         if self.conversion is None:
             return self.policy
         return self.conversion.policy(model, self.policy, self.device, self._keep_fp32)
+
+    def bind(self, device: torch.device) -> None:
+        """Learn the `device`; `Booster` calls it. Raises ValueError if this precision cannot run there, or runs elsewhere."""
+        if self._device not in (None, device):
+            raise ValueError(
+                f"this {type(self).__name__} object runs on {self._device} already; make another one for {device}"
+            )
+        self._device = device
+        if self.conversion is not None:
+            self.conversion.runs(device)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise if `model`, or a criterion that is a module, cannot train under this precision. It is not changed yet."""
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Swap modules of `model` or install hooks; runs before the plugin places it."""
+        if self.conversion is not None:
+            self.conversion.convert(model, self.device, self._keep_fp32)
+        return model
+
+    def revert(self, model: nn.Module) -> None:
+        """Undo `convert` in `model`, in place, also in one that was placed since. To be overridden along with it."""
+        # Modules that compute in float32 by `compute_in_fp32` are seen to by the caller.
+        if self.conversion is not None:
+            self.conversion.revert(model)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """A new context for one forward pass; what surrounds it, such as another precision's autocast, was left before."""
+        return torch.autocast(self.device.type, self.policy.compute) if self.policy.compute else nullcontext()
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        """A new context for one backward pass, where activations may be recomputed; likewise."""
+        return nullcontext()
+
+    def make_scaler(self) -> LossScaler:
+        """A new loss scaler; every boosted optimizer gets its own."""
+        return NoScale()
+
+    def make_update(
+        self,
+        optimizer: Optimizer,
+        names: Mapping[torch.Tensor, str],
+        weights: MutableMapping[torch.Tensor, torch.Tensor],
+        *,
+        compiled: bool,
+    ) -> Callable[[UpdateContext], Update] | None:
+        """What makes the update of `optimizer`, for `OptimizerWrapper`; None means that of parameters without masters.
+
+        names: of the placed parameters. weights: what `keep_weights` gave, by placed parameter. compiled: to be compiled.
+        """
+        return master_update(self, optimizer, names, weights, compiled=compiled)
+
+    def after_step(self, applied: bool | torch.Tensor) -> None:
+        """Called after every `step()` of an optimizer under this precision, applied or skipped, on every rank alike.
+
+        For what follows the weights: scales of a low format, a history of maxima. Gradients are not recorded inside.
+        applied: whether parameters changed. Where only a device knows it, a 0-dim bool tensor there: `torch.where(applied,
+        new, old)` waits for nothing, `if applied` for the device.
+        """
+
+    # ---- what the library's own precisions override besides
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -117,45 +178,9 @@ class MixedPrecision:
         own = None if self.half_products is None else self.half_products.dtype
         return next((each for each in (self.policy.param, self.policy.compute, own) if each in HALF_DTYPES), None)
 
-    def bind(self, device: torch.device) -> None:
-        """Learn the `device`; `Booster` calls it. Raises ValueError if this precision cannot run there, or runs elsewhere."""
-        if self._device not in (None, device):
-            raise ValueError(
-                f"this {type(self).__name__} object runs on {self._device} already; make another one for {device}"
-            )
-        self._device = device
-        if self.conversion is not None:
-            self.conversion.runs(device)
-
-    def tell_no_rehearsal(self) -> None:
-        """Log nothing from now on where a format is emulated, for callers that say so themselves."""
-
-    def check(self, model: nn.Module) -> None:
-        """Raise if `model`, or a criterion that is a module, cannot train under this precision. It is not changed yet."""
-
-    def convert(self, model: nn.Module) -> nn.Module:
-        """Swap modules of `model` or install hooks; runs before the plugin places it."""
-        if self.conversion is not None:
-            self.conversion.convert(model, self.device, self._keep_fp32)
-        return model
-
-    def revert(self, model: nn.Module) -> None:
-        """Undo `convert` in `model`, in place, also in one that was placed since. To be overridden along with it."""
-        # Modules that compute in float32 by `compute_in_fp32` are seen to by the caller.
-        if self.conversion is not None:
-            self.conversion.revert(model)
-
     def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
         """Weights of `model`, by name, that `placement` would lose and `make_update` wants; runs before it is placed."""
         return {}
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """A new context for one forward pass; what surrounds it, such as another precision's autocast, was left before."""
-        return torch.autocast(self.device.type, self.policy.compute) if self.policy.compute else nullcontext()
-
-    def backward_context(self) -> AbstractContextManager[Any]:
-        """A new context for one backward pass, where activations may be recomputed; likewise."""
-        return nullcontext()
 
     def wrap_model(self, placed: nn.Module) -> ModelWrapper:
         """The boosted model around `placed`."""
@@ -165,32 +190,12 @@ class MixedPrecision:
         """What criteria run under: this precision, unless they are to return another dtype."""
         return self
 
-    # ---- what a precision may override: optimizers
-
-    def make_scaler(self) -> LossScaler:
-        """A new loss scaler; every boosted optimizer gets its own."""
-        return NoScale()
-
     def check_loss_id(self, loss_id: int) -> None:
         """Raise unless there is a loss scaler of the number `loss_id`."""
         if type(loss_id) is not int or loss_id != 0:
             raise ValueError(
                 f"loss_id={arguments.shown(loss_id)} is not legal; {type(self).__name__} keeps one loss scaler, number 0"
             )
-
-    def make_update(
-        self,
-        optimizer: Optimizer,
-        names: Mapping[torch.Tensor, str],
-        weights: MutableMapping[torch.Tensor, torch.Tensor],
-        *,
-        compiled: bool,
-    ) -> Callable[[UpdateContext], Update] | None:
-        """What makes the update of `optimizer`, for `OptimizerWrapper`; None means that of parameters without masters.
-
-        names: of the placed parameters. weights: what `keep_weights` gave, by placed parameter. compiled: to be compiled.
-        """
-        return master_update(self, optimizer, names, weights, compiled=compiled)
 
     def masters_on(self, device: torch.device) -> MasterOptions | None:
         """What the step of an optimizer goes through for parameters on `device`; None where it steps them as they are."""
@@ -209,28 +214,12 @@ class MixedPrecision:
         return options is None or can_compile_masters(optimizer, options)
 
     @property
-    def release_refusal(self) -> str | None:
-        """Why the update cannot step within backward, as release_gradients asks; None: it can."""
-        if self.has_own_update:
-            return f"{type(self).__name__} has its own update, which steps all at once"
-        if self.kept.rounding == "stochastic":
-            return "rounding='stochastic' draws its random numbers in the order of parameters, not in that of their gradients"
-        return None
-
-    def after_step(self, applied: bool | torch.Tensor) -> None:
-        """Called after every `step()` of an optimizer under this precision, applied or skipped, on every rank alike.
-
-        For what follows the weights: scales of a low format, a history of maxima. Gradients are not recorded inside.
-        applied: whether parameters changed. Where only a device knows it, a 0-dim bool tensor there: `torch.where(applied,
-        new, old)` waits for nothing, `if applied` for the device.
-        """
-
-    # ---- what a precision may override: what is said of it
-
-    @property
     def is_rehearsal(self) -> bool:
         """Whether `device` only emulates this precision: its numbers, slower than the dtype that they are computed in."""
         return self.conversion is not None and not self.conversion.runs(self.device)
+
+    def tell_no_rehearsal(self) -> None:
+        """Log nothing from now on where a format is emulated, for callers that say so themselves."""
 
     @property
     def pins_during_run(self) -> bool:
@@ -254,6 +243,15 @@ class MixedPrecision:
     def __repr__(self) -> str:
         options = {**self.shown_options(), "device": repr(str(self.device))}
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})"
+
+    @property
+    def release_refusal(self) -> str | None:
+        """Why the update cannot step within backward, as release_gradients asks; None: it can."""
+        if self.has_own_update:
+            return f"{type(self).__name__} has its own update, which steps all at once"
+        if self.kept.rounding == "stochastic":
+            return "rounding='stochastic' draws its random numbers in the order of parameters, not in that of their gradients"
+        return None
 
     @property
     def switch_refusal(self) -> str | None:

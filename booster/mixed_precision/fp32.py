@@ -57,7 +57,7 @@ class FP32(MixedPrecision):
         return nullcontext() if self._products == "float32" else switched(ONEDNN, "bf16")
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        return self.forward_context()
+        return nullcontext() if self._products == "float32" else switched(ONEDNN, "bf16")  # no call of its own
 
     def wrap_model(self, placed: nn.Module) -> ModelWrapper:
         dtypes = {param.dtype for param in placed.parameters()}
@@ -100,6 +100,9 @@ class TF32MixedPrecision(FP32):
     def forward_context(self) -> AbstractContextManager[Any]:
         # A switch of the process, as torch has no other; `switched` gives it back after each pass.
         return switched(CUDA, "tf32") if self._runs() else _rehearsed()
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        return self.forward_context()
 
     @property
     def products(self) -> str:
