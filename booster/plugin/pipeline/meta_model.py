@@ -23,7 +23,14 @@ from booster.common.torch_internals.tensor_internals import (
 from booster.model.modules import copy_on_meta
 from booster.plugin.pipeline.split import Split, holders, owners
 from booster.tensors.trees import tensors
-from booster.tensors.weak import ForwardProxy, ModuleReference, WeakTensor, strip_weak
+from booster.tensors.weak import (
+    ForwardProxy,
+    ModuleReference,
+    WeakBufferTensor,
+    WeakStateTensor,
+    WeakTensor,
+    strip_weak,
+)
 
 Prepare = Callable[[nn.Module], nn.Module]
 
@@ -179,6 +186,9 @@ class FakeActivationMode(FakeTensorMode):
         return super().dispatch(func, types, args, kwargs)
 
 
+_WEAK = frozenset((WeakTensor, WeakBufferTensor, WeakStateTensor))
+
+
 class FakeActivation(FakeTensor):
     """A fake tensor: shape, dtype and device, no data.
 
@@ -189,7 +199,7 @@ class FakeActivation(FakeTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if len(types) > 1 and any(issubclass(kind, WeakTensor) for kind in types):
+        if not _WEAK.isdisjoint(types):
             return NotImplemented  # weak tensors are rounded first, by their own class
         mode = _mode_of(args) or _mode_of(kwargs.values())
         if func in GROUPED_PRODUCTS and args[0].dtype != torch.bfloat16:

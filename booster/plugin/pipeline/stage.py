@@ -100,12 +100,12 @@ class Stage:
         received: from the stage before; the first stage ignores it.
         """
         if self.index:
-            # What the forward writes to is cloned: a leaf that requires gradients takes no write in place, and the stage before
-            # may be on this rank and still read what it sent.
-            written = frozenset() if self._io is None else self._io.written[self.index]
-            self._received[self.current] = tuple(
-                value.clone() if number in written else value for number, value in enumerate(received)
-            )
+            written = self._io.written[self.index] if self._io is not None else None
+            if written:
+                # A leaf that requires gradients takes no write in place, and the stage before may be on this rank and still
+                # read what it sent.
+                received = tuple(value.clone() if number in written else value for number, value in enumerate(received))
+            self._received[self.current] = received
         micro_batch = self._micro_batches[self.current]
         return self.module(*micro_batch.args, **micro_batch.kwargs)
 
