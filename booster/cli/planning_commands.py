@@ -190,7 +190,10 @@ def _made(name: str, *, emulate: bool = False) -> Any:
 def _precisions(text: str) -> list[str]:
     names = values.listed(text)
     for name in names:
-        _made(name)
+        try:
+            _made(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
     return names
 
 

@@ -159,7 +159,7 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def is_stateful(part: Any) -> bool:
-    """Return whether a loader, a sampler or another object gives a state and takes one."""
+    """Return whether `part`, a loader, a sampler or another object, gives a state and takes one."""
     return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
 
 

@@ -101,7 +101,8 @@ def documented():
         )
         for key, member in vars(thing).items() if name in REFERENCE else ():
             function = inspect.unwrap(getattr(member, "__func__", member))
-            if not key.startswith("_") and inspect.isfunction(function):
+            is_default = getattr(function, "__name__", "") == "<lambda>"  # of a field
+            if not key.startswith("_") and inspect.isfunction(function) and not is_default:
                 text = inspect.getdoc(getattr(thing, key)) or ""
                 yield f"{name}.{key}", text, {*parameters(function)}, parameters(function)
 
