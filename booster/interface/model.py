@@ -22,7 +22,7 @@ from booster.interface.error_hints import hint
 from booster.interface.transparent import TransparentModule
 from booster.model.modules import bare, fast_path_off, is_fully_sharded, is_placed, uncompiled, wait_for_weights
 from booster.model.params import is_part
-from booster.tensors.cast_regions import both, cast_floats, cast_inputs, cast_noting_writes, region
+from booster.tensors.cast_regions import cast_floats, cast_inputs, cast_noting_writes, nest_contexts, region
 from booster.tensors.trees import HALF_DTYPES, tensors
 from booster.tensors.weak import reading_weakly, strip_weak
 
@@ -134,7 +134,7 @@ class PrecisionModule(TransparentModule):
         return hint(error, name, bare(self.module), precision=self._precision, input_dtype=self._input_dtype)
 
     def _off_path(self) -> AbstractContextManager[Any]:
-        return both(fast_path_off(), self._precision.forward_context())
+        return nest_contexts(fast_path_off(), self._precision.forward_context())
 
     def _beside_forward(self) -> Callable[[], AbstractContextManager[Any]]:
         """The context of other methods, which read buffers as forward does."""

@@ -49,7 +49,7 @@ Files, in reading order:
     master_params.py      float32 parameters in the place of half-precision ones, for methods of an optimizer that are no steps
     update.py             the room as the update sees it: application, parts of a step, choice
 
-After a step `MasterStep` calls `Bucket.write_masters`, which is `Format.write` of formats.py; a compiled step writes what
+After a step `MasterStep` calls `Bucket.commit_masters`, which is `Format.write` of formats.py; a compiled step writes what
 `split` of formats_compiled.py returns.
 
 Who depends on it: `mixed_precision/` makes `MasterOptions` and `Masters`, `update/` steps by the classes of `update.py`,

@@ -140,7 +140,7 @@ class Bucket:
         self.format.read(self.working(), residual, masters, scratch)
         return masters
 
-    def write_masters(self, values: torch.Tensor, scratch: torch.Tensor) -> None:
+    def commit_masters(self, values: torch.Tensor, scratch: torch.Tensor) -> None:
         """Take `values` as the masters, and write the working weights. Overwrites both, except a float32 master."""
         residual = self.residual if self.host is None else self.host.residual_on_device(self)
         self.format.write(self.working(), residual, values, scratch)
@@ -201,7 +201,7 @@ class Bucket:
         ]
 
     @contextmanager
-    def in_matrices(self, optimizer: Optimizer) -> Iterator[None]:
+    def with_shaped_params(self, optimizer: Optimizer) -> Iterator[None]:
         """For its length, have whole parameters in the place of the flat handle, in the one group and the state of `optimizer`.
 
         They are views of its data, gradient and states, as DTensors where the parameters are.

@@ -88,7 +88,7 @@ class MasterParams:
             for bucket in self._flat:
                 self._state.update(state_of_bucket(bucket, self._written))
             for bucket in self._changed:
-                bucket.write_masters(self._copies[bucket], bucket.scratch())
+                bucket.commit_masters(self._copies[bucket], bucket.scratch())
         else:  # parameters of one bucket have come to different states
             values: dict[torch.Tensor, torch.Tensor] = {}
             for bucket, own in self._copies.items():

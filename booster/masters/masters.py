@@ -217,7 +217,7 @@ class Masters:
             with preserving_versions(
                 [local_shard(param) for param in bucket.params]
             ):  # a forward pass may have used them
-                bucket.write_masters(masters, bucket.scratch())
+                bucket.commit_masters(masters, bucket.scratch())
 
     def _refresh_layouts(self) -> None:
         """Lay masters and states anew in the memory order of their parameters."""
@@ -275,7 +275,7 @@ class Masters:
             # A master made of its weight rounds to it. With released gradients that is between forward and backward.
             own = not any(piece.param in sources for piece in bucket.pieces)
             with preserving_versions([local_shard(p) for p in bucket.params]) if own else nullcontext():
-                bucket.write_masters(values, bucket.scratch())
+                bucket.commit_masters(values, bucket.scratch())
             if bucket.host is not None:
                 bucket.host.keep_states(bucket, self.optimizer.state)
             for param in bucket.params:

@@ -279,11 +279,11 @@ class MasterStep:
                 bucket.gather(self.masters.gradient_of, grads)
                 bucket.attach(masters, grads)
                 in_shape = self.masters.granularity == "per tensor" and not bucket.whole
-                with bucket.in_matrices(self.masters.optimizer) if in_shape else nullcontext():
+                with bucket.with_shaped_params(self.masters.optimizer) if in_shape else nullcontext():
                     self._call([grads], scalars)
         finally:
             bucket.detach()
-        bucket.write_masters(masters, grads)
+        bucket.commit_masters(masters, grads)
 
     def _step_plain(self, params: list[torch.Tensor], scalars: StepScalars) -> None:
         start_late_momentum(self.masters.optimizer)
@@ -328,7 +328,7 @@ class MasterStep:
             # The closure runs the model: it must find the user's parameters, with what the optimizer has just tried.
             with replaced_params(optimizer, param_of):
                 for bucket, value in zip(buckets, values, strict=True):
-                    bucket.write_masters(value, bucket.scratch())
+                    bucket.commit_masters(value, bucket.scratch())
                 with torch.enable_grad():
                     loss = closure()  # type: ignore[misc]
                 self._give_gradients(buckets, plain, grad_scale())
@@ -344,7 +344,7 @@ class MasterStep:
         finally:
             for bucket, value in zip(buckets, values, strict=True):
                 bucket.detach()
-                bucket.write_masters(value, bucket.scratch())
+                bucket.commit_masters(value, bucket.scratch())
             for param, grad in plain.items():
                 param.grad = grad
 

@@ -34,7 +34,7 @@ from booster.mixed_precision.apex.apex_precision import FP16ApexMixedPrecision
 from booster.mixed_precision.apex.o1 import Registered, float_function, half_function, promote_function
 from booster.mixed_precision.configure import choose_half_products
 from booster.model.params import describe_optimizer_wrapper
-from booster.tensors.cast_regions import both
+from booster.tensors.cast_regions import nest_contexts
 from booster.update.backward import BackwardPass
 from booster.update.context import UpdateContext, UpdateOptions
 
@@ -94,7 +94,7 @@ class Session:
         if self.precision is not None and self.precision.options.patch_torch_functions:
             autocast = torch.autocast(self.precision.device.type, torch.float16, cache_enabled=False)
             before = num_function_modes()
-            self._casts.enter_context(both(autocast, self.precision.session_context()))
+            self._casts.enter_context(nest_contexts(autocast, self.precision.session_context()))
             self._num_modes = num_function_modes() - before
             self._thread = threading.get_ident()
 

@@ -22,7 +22,7 @@ from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.keep_fp32 import AUTO, KeepFP32, KeptModules, RunPins, compute_in_fp32, normalise_keep_fp32
 from booster.mixed_precision.policy import DtypePolicy, Placement, half_policy
 from booster.model.modules import bare, materialise_on
-from booster.tensors.cast_regions import NewTensors, both
+from booster.tensors.cast_regions import NewTensors, nest_contexts
 from booster.tensors.trees import HALF_DTYPES
 
 
@@ -131,14 +131,14 @@ class HalfPrecision(MixedPrecision):
         products = self.half_products.forward_context(device_type) if self.half_products.widens else None
         if compute is not None:
             autocast = torch.autocast(device_type, compute, cache_enabled=self._cache_enabled)
-            return autocast if products is None else both(autocast, products)
+            return autocast if products is None else nest_contexts(autocast, products)
         inner = products or nullcontext()
-        return both(NewTensors(self._new_tensors), inner) if self._new_tensors else inner
+        return nest_contexts(NewTensors(self._new_tensors), inner) if self._new_tensors else inner
 
     def backward_context(self) -> AbstractContextManager[Any]:
         device_type = "cpu" if self._device is None else self._device.type
         inner = self.half_products.backward_context(device_type) if self.half_products.widens else nullcontext()
-        return both(NewTensors(self._new_tensors), inner) if self._new_tensors else inner
+        return nest_contexts(NewTensors(self._new_tensors), inner) if self._new_tensors else inner
 
 
 def _cure(model: nn.Module, naive: str) -> str:

@@ -56,7 +56,7 @@ class PendingAllGathers:
             return
         self._in_forward = True
         try:
-            with _Waiting(self):
+            with _WaitOnUseMode(self):
                 yield
         # What runs outside of forward knows nothing of weights on their way.
         finally:
@@ -87,7 +87,7 @@ class PendingAllGathers:
             work.wait()
 
 
-class _Waiting(TorchFunctionMode):
+class _WaitOnUseMode(TorchFunctionMode):
     def __init__(self, pending_all_gathers: PendingAllGathers) -> None:
         super().__init__()
         self._arriving = pending_all_gathers

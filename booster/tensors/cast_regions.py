@@ -138,7 +138,7 @@ def region(make_context: Callable[[], AbstractContextManager[Any]]) -> AbstractC
 
 
 @contextmanager
-def both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+def nest_contexts(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
     """Both contexts, as one."""
     # A generator, because torch.compile traces it; it does not trace an __enter__ that calls autocast's.
     with outer, inner:

@@ -43,7 +43,7 @@ from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.half_products.product_choice import HalfProducts
 from booster.mixed_precision.policy import DtypePolicy, InProcess, Placement, half_policy
 from booster.model.modules import bare
-from booster.tensors.cast_regions import CastFunctions, both, cast_floats, casts_as_now, disable_casts
+from booster.tensors.cast_regions import CastFunctions, cast_floats, casts_as_now, disable_casts, nest_contexts
 from booster.tensors.trees import is_container
 from booster.update.application import Application
 from booster.update.context import OptimizerState, UpdateContext, UpdateOptions
@@ -339,7 +339,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
     def session_context(self) -> AbstractContextManager[Any]:
         """`casts`, and around them what widens products, where any are; to be entered inside autocast without its cache."""
         wide = self.half_products.forward_context(self.device.type)
-        return self.casts() if wide is None else both(wide, self.casts())
+        return self.casts() if wide is None else nest_contexts(wide, self.casts())
 
     # ------------------------------------------------------------------ optimizers
 

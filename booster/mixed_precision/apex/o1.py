@@ -29,10 +29,10 @@ from booster.tensors.cast_regions import (
     Rule,
     Table,
     active_casts,
-    both,
     cast_floats,
     disable_casts,
     holds_casts,
+    nest_contexts,
     run_engine,
 )
 from booster.tensors.trees import HALF_DTYPES, tensors
@@ -368,14 +368,14 @@ class O1Casts:
         # In a session, which no forward pass ends, autocast's cache of half weights would outlive them.
         autocast = torch.autocast(device_type, torch.float16, cache_enabled=not holds_casts())
         wide, mode = products.forward_context(device_type), self.mode(device_type)
-        return both(autocast, mode if wide is None else both(wide, mode))
+        return nest_contexts(autocast, mode if wide is None else nest_contexts(wide, mode))
 
     def backward_context(self, device_type: str, products: HalfProducts) -> AbstractContextManager[Any]:
         """A new context for one backward pass, where activations may be recomputed."""
         modes = active_casts()
         if self._disabled or (modes and modes[-1].owner is self._registered):
             return nullcontext()
-        return both(products.backward_context(device_type), self.mode(device_type))
+        return nest_contexts(products.backward_context(device_type), self.mode(device_type))
 
     @contextmanager
     def disable(self) -> Iterator[None]:

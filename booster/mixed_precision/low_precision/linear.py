@@ -23,8 +23,8 @@ from booster.mixed_precision.low_precision.operands import (
     GatheredWeight,
     QuantizedWeight,
     QuantizedWeights,
-    both,
     multiply,
+    quantize_with_transpose,
     quantized,
     transposed,
 )
@@ -235,7 +235,7 @@ class _Linear(torch.autograd.Function):
                 y = product(tokens, weight, how, recipe, **options)
             else:
                 if in_bytes is not None:
-                    left, kept = both(tokens, how.left, in_bytes)
+                    left, kept = quantize_with_transpose(tokens, how.left, in_bytes)
                 else:
                     left = quantized(tokens, how.left)
                 right = quantized(weight, how.right) if known is None else known.quantized(how.right)
@@ -269,7 +269,7 @@ class _Linear(torch.autograd.Function):
                     of_x = product(g, weight.t(), how, recipe, **options)
                 else:
                     if ctx.needs_input_grad[1] and parts[0] is not None:
-                        left, g_t = both(g, how.left, recipe.weight_gradient.left)
+                        left, g_t = quantize_with_transpose(g, how.left, recipe.weight_gradient.left)
                     else:
                         left = quantized(g, how.left)
                     right = transposed(weight, how.right) if known is None else known.transposed(how.right)

@@ -30,7 +30,7 @@ def quantized(x: torch.Tensor, operand: CastConfig) -> ScaledTensor:
     """Return the matrix `x` as a product reads it that sums over its columns; row by row, whole numbers in bytes."""
     if _has_kernel(x, operand):
         return _by_kernel(x, operand)[0]
-    result = low(padded_and_rotated(x, operand), operand)
+    result = quantize(padded_and_rotated(x, operand), operand)
     values = result.values if operand.format.dtype is None else result.values.to(operand.format.dtype)
     return replace(result, values=values.contiguous())
 
@@ -50,7 +50,9 @@ def transposed(x: torch.Tensor, operand: CastConfig, known: ScaledTensor | None 
     return replace(known, values=values.contiguous(), scale=known.scale.t().contiguous())
 
 
-def both(x: torch.Tensor, operand: CastConfig, operand_t: CastConfig) -> tuple[ScaledTensor, ScaledTensor]:
+def quantize_with_transpose(
+    x: torch.Tensor, operand: CastConfig, operand_t: CastConfig
+) -> tuple[ScaledTensor, ScaledTensor]:
     """Return `x` as `operand` says, and `x.t()` as `operand_t`; where their bytes are the same, kernels write them in one
     pass."""
     same_scaling = operand.scaling == operand_t.scaling and operand.format == operand_t.format
@@ -64,7 +66,7 @@ def both(x: torch.Tensor, operand: CastConfig, operand_t: CastConfig) -> tuple[S
     return made, transposed(x, operand_t, made)
 
 
-def low(x: torch.Tensor, operand: CastConfig) -> ScaledTensor:
+def quantize(x: torch.Tensor, operand: CastConfig) -> ScaledTensor:
     """Return the matrix `x` in the format of `operand`."""
     noise = noise_of(x) if operand.stochastic else None
     if operand.delayed is None:

@@ -25,7 +25,7 @@ from booster.common.arguments import dtype_name
 from booster.common.torch_internals.autograd_internals import graph_task
 from booster.interface.model import ModelWrapper
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
-from booster.mixed_precision.low_precision.operands import low, padded_and_rotated
+from booster.mixed_precision.low_precision.operands import padded_and_rotated, quantize
 from booster.mixed_precision.low_precision.recipes import GemmConfig, HighPrecision
 from booster.model.modules import matcher
 from booster.model.params import local_shard
@@ -205,7 +205,7 @@ class OperandCounts:
         for given, operand, what in zip((a, b), (how.left, how.right), _OPERANDS[role], strict=True):
             matrix = padded_and_rotated(given.float(), operand)
             key = (name, role, what, str(operand.format))
-            rounded = low(matrix, operand)
+            rounded = quantize(matrix, operand)
             scale = rounded.scale_of_each() if rounded.outer is None else rounded.scale_of_each() * rounded.outer
             size, largest = rounded.values.float().abs(), operand.format.largest
             counts = (
