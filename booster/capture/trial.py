@@ -32,7 +32,7 @@ from booster.loss_scaler import HostRule
 from booster.masters.update import MasterApplication
 from booster.tensors.trees import tensors
 from booster.update.application import decides_on_device, honours_grad_scale
-from booster.update.choice import Stepping, on_device, update_on_device
+from booster.update.choice import UpdateFactories, on_device, update_on_device
 from booster.update.context import UpdateContext, UpdateOptions
 from booster.update.device import DeviceDecision
 from booster.update.gradients import Gradients
@@ -411,7 +411,8 @@ def decided_on_device(update: Update) -> Update:
         options=UpdateOptions(skip_nonfinite=gradients.skip_nonfinite),
     )
     return update_on_device(
-        on_device(context, next(iter(devices))), Stepping(lambda _: application, lambda _: update.optimizer_state)
+        on_device(context, next(iter(devices))),
+        UpdateFactories(lambda _: application, lambda _: update.optimizer_state),
     )
 
 

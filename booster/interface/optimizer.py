@@ -68,7 +68,7 @@ class OptimizerWrapper(Optimizer):
         self._forget_weights = forget_weights
         with context.shards.local():
             self._update = make_update(context)
-        self.strays = self._update.gradients.strays
+        self.foreign_backwards = self._update.gradients.foreign_backwards
         self._update.gradients.register_strays()
         self._clip_grad_norm = context.options.clip_grad_norm
         self._forbidden: str | None = None
@@ -84,9 +84,13 @@ class OptimizerWrapper(Optimizer):
     def replace_with(self, other: OptimizerWrapper) -> None:
         """Step as `other` does from now on, which was made of the same optimizer; counters, and who listens, stay."""
         other._update.gradients.listeners = self._update.gradients.listeners
-        self.strays.remove()
+        self.foreign_backwards.remove()
         other._update.models = self._update.models
-        self._update, self.strays, self._clip_grad_norm = other._update, other.strays, other._clip_grad_norm
+        self._update, self.foreign_backwards, self._clip_grad_norm = (
+            other._update,
+            other.foreign_backwards,
+            other._clip_grad_norm,
+        )
         self.backward_context, self._after_step = other.backward_context, other._after_step
         self._forget_weights = other._forget_weights
         self._history.scaler = self._update.gradients.scaler
@@ -143,7 +147,7 @@ class OptimizerWrapper(Optimizer):
             if history.waiting:
                 history.sync()
             if closure is None:
-                if self._clip_grad_norm and (gradients.in_backward is None or not gradients.in_backward.uncounted):
+                if self._clip_grad_norm and (gradients.in_backward is None or not gradients.in_backward.step_pending):
                     gradients.clip_norm(float(self._clip_grad_norm), asked=False)
                 if update.shards.is_distributed:
                     update.shards.check_gradients()
@@ -308,7 +312,7 @@ class OptimizerWrapper(Optimizer):
     @property
     def always_checks(self) -> bool:
         """Whether every step looks at its gradients: under a loss scaler, with skip_nonfinite, or with its own clip."""
-        return bool(self._update.gradients.check or self._clip_grad_norm)
+        return bool(self._update.gradients.checks_finite or self._clip_grad_norm)
 
     def sync(self) -> None:
         """Take the outcome of the last steps into the counters and run what waited for it. Waits for the device at most once.

@@ -33,10 +33,10 @@ TAKEN_BY_TRUE: tuple[str, ...] = ("cuda",)
 def by_kernels(make: Callable[[UpdateContext], Update]) -> Callable[[UpdateContext], Update]:
     """Return what makes an update by kernels where it can, else what `make` makes, with one INFO line (an error where asked by
     name)."""
-    return functools.partial(_made, make)
+    return functools.partial(_choose, make)
 
 
-def _made(make: Callable[[UpdateContext], Update], context: UpdateContext) -> Update:
+def _choose(make: Callable[[UpdateContext], Update], context: UpdateContext) -> Update:
     update = make(context)
     asked, device = context.options.fused_optimizer == ASKED, device_of(context.optimizer, context.group)
     if not asked and device.type not in TAKEN_BY_TRUE:

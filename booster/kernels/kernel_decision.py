@@ -173,8 +173,8 @@ class KernelDecision(DeviceDecision):
         self.prepare_gradual()
 
     def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
-        gradients, bound = self.gradients, self.gradients.bound
-        if gradients.in_backward is not None and gradients.in_backward.uncounted:
+        gradients, bound = self.gradients, self.gradients.deferred_max_norm
+        if gradients.in_backward is not None and gradients.in_backward.step_pending:
             return super().step(params)
         tables = self.supported.tables(params)
         if tables is not None:
@@ -188,7 +188,7 @@ class KernelDecision(DeviceDecision):
         """Step what is in `tables`. bound: of a clip that waits for the step."""
         gradients = self.gradients
         scale, pending, seed = gradients.scale, gradients.factor, gradients.loss_scale
-        checks, joint, sums, found_in = gradients.checks, gradients.joint, None, None
+        checks, joint, sums, found_in = gradients.any_checks_finite, gradients.joint, None, None
         fresh: KernelReading | None = None
         alone = joint.found_inf is None and len(joint.members) == 1
         if checks:
@@ -308,17 +308,17 @@ class KernelDecision(DeviceDecision):
         zeros = self._zeros_along
         return None if not zeros else zeros[0].sum() if len(zeros) == 1 else torch.cat(zeros).sum()
 
-    def agree(self) -> bool:
+    def should_skip(self) -> bool:
         """Return whether the host knows that all who decide together skip this step: as a rule it does not ask."""
         joint, hooked = self.gradients.joint, any(step_hooks(self.gradients.optimizer))
-        if self.gradients.checks:
+        if self.gradients.any_checks_finite:
             self.agreed()
         return bool(joint.found_inf) if hooked or not isinstance(joint.found_inf, torch.Tensor) else False
 
     @property
     def _made_in_backward(self) -> bool:
         in_backward = self.gradients.in_backward
-        return in_backward is not None and in_backward.uncounted
+        return in_backward is not None and in_backward.step_pending
 
     def _apply_divided(self, params: list[torch.Tensor], found_inf: torch.Tensor, scale: Any, clip: Any) -> bool:
         return True if self._made_in_backward else super()._apply_divided(params, found_inf, scale, clip)

@@ -21,7 +21,7 @@ from booster.tensors.flat import is_dense
 from booster.tensors.grads import gradient_values, tensor_norms
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.application import Application, StepScalars, begins, honours_grad_scale
-from booster.update.choice import COMPILER_OPTIONS, Stepping, choose_update, compile_alone
+from booster.update.choice import COMPILER_OPTIONS, UpdateFactories, choose_update, compile_alone
 from booster.update.context import UpdateContext
 from booster.update.decision import StepResult
 from booster.update.gradients import Gradients
@@ -115,7 +115,7 @@ class MasterApplication(Application):
         def current_grad_scale() -> float:
             nonlocal grad_scale
             grad_scale = gradients.grad_scale
-            gradients.carry(grad_scale)
+            gradients.set_grad_scale(grad_scale)
             return float(grad_scale)
 
         return self.master_step.step_with_closure(closure, current_grad_scale), grad_scale
@@ -185,7 +185,7 @@ class ReportingDecision(HostDecision):
         gradients = self.gradients
         # Read before the step, which moves it.
         before = gradients.scaler.scale
-        released = gradients.in_backward is not None and gradients.in_backward.uncounted
+        released = gradients.in_backward is not None and gradients.in_backward.step_pending
         zeros = (
             None if not self.counts_zeros else self._zeros_released if released else _zeros_in(gradient_values(params))
         )
@@ -214,11 +214,11 @@ def _zeros_in(values: Sequence[torch.Tensor]) -> int:
 
 def stepping_masters(
     masters: Masters, *, count_zeros: bool = False, verbose: bool = False, compiled: bool = False
-) -> Stepping:
+) -> UpdateFactories:
     """How an optimizer steps `masters`; see `MasterApplication` and `ReportingDecision` for the options, which decide
     on the host."""
     reports = count_zeros or verbose
-    return Stepping(
+    return UpdateFactories(
         functools.partial(MasterApplication, masters=masters, compiled=compiled),
         functools.partial(MasterState, masters=masters),
         compiled_half_norms if compiled else HostNorms,

@@ -161,7 +161,7 @@ def _wrap_optimizer(
         options=options,
         switched=switched,
     )
-    chosen = make_update or functools.partial(choose_update, stepping=COMPILED if compiled else PARAMETERS)
+    chosen = make_update or functools.partial(choose_update, factories=COMPILED if compiled else PARAMETERS)
     if options.fused_optimizer in (True, ASKED):
         chosen = by_kernels(chosen)
     wrapper = OptimizerWrapper(

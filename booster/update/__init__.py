@@ -41,7 +41,7 @@ In reading order:
 
 An option to clipping goes from `Booster` through `UpdateOptions` (context.py), from a call through `clip_grad_by_norm` of
 `interface/optimizer.py`, to `Gradients.clip_norm`. The factor is `Norms.clipped`: host.py, device.py, `kernels/readings.py`.
-A clip of `Booster(clip_grad_norm=)` on a device waits in `Gradients.bound` until the decision.
+A clip of `Booster(clip_grad_norm=)` on a device waits in `Gradients.deferred_max_norm` until the decision.
 
 What is true everywhere: what steps gradients runs inside `Shards.local()`, where parameters are this rank's shards; a step
 within backward takes `Shards.local_shards`. A number is a float on a host and a 0-dim tensor on a device; `float(...)` of one

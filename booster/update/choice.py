@@ -6,7 +6,7 @@
 | on a device, where a kernel heeds it | `DeviceGradients` | `DeviceNorms` | `DeviceDecision` | as it steps | as it steps |
 | compiled | `Gradients` | `compiled_norms` | `HostDecision` | `CompiledApplication` | `OptimizerState` |
 
-How it steps is for the precision to say, by a `Stepping`: on parameters as they are (`PARAMETERS`), or on masters
+How it steps is for the precision to say, by `UpdateFactories`: on parameters as they are (`PARAMETERS`), or on masters
 (`masters.update.stepping_masters`). Kernels take the place of norms, decision and application (`kernels.eligibility`), and
 apex has its own gradients (`mixed_precision/apex/apex_gradients.py`).
 
@@ -275,38 +275,40 @@ DECIDING = ("cuda",)
 """Types of devices that are worth not to be waited for."""
 
 
-class Stepping(NamedTuple):
+class UpdateFactories(NamedTuple):
     """How an optimizer steps, and what decides on a host.
 
-    application, kept: what makes them. norms, decision: on the host. decides_on_host: whether nothing else will do.
+    application, optimizer_state: what makes them. norms, decision: on the host. decides_on_host: whether nothing else will do.
     """
 
     application: Callable[[UpdateContext], Application] = Application
-    kept: Callable[[UpdateContext], OptimizerState] = OptimizerState
+    optimizer_state: Callable[[UpdateContext], OptimizerState] = OptimizerState
     norms: Callable[[UpdateContext], Norms] = HostNorms
     decision: Callable[[Gradients, Application], Decision] = HostDecision
     decides_on_host: bool = False
 
 
-PARAMETERS = Stepping()
-COMPILED = Stepping(CompiledApplication, norms=compiled_norms, decides_on_host=True)
+PARAMETERS = UpdateFactories()
+COMPILED = UpdateFactories(CompiledApplication, norms=compiled_norms, decides_on_host=True)
 
 
-def choose_update(context: UpdateContext, stepping: Stepping = PARAMETERS) -> Update:
+def choose_update(context: UpdateContext, factories: UpdateFactories = PARAMETERS) -> Update:
     """Make the update of an optimizer: on the device where its kernel can decide there, else on the host."""
     # A small collective where ranks hold shards on devices.
-    device = None if stepping.decides_on_host else deciding_device(context)
+    device = None if factories.decides_on_host else deciding_device(context)
     return (
-        update_on_host(context, stepping) if device is None else update_on_device(on_device(context, device), stepping)
+        update_on_host(context, factories)
+        if device is None
+        else update_on_device(on_device(context, device), factories)
     )
 
 
-def update_on_host(context: UpdateContext, stepping: Stepping = PARAMETERS) -> Update:
+def update_on_host(context: UpdateContext, factories: UpdateFactories = PARAMETERS) -> Update:
     """Make an update that decides on the host."""
-    gradients = Gradients(context, stepping.norms(context))
-    decision = stepping.decision(gradients, stepping.application(context))
+    gradients = Gradients(context, factories.norms(context))
+    decision = factories.decision(gradients, factories.application(context))
     step_in_backward(context, gradients, decision)
-    return Update(gradients, decision, stepping.kept(context))
+    return Update(gradients, decision, factories.optimizer_state(context))
 
 
 def step_in_backward(context: UpdateContext, gradients: Gradients, decision: Decision) -> None:
@@ -317,10 +319,12 @@ def step_in_backward(context: UpdateContext, gradients: Gradients, decision: Dec
         gradients.in_backward = OptimizerInBackward(mode, max_norm, decision)
 
 
-def update_on_device(context: UpdateContext, stepping: Stepping = PARAMETERS) -> Update:
+def update_on_device(context: UpdateContext, factories: UpdateFactories = PARAMETERS) -> Update:
     """Make an update that decides on a device, where the loss scale of `context` lives."""
     gradients = DeviceGradients(context, DeviceNorms(context))
-    return Update(gradients, DeviceDecision(gradients, stepping.application(context)), stepping.kept(context))
+    return Update(
+        gradients, DeviceDecision(gradients, factories.application(context)), factories.optimizer_state(context)
+    )
 
 
 def deciding_device(context: UpdateContext) -> torch.device | None:

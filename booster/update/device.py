@@ -180,7 +180,7 @@ class DeviceDecision(Decision):
         scale, clip = 1.0 if gradients.scale is None else gradients.scale, gradients.clip
         zeros = self.zeros_in(params)
         left: Any = partial(_scale_of, scale, clip)
-        if not gradients.checks:
+        if not gradients.any_checks_finite:
             divided = self._apply(params, NO_SCALARS)
             fields = StepFields(loss_scale=1.0) if zeros is None else LazyStepFields(1.0, num_zeros=zeros)
             return StepResult(True, fields), 1.0 if divided else left

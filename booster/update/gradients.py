@@ -22,14 +22,32 @@ from booster.ranks import agreement
 from booster.tensors.grads import gradient_values, own_memory, scale_in_graph, scale_values
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.backward import BackwardPass, JointDecision
-from booster.update.context import EVERY, FIRST, GradMutationCheck, Parameters, StepListener, StrayPasses, UpdateContext
+from booster.update.context import (
+    EVERY,
+    FIRST,
+    ForeignBackwards,
+    GradMutationCheck,
+    Parameters,
+    StepListener,
+    UpdateContext,
+)
 from booster.update.decision import Norms
 from booster.update.in_backward import OptimizerInBackward
 
 _logger = logging.getLogger(__name__)
 WHOLE = nullcontext()  # where parameters are whole, `local()` changes nothing
 _NOT_READ = torch.full((), math.nan, dtype=torch.float32, device="cpu")  # a norm
-_CARRIED_ON = ("scale", "factor", "norm", "loss_scale", "losses", "check", "num_backwards", "bound", "_differentiable")
+_CARRIED_ON = (
+    "scale",
+    "factor",
+    "norm",
+    "loss_scale",
+    "losses",
+    "checks_finite",
+    "num_backwards",
+    "deferred_max_norm",
+    "_differentiable",
+)
 _DTYPE = attrgetter("dtype")  # of every parameter in every step, without a Python call for each
 
 
@@ -39,10 +57,10 @@ class Gradients:
     Attributes:
         scale: what they are multiplied by; None: there are none that we know of.
         factor: the product of the clip factors that wait; None: no clip does.
-        bound: of a clip that waits unread for the decision.
+        deferred_max_norm: of a clip that waits unread for the decision.
         read: norms taken since the last backward pass; found_inf follows from them.
         norm: the first of them, as it would be unscaled.
-        check: whether the next step reads its gradients without being asked.
+        checks_finite: whether the next step reads its gradients without being asked.
         loss_scale: of this step's backward passes.
         losses: of these passes, where a skip has to say why.
         num_backwards: how many passes there were since the last step.
@@ -50,13 +68,13 @@ class Gradients:
         in_backward: how passes step on them, where they do.
         listeners: what hears of passes and steps.
         mutation_check: scaled gradients as the last pass left them, in steps that compare.
-        strays: passes that are not ours, in these steps.
-        piles_up: whether gradients can wait that no step may use yet although a backward pass has ended.
+        foreign_backwards: passes that are not ours, in these steps.
+        has_unready_grads: whether gradients can wait that no step may use yet although a backward pass has ended.
         check_loss: called with the first loss, to refuse it by raising; None: nothing is.
         takes_bare: whether gradients of a bare `loss.backward()` add up with those of our passes, as where these are unscaled.
     """
 
-    piles_up = takes_bare = False
+    has_unready_grads = takes_bare = False
     check_loss: Callable[[torch.Tensor], None] | None = None
 
     def __init__(self, context: UpdateContext, norms: Norms) -> None:
@@ -81,7 +99,7 @@ class Gradients:
         self._in_pass = False
         self._prescribed: float | None = None  # the next scale, of a replay
         self._num_steps = 0
-        self.strays = StrayPasses()
+        self.foreign_backwards = ForeignBackwards()
         self.reset(None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,13 +115,13 @@ class Gradients:
         """Forget what belongs to one step. scale: what `.grad` is multiplied by now; None: nothing that we know of."""
         self.scale: Any = scale
         self.factor: Any = None
-        self.bound: float | None = None
+        self.deferred_max_norm: float | None = None
         self.read: list[Any] = []
         self.norm: Any = None
-        self.check = self.scaler.enabled or self.skip_nonfinite
+        self.checks_finite = self.scaler.enabled or self.skip_nonfinite
         self.num_backwards = 0
         self.mutation_check: GradMutationCheck | None = None
-        self.strays.params.clear()
+        self.foreign_backwards.params.clear()
         self.loss_scale: Any = 1.0
         self.losses: list[torch.Tensor] = []
         self._differentiable = False  # a graph may lead through gradients at rest
@@ -152,7 +170,7 @@ class Gradients:
     def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None:
         """Bring gradients that exist already to `scale`, pending clips applied, so that new ones add to them. this: the pass
         that begins; None means one for this optimizer alone, of loss 0, complete."""
-        if self.strays.params:
+        if self.foreign_backwards.params:
             self.refuse_strays()
         if self.mutation_check is not None:
             self.check_mutations()
@@ -190,15 +208,15 @@ class Gradients:
             replica_check.num_passes += 1
             if replica_check.num_passes == replica_check.due:
                 replica_check.check(self.shards)
-        self.strays.params.clear()  # these were ours
+        self.foreign_backwards.params.clear()  # these were ours
         # Seldom, because version counters of all parameters are read, and each has a hook.
         is_due = self.scaler.enabled and (self._num_steps < FIRST or self._num_steps % EVERY == 0)
         if is_due and self.scale is not None and not _same(self.scale, 1.0):
             self.mutation_check = GradMutationCheck(self.parameters.held())
             self.register_strays()
-        elif self.strays.hooks:
-            self.strays.remove()
-        if self.check and loss is not None:
+        elif self.foreign_backwards.hooks:
+            self.foreign_backwards.remove()
+        if self.checks_finite and loss is not None:
             self.losses.append(loss.detach())
         for listener in self.listeners:
             listener.after_backward(None if loss is None else loss.detach())
@@ -206,16 +224,16 @@ class Gradients:
     def abandon_backward(self) -> None:
         """The pass raised; `after_backward` is not called."""
         self._in_pass = False
-        self.strays.params.clear()
+        self.foreign_backwards.params.clear()
 
     def register_strays(self) -> None:
         """Note passes that are not ours from now on. Not inside `local()`: the hooks are those of whole parameters."""
         if self.scaler.enabled and not self.takes_bare:
-            self.strays.register(self.parameters.held())
+            self.foreign_backwards.register(self.parameters.held())
 
     def check_mutations(self) -> None:
-        """RuntimeError for strays, and one WARNING if somebody else wrote to gradients that are noted."""
-        if self.strays.params:
+        """RuntimeError for foreign passes, and one WARNING if somebody else wrote to gradients that are noted."""
+        if self.foreign_backwards.params:
             self.refuse_strays()
         # Nor are those of optimizers that step together noted any longer: under `fully_shard` all are views of one tensor, and
         # a write to one counts for each.
@@ -302,10 +320,12 @@ class Gradients:
         return self.norms.found_inf(self.read)
 
     @property
-    def checks(self) -> bool:
+    def any_checks_finite(self) -> bool:
         """Return whether this step looks at its gradients, or is bound by another optimizer that does."""
         joint = self.joint
-        return self.check or joint.found_inf is not None or any(member.check for member in joint.members)
+        return (
+            self.checks_finite or joint.found_inf is not None or any(member.checks_finite for member in joint.members)
+        )
 
     # ------------------------------------------------------------------ clips and unscaling
 
@@ -318,11 +338,11 @@ class Gradients:
         if self.none_anywhere():
             return
         self.require_backward()
-        if self.check and not self.read:
+        if self.checks_finite and not self.read:
             self.true_norm(2.0)
         self.apply_scale()
 
-    def carry(self, scale: Any) -> None:
+    def set_grad_scale(self, scale: Any) -> None:
         """`.grad` is multiplied by `scale` now, no clip waits, and no norm was read."""
         self.scale, self.factor, self.read = scale, None, []
 
@@ -344,7 +364,7 @@ class Gradients:
         """
         # The norm would be waited for: on a device the decision reads it later.
         if self.norms.defers_clips and not (asked or self.listeners):
-            self.check, self.bound = True, max_norm
+            self.checks_finite, self.deferred_max_norm = True, max_norm
             return _NOT_READ
         with self.shards.local() if self.shards.sharded else WHOLE:
             self._present = self._find_params()  # once for all that asks for it below
@@ -355,9 +375,9 @@ class Gradients:
                     if asked:
                         self._refuse_early_clip("clip_grad_by_norm")
                     return torch.tensor(0.0, dtype=torch.float32)
-                if self.piles_up or not self.num_backwards:
+                if self.has_unready_grads or not self.num_backwards:
                     self.require_backward()
-                self.check = True
+                self.checks_finite = True
                 norm = self.true_norm(norm_type)
             finally:
                 self._present = None
@@ -371,7 +391,7 @@ class Gradients:
 
     def clip_by(self, max_norm: float, norm: float) -> None:
         """Clip to `max_norm` gradients of the true norm `norm`, or what is taken for it."""
-        self.check = True
+        self.checks_finite = True
         self.factor = self.norms.clipped(norm, max_norm, self.factor)
 
     def clip_value(self, clip_value: float) -> None:
@@ -381,7 +401,7 @@ class Gradients:
                 self._refuse_early_clip("clip_grad_by_value")
                 return
             self.require_backward()
-            self.check = True
+            self.checks_finite = True
             self.norms.clamp(self, clip_value)
 
     def multiply(self, ratio: Any) -> None:
@@ -412,7 +432,7 @@ class Gradients:
             self.parameters.check_full(params)
         if (not self.num_backwards if self.shards.sharded else not params) and self.none_anywhere():
             return None
-        if self._in_pass or self.piles_up or not self.num_backwards or self.strays.params:
+        if self._in_pass or self.has_unready_grads or not self.num_backwards or self.foreign_backwards.params:
             self.require_backward()
         return params
 
@@ -457,7 +477,7 @@ class Gradients:
                 "b.backward(loss, optimizer) instead, and name every optimizer that will step on that loss: "
                 "b.backward(loss, [optimizer_a, optimizer_b])"
             )
-        if self.strays.params:
+        if self.foreign_backwards.params:
             self.refuse_strays()
 
     def warn_of_mutation(self) -> None:
@@ -488,8 +508,8 @@ class Gradients:
         """Raise RuntimeError if a stray pass brought gradients that would be added to those of another scale."""
         # Before a pass of ours nothing is known of gradients, and they are taken to have the scale of the next one.
         if float(self.next_scale if self.scale is None else self.scale) != 1.0:
-            self.strays.refuse(self.parameters, self.shards)
-        self.strays.params.clear()
+            self.foreign_backwards.refuse(self.parameters, self.shards)
+        self.foreign_backwards.params.clear()
 
 
 def _same(scale: Any, other: Any) -> bool:

@@ -123,12 +123,12 @@ class HostDecision(Decision):
         if alone and group is None and gradients.read and not any(map(_NONFINITE, gradients.read)):
             skip = False  # no other rank takes part
         else:
-            skip = (gradients.check or not alone and gradients.checks) and self._agreed()
+            skip = (gradients.checks_finite or not alone and gradients.any_checks_finite) and self._agreed()
         norm = gradients.norm
         if skip:
             return self._skip()
         scale: Any = 1.0
-        if gradients.in_backward is None or not gradients.in_backward.uncounted:
+        if gradients.in_backward is None or not gradients.in_backward.step_pending:
             scalars = NO_SCALARS
             if factor is not None:
                 scalars = StepScalars(gradients.grad_scale)
@@ -153,9 +153,9 @@ class HostDecision(Decision):
         fields = StepFields(loss_scale=gradients.loss_scale, grad_norm=norm, skipped_reason=reason, culprit=culprit)
         return StepResult(False, fields), gradients.scale
 
-    def agree(self) -> bool:
+    def should_skip(self) -> bool:
         """Return whether all who decide together skip this step; asked once what all of them have read is there."""
-        return self.gradients.checks and self._agreed()
+        return self.gradients.any_checks_finite and self._agreed()
 
     def _agreed(self) -> bool:
         joint, group = self.gradients.joint, self.gradients.group

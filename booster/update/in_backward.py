@@ -46,7 +46,7 @@ class OptimizerInBackward:
     Attributes:
         mode: "exact" or "previous_norm".
         max_norm: to clip to; 0 does not.
-        uncounted: whether a pass has stepped, or decided to skip, and `step()` is still to count it.
+        step_pending: whether a pass has stepped, or decided to skip, and `step()` is still to count it.
         sync: counts the last step, since schedules that wait for it write the learning rates by which a pass steps.
         previous: the norm of the last step, where that is what clips: a float, or a 0-dim tensor where a device decides.
     """
@@ -55,7 +55,7 @@ class OptimizerInBackward:
         self.decision_is(decision)
         self.mode = mode
         self.max_norm = max_norm
-        self.uncounted = False
+        self.step_pending = False
         self.sync: Callable[[], None] = lambda: None
         self.previous: Any = None
         self._partial_step = ""
@@ -76,7 +76,7 @@ class OptimizerInBackward:
         """Raise RuntimeError or ValueError if a pass cannot use its gradients."""
         self.check_weights()
         self.sync()
-        if self.uncounted:
+        if self.step_pending:
             raise RuntimeError(
                 "a second backward pass before optimizer.step(): release_gradients has stepped on the gradients of the first, "
                 "so they cannot be added up. Call step() after each backward pass, or put the passes of one step in "
@@ -90,7 +90,7 @@ class OptimizerInBackward:
 
     def refuse(self, what: str) -> None:
         """Raise RuntimeError if gradients were used already. what: the call that needs them."""
-        if self.uncounted:
+        if self.step_pending:
             raise RuntimeError(
                 f"{what} comes too late: release_gradients has stepped on the gradients within backward and freed them. Clip "
                 "by Booster(clip_grad_norm=...), or use release_gradients=False"
@@ -235,7 +235,7 @@ def _decide(passes: Sequence[InBackwardPass]) -> bool:
         for each in passes:
             if each.counts:
                 each.set_norm()
-        skips = [each.decision.agree() for each in passes]  # of all, which may be collectives
+        skips = [each.decision.should_skip() for each in passes]  # of all, which may be collectives
         return any(skips)
 
 

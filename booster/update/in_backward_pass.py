@@ -187,7 +187,7 @@ class InBackwardPass:
         self._most = most_at_once(sum(param.numel() for param in self.params))
         self._num_stepped = 0
         exact = self.in_backward.mode == "exact" or self.in_backward.previous is None
-        self.measures_first = exact and bool(gradients.check or self.in_backward.max_norm)
+        self.measures_first = exact and bool(gradients.checks_finite or self.in_backward.max_norm)
         self.measures_along = not exact and bool(self.in_backward.max_norm)
 
     # ------------------------------------------------------------------ the first of two passes
@@ -442,10 +442,10 @@ class InBackwardPass:
 
     def finish(self) -> None:
         """The gradients were used, or dropped."""
-        self.in_backward.uncounted = bool(self._seen) or self._num_stepped > 0
+        self.in_backward.step_pending = bool(self._seen) or self._num_stepped > 0
         for param in self.params:
             self._shards.drop_gradient(param)
-        self.gradients.strays.params.clear()  # of two passes the second was ours too
+        self.gradients.foreign_backwards.params.clear()  # of two passes the second was ours too
         if self.in_backward.mode == "previous_norm" and self.gradients.norm is not None:
             self._keep_norm(self.gradients.norm)
 

@@ -55,14 +55,14 @@ class Update:
     def for_replay(self, scale: float) -> Iterator[None]:
         """Inside, gradients are as before any pass, without listeners, and losses are multiplied by `scale`; afterwards all
         is what it was."""
-        strays = self.gradients.strays.params
-        before = [*strays]
+        foreign = self.gradients.foreign_backwards.params
+        before = [*foreign]
         try:
             with attributes([self], gradients=self.gradients.for_replay(scale)):
                 yield
         finally:
-            strays.clear()  # those of the replay
-            strays.extend(before)
+            foreign.clear()  # those of the replay
+            foreign.extend(before)
 
     def name_of(self, param: torch.Tensor) -> str:
         """The qualified name of `param`, for reports."""
@@ -74,7 +74,7 @@ class Update:
         in_backward = gradients.in_backward
         if in_backward is not None:
             in_backward.check_weights()
-            if in_backward.uncounted:
+            if in_backward.step_pending:
                 return self._finish(in_backward)
         with shards.local() if shards.sharded else WHOLE:
             try:
@@ -106,15 +106,15 @@ class Update:
         # This rank may step nothing of the parameters that have a gradient; then all ranks raise alike.
         if not nowhere and any(param.requires_grad and param in self.names for _, param in named):
             return
-        strangers = [name for name, param in named if param.grad is not None and param not in self.names]
+        unmanaged = [name for name, param in named if param.grad is not None and param not in self.names]
         others = [name for name, param in named if param.grad is not None]
-        if others and not strangers and not self._said_idle:
+        if others and not unmanaged and not self._said_idle:
             self._said_idle = True  # as where optimizers of one model take turns, this may be meant
             what = f"a step of {type(self.optimizer).__name__} changed nothing: none of its parameters has a gradient"
             _logger.warning("%s, and others of its model have: %s. This is said once", what, listed(others, 3))
-        if strangers:
+        if unmanaged:
             raise RuntimeError(
-                f"no parameter of the optimizer has a gradient, and {listed(strangers, 3)} of its model, which came into the "
+                f"no parameter of the optimizer has a gradient, and {listed(unmanaged, 3)} of its model, which came into the "
                 "model after boost(), do: nothing would train. What replaces parameters, as peft's load_adapter does for half "
                 "weights, comes before boost(); afterwards load values into those that are there, by model.load_state_dict or "
                 "peft's set_peft_model_state_dict"
@@ -125,7 +125,7 @@ class Update:
         try:
             result, _ = self.decision.step([])
         finally:
-            in_backward.uncounted = False
+            in_backward.step_pending = False
         # What came before a gradient that is not finite may have been stepped.
         if self.shards.sharded and (self.decision.on_device or result.applied or in_backward.mode == "previous_norm"):
             self.shards.sync_params()
@@ -178,7 +178,7 @@ class Update:
     def _nonfinite(self) -> tuple[str, ...] | None:
         """Return the parameters with gradients that are not finite, where a step looks and would be skipped; else None."""
         gradients = self.gradients
-        if not gradients.check:
+        if not gradients.checks_finite:
             return None
         found_inf = bool(gradients.found_inf())
         if self.shards.sharded:

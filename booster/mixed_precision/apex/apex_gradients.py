@@ -49,7 +49,7 @@ class ApexGradients(Gradients):
     """
 
     scaler: ApexScales
-    piles_up = takes_bare = True
+    has_unready_grads = takes_bare = True
     short_circuits = True  # a static scale of 1 does nothing at all
 
     def __init__(self, context: UpdateContext, norms: Norms) -> None:
@@ -64,7 +64,7 @@ class ApexGradients(Gradients):
 
     def reset(self, scale: Any) -> None:
         super().reset(scale)
-        self.check = self.skip_nonfinite
+        self.checks_finite = self.skip_nonfinite
         self._delayed = None
         self._stash = {}
         self._before = {}

@@ -70,7 +70,7 @@ class RealGradients(Gradients):
 
     def reset(self, scale: Any) -> None:
         super().reset(scale)
-        self.check = self.skip_nonfinite
+        self.checks_finite = self.skip_nonfinite
 
     def scale_for(self, loss_id: int) -> float:
         return self.scaler.of(loss_id) if self._prescribed is None else self._prescribed
