@@ -159,7 +159,7 @@ def backward(
             raise
         raise RuntimeError(advice) from error
     for other in self._boosted.optimizers.values() if len(self._boosted.optimizers) > len(optimizers) else ():
-        other.foreign_backwards.params.clear()  # no bare pass brought what this one did
+        other.bare_passes.params.clear()  # no bare pass brought what this one did
     if group is not None:
         group.after_backward()
     if self._shown_loss is not None:

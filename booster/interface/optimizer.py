@@ -68,7 +68,7 @@ class OptimizerWrapper(Optimizer):
         self._forget_weights = forget_weights
         with context.shards.local():
             self._update = make_update(context)
-        self.foreign_backwards = self._update.gradients.foreign_backwards
+        self.bare_passes = self._update.gradients.bare_passes
         self._update.gradients.register_strays()
         self._clip_grad_norm = context.options.clip_grad_norm
         self._forbidden: str | None = None
@@ -84,11 +84,11 @@ class OptimizerWrapper(Optimizer):
     def replace_with(self, other: OptimizerWrapper) -> None:
         """Step as `other` does from now on, which was made of the same optimizer; counters, and who listens, stay."""
         other._update.gradients.listeners = self._update.gradients.listeners
-        self.foreign_backwards.remove()
+        self.bare_passes.remove()
         other._update.models = self._update.models
-        self._update, self.foreign_backwards, self._clip_grad_norm = (
+        self._update, self.bare_passes, self._clip_grad_norm = (
             other._update,
-            other.foreign_backwards,
+            other.bare_passes,
             other._clip_grad_norm,
         )
         self.backward_context, self._after_step = other.backward_context, other._after_step

@@ -186,7 +186,7 @@ class GradMutationCheck:
         return torch.cat(elements).nan_to_num() if elements else torch.zeros(0, dtype=torch.float32)
 
 
-class ForeignBackwards:
+class BarePasses:
     """Backward passes that no `b.backward` of an optimizer made, noted while its parameters have hooks.
 
     params: to which one brought gradients. Who makes passes clears them afterwards. hooks: empty where nothing is noted.
@@ -222,7 +222,7 @@ class ForeignBackwards:
                 )
 
     def __reduce__(self) -> Any:
-        return ForeignBackwards, ()  # the parameters of a copy are others
+        return BarePasses, ()  # the parameters of a copy are others
 
 
 def _value(param: torch.Tensor) -> torch.Tensor | None:

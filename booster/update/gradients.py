@@ -22,32 +22,15 @@ from booster.ranks import agreement
 from booster.tensors.grads import gradient_values, own_memory, scale_in_graph, scale_values
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.backward import BackwardPass, JointDecision
-from booster.update.context import (
-    EVERY,
-    FIRST,
-    ForeignBackwards,
-    GradMutationCheck,
-    Parameters,
-    StepListener,
-    UpdateContext,
-)
+from booster.update.context import EVERY, FIRST, BarePasses, GradMutationCheck, Parameters, StepListener, UpdateContext
 from booster.update.decision import Norms
 from booster.update.in_backward import OptimizerInBackward
 
 _logger = logging.getLogger(__name__)
 WHOLE = nullcontext()  # where parameters are whole, `local()` changes nothing
 _NOT_READ = torch.full((), math.nan, dtype=torch.float32, device="cpu")  # a norm
-_CARRIED_ON = (
-    "scale",
-    "factor",
-    "norm",
-    "loss_scale",
-    "losses",
-    "checks_finite",
-    "num_backwards",
-    "deferred_max_norm",
-    "_differentiable",
-)
+_OF_PASSES = ("scale", "factor", "norm", "loss_scale", "losses", "num_backwards", "_differentiable")
+_OF_STEP = ("checks_finite", "deferred_max_norm")
 _DTYPE = attrgetter("dtype")  # of every parameter in every step, without a Python call for each
 
 
@@ -68,7 +51,7 @@ class Gradients:
         in_backward: how passes step on them, where they do.
         listeners: what hears of passes and steps.
         mutation_check: scaled gradients as the last pass left them, in steps that compare.
-        foreign_backwards: passes that are not ours, in these steps.
+        bare_passes: passes that are not ours, in these steps.
         has_unready_grads: whether gradients can wait that no step may use yet although a backward pass has ended.
         check_loss: called with the first loss, to refuse it by raising; None: nothing is.
         takes_bare: whether gradients of a bare `loss.backward()` add up with those of our passes, as where these are unscaled.
@@ -99,7 +82,7 @@ class Gradients:
         self._in_pass = False
         self._prescribed: float | None = None  # the next scale, of a replay
         self._num_steps = 0
-        self.foreign_backwards = ForeignBackwards()
+        self.bare_passes = BarePasses()
         self.reset(None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,7 +104,7 @@ class Gradients:
         self.checks_finite = self.scaler.enabled or self.skip_nonfinite
         self.num_backwards = 0
         self.mutation_check: GradMutationCheck | None = None
-        self.foreign_backwards.params.clear()
+        self.bare_passes.params.clear()
         self.loss_scale: Any = 1.0
         self.losses: list[torch.Tensor] = []
         self._differentiable = False  # a graph may lead through gradients at rest
@@ -144,7 +127,7 @@ class Gradients:
     def snapshot(self) -> dict[str, Any]:
         """Return what is carried to the next step, by name, for `restore`; tensors in it are not copied."""
         # References alone: whoever restores them runs nothing that writes to these in between.
-        values = {name: getattr(self, name) for name in _CARRIED_ON}
+        values = {name: getattr(self, name) for name in (*_OF_PASSES, *_OF_STEP)}
         return {name: list(value) if type(value) is list else value for name, value in values.items()}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
@@ -170,7 +153,7 @@ class Gradients:
     def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None:
         """Bring gradients that exist already to `scale`, pending clips applied, so that new ones add to them. this: the pass
         that begins; None means one for this optimizer alone, of loss 0, complete."""
-        if self.foreign_backwards.params:
+        if self.bare_passes.params:
             self.refuse_strays()
         if self.mutation_check is not None:
             self.check_mutations()
@@ -208,14 +191,14 @@ class Gradients:
             replica_check.num_passes += 1
             if replica_check.num_passes == replica_check.due:
                 replica_check.check(self.shards)
-        self.foreign_backwards.params.clear()  # these were ours
+        self.bare_passes.params.clear()  # these were ours
         # Seldom, because version counters of all parameters are read, and each has a hook.
         is_due = self.scaler.enabled and (self._num_steps < FIRST or self._num_steps % EVERY == 0)
         if is_due and self.scale is not None and not _same(self.scale, 1.0):
             self.mutation_check = GradMutationCheck(self.parameters.held())
             self.register_strays()
-        elif self.foreign_backwards.hooks:
-            self.foreign_backwards.remove()
+        elif self.bare_passes.hooks:
+            self.bare_passes.remove()
         if self.checks_finite and loss is not None:
             self.losses.append(loss.detach())
         for listener in self.listeners:
@@ -224,16 +207,16 @@ class Gradients:
     def abandon_backward(self) -> None:
         """The pass raised; `after_backward` is not called."""
         self._in_pass = False
-        self.foreign_backwards.params.clear()
+        self.bare_passes.params.clear()
 
     def register_strays(self) -> None:
         """Note passes that are not ours from now on. Not inside `local()`: the hooks are those of whole parameters."""
         if self.scaler.enabled and not self.takes_bare:
-            self.foreign_backwards.register(self.parameters.held())
+            self.bare_passes.register(self.parameters.held())
 
     def check_mutations(self) -> None:
-        """RuntimeError for foreign passes, and one WARNING if somebody else wrote to gradients that are noted."""
-        if self.foreign_backwards.params:
+        """RuntimeError for bare passes, and one WARNING if somebody else wrote to gradients that are noted."""
+        if self.bare_passes.params:
             self.refuse_strays()
         # Nor are those of optimizers that step together noted any longer: under `fully_shard` all are views of one tensor, and
         # a write to one counts for each.
@@ -323,9 +306,7 @@ class Gradients:
     def any_checks_finite(self) -> bool:
         """Return whether this step looks at its gradients, or is bound by another optimizer that does."""
         joint = self.joint
-        return (
-            self.checks_finite or joint.found_inf is not None or any(member.checks_finite for member in joint.members)
-        )
+        return self.checks_finite or joint.found_inf is not None or any(each.checks_finite for each in joint.members)
 
     # ------------------------------------------------------------------ clips and unscaling
 
@@ -432,7 +413,7 @@ class Gradients:
             self.parameters.check_full(params)
         if (not self.num_backwards if self.shards.sharded else not params) and self.none_anywhere():
             return None
-        if self._in_pass or self.has_unready_grads or not self.num_backwards or self.foreign_backwards.params:
+        if self._in_pass or self.has_unready_grads or not self.num_backwards or self.bare_passes.params:
             self.require_backward()
         return params
 
@@ -477,7 +458,7 @@ class Gradients:
                 "b.backward(loss, optimizer) instead, and name every optimizer that will step on that loss: "
                 "b.backward(loss, [optimizer_a, optimizer_b])"
             )
-        if self.foreign_backwards.params:
+        if self.bare_passes.params:
             self.refuse_strays()
 
     def warn_of_mutation(self) -> None:
@@ -508,8 +489,8 @@ class Gradients:
         """Raise RuntimeError if a stray pass brought gradients that would be added to those of another scale."""
         # Before a pass of ours nothing is known of gradients, and they are taken to have the scale of the next one.
         if float(self.next_scale if self.scale is None else self.scale) != 1.0:
-            self.foreign_backwards.refuse(self.parameters, self.shards)
-        self.foreign_backwards.params.clear()
+            self.bare_passes.refuse(self.parameters, self.shards)
+        self.bare_passes.params.clear()
 
 
 def _same(scale: Any, other: Any) -> bool:

@@ -445,7 +445,7 @@ class InBackwardPass:
         self.in_backward.step_pending = bool(self._seen) or self._num_stepped > 0
         for param in self.params:
             self._shards.drop_gradient(param)
-        self.gradients.foreign_backwards.params.clear()  # of two passes the second was ours too
+        self.gradients.bare_passes.params.clear()  # of two passes the second was ours too
         if self.in_backward.mode == "previous_norm" and self.gradients.norm is not None:
             self._keep_norm(self.gradients.norm)
 

@@ -55,14 +55,14 @@ class Update:
     def for_replay(self, scale: float) -> Iterator[None]:
         """Inside, gradients are as before any pass, without listeners, and losses are multiplied by `scale`; afterwards all
         is what it was."""
-        foreign = self.gradients.foreign_backwards.params
-        before = [*foreign]
+        bare = self.gradients.bare_passes.params
+        before = [*bare]
         try:
             with attributes([self], gradients=self.gradients.for_replay(scale)):
                 yield
         finally:
-            foreign.clear()  # those of the replay
-            foreign.extend(before)
+            bare.clear()  # those of the replay
+            bare.extend(before)
 
     def name_of(self, param: torch.Tensor) -> str:
         """The qualified name of `param`, for reports."""

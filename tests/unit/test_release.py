@@ -312,7 +312,7 @@ def test_gradients_are_gone_when_backward_returns_and_step_counts_the_step(preci
 def test_the_second_of_two_passes_is_none_of_others_so_that_no_scale_is_read_for_it():
     run = Run("exact", "fp16")
     run.booster.backward(run.loss(), run.optimizer)
-    assert not run.optimizer._update.gradients.foreign_backwards.params
+    assert not run.optimizer._update.gradients.bare_passes.params
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
