@@ -11,7 +11,8 @@ files in reading order. These follow the five lines above:
 
     booster.py           `Booster`: one class, with methods that call one thing each; facade/ is what they call
     mixed_precision/     a precision: its dtypes (`policy.py`), its place in `boost` (`configure.py`), the names of all
-    plugin/              a placement on ranks: ddp/, zero.py, fsdp/, tensor_parallel/, pipeline/
+    plugin/              a placement on ranks: ddp/, zero.py, fsdp/, tensor_parallel/, sequence_parallel/, pipeline/,
+                         expert_parallel.py; hybrid.py has several at once
     interface/           what `boost` returns: wrappers of model, optimizer and scheduler
     update/              from gradients to a step: unscale, clip, decide, apply; `choice.py` says which of these is taken
     masters/, shards/    float32 numbers of half-precision parameters; what of a tensor this rank holds

@@ -66,10 +66,10 @@ class Booster(BoosterState):
         `PrecisionSchedule` of them, an `Autopilot`, or None for float32.
     plugin: a `Plugin`, or None for a single device.
 
-    fused_optimizer: True takes Triton kernels of this library on CUDA, where a trial of them is like torch, else the fused
-        kernel of torch optimizers that have one, which also who builds them with fused=True keeps; "triton" takes those of
-        this library, and raises ValueError at `boost` where they cannot step; "compile" compiles the update of any optimizer
-        instead, and says so in a WARNING where it cannot; False does none of it.
+    fused_optimizer: True takes Triton kernels of this library on CUDA if a trial of them gives what torch gives, else torch's
+        fused kernel if the optimizer has one; an optimizer built with fused=True keeps that. "triton" takes the kernels of
+        this library, and raises ValueError at `boost` if they cannot step. "compile" compiles the update of any optimizer
+        instead, and says so in a WARNING if it cannot. False does none of it.
     clip_grad_norm: every `step()` clips the gradients of its optimizer to this norm; 0 does not.
     skip_nonfinite: skip steps with gradients that are not finite also without a loss scaler and without clipping.
     max_consecutive_skips: so many skipped steps in a row raise `LossScaleError`; None never does.
@@ -182,7 +182,8 @@ class Booster(BoosterState):
         plugin: Plugin | None = None,
         **options: Any,
     ) -> Booster:
-        """A Booster from the dict of the older interface: `fp16=dict(mode=AMP_TYPE.NAIVE, ...)`, see `config.translate`.
+        """A Booster from the dict of the older interface: `fp16=dict(mode=AMP_TYPE.NAIVE, ...)`, see
+        `booster.facade.foreign_names.translate`.
 
         fp16: that dict; None is float32.
         clip_grad_norm: as for `Booster`; None does not clip.

@@ -1,6 +1,6 @@
 """From a launcher's environment, or from a notebook, to a process group, a device and seeds.
 
-This module and `booster.cli` are the only places that read environment variables.
+Environment variables are read here and in `booster.cli`; `mixed_precision/hardware.py` reads those that limit oneDNN.
 """
 
 from __future__ import annotations

@@ -39,9 +39,10 @@ Weights alone, for other programs:
 
 What holds: a save or load that fails does so on every rank, and leaves what was there. Numbers go to files and back to the
 bit. No pickle is written; of what others wrote none is run. To put one more thing into a checkpoint, write a part
-(`parts/part.py`) and list it in `parts.PARTS`; a field of one optimizer goes into `OptimizerWrapper._states`, and
-`update/state_loading.py` reads it. Forms of files are public: a change of them needs a new `manifest.VERSION`, an optional key
-that is added does not. The facade and `booster checkpoint` call in here; nothing below the facade imports this room.
+(`parts/part.py`) and list it in `parts.PARTS`; a fact of the run that is only shown goes into `RunCheckpoints.run`; a field of
+one optimizer goes into `OptimizerWrapper._states`, and `update/state_loading.py` reads it. Forms of files are public: a change
+of them needs a new `manifest.VERSION`, an optional key that is added does not. The facade and `booster checkpoint` call in
+here; nothing below the facade imports this room.
 """
 
 from booster.checkpoint.folder import damage, latest

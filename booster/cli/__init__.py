@@ -23,8 +23,8 @@ Files in reading order:
                            options, and calls of memory/, numerics/ and checkpoint/; no logic of their own
 
 What may be touched: a command is a function and its line in `_COMMANDS`; `tests/support/cli_page.py` writes its page. Options,
-exit statuses and variables of the environment are public. No other room imports this one; with `launch.py` it is the only one
-that reads the environment.
+exit statuses and variables of the environment are public. No other room imports this one; it and `launch.py` read the
+environment, and `mixed_precision/hardware.py` what limits oneDNN.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The device that a Booster runs on."""
+"""The device that a Booster runs on; clocks of it, and copies to the host that nothing waits for before they are read."""
 
 from __future__ import annotations
 

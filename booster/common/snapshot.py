@@ -5,7 +5,7 @@
     before.restore()                        # and are as they were, in the same objects
 
 Three things have to come back. What Python holds: attributes and the content of containers, found by walking from the roots.
-What tensors hold: the bytes of their memory. And where random generators are, all those of a process (`random_states`). A walk
+What tensors hold: the bytes of their memory. And where random generators are, all those of a process (`random_state`). A walk
 is cheap, since it copies references; the bytes are not, so they are copied at once for what the walk finds, or
 (`numbers=False`) only where `memory` learns of a write before it happens. `MemorySnapshot` alone is for who knows which tensors
 are written; `attributes` sets a few for a while.

@@ -206,9 +206,9 @@ class DataLoaderWrapper:
 
         A loader of `prepare_dataloader` leaves out what was seen without reading it, and deals the rest to the ranks that
         there are now; one that has `load_state_dict` is given its state; any other reads what was seen and drops it,
-        from the random states that the epoch began with. Raises ValueError for what `state_dict` did not write, where that
-        other loader now reads another number of samples at a time over all ranks, and in the middle of an epoch if the order
-        of it would be drawn otherwise here.
+        from the random states that the epoch began with. Raises ValueError for a state that `state_dict` did not
+        write; if a loader that must read again now has another global batch size; and, in the middle of an epoch, if seed,
+        shuffling or the number of samples differ.
         """
         position = position_of(state, self._loader)
         if OWN_STATE in position:

@@ -28,7 +28,6 @@ Files in reading order:
     frozen_weights.py       `booster.load_weights`, `enable_lora`, `save_lora`: weights in few bits, and adapters around them
     description.py          `booster.describe`: what each module is stored in and computes in
     batch_size.py           `find_batch_size`: trials that ranks leave together
-                            `progress`, `profile`: tools around a loop
 
 What may be touched: a method of `Booster` keeps its signature and docstring, which are public; what it calls here is free. A
 check belongs to `refusals.py`, raises before anything is changed, and names what was given, what is legal and the fix. Only

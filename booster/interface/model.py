@@ -224,7 +224,7 @@ class Resumable(Protocol):
 
 
 class Pinned(Resumable, Protocol):
-    """Modules that were pinned to float32 during the run; see `mixed_precision.run_pins`."""
+    """Modules that were pinned to float32 during the run."""
 
     @property
     def names(self) -> list[str]: ...

@@ -123,8 +123,8 @@ class OptimizerWrapper(Optimizer):
             share gradients the optimizer learns the mean of their losses, a small collective each time.
 
         The check is made under a loss scaler, after a clip, or with `Booster(skip_nonfinite=True)`; otherwise, and with a
-        closure, the step is torch's. Side effects: one scalar all-reduce when checking on several ranks, which is that of the
-        clip where ranks hold shards; one host read, none where a CUDA fused optimizer decides by itself. Where ranks hold
+        closure, the step is torch's. Side effects of a check: on several ranks one scalar all-reduce (with shards it is
+        the one of the clip); one host read, or none if a fused CUDA optimizer skips by itself. Where ranks hold
         shards, a norm that is not finite is followed by two more reductions, and a skip by what names the parameters.
         Raises RuntimeError for gradients of a bare `loss.backward()` or a closure under a loss scaler, and
         `LossScaleError` when the last `max_consecutive_skips` steps were all skipped.

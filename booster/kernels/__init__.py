@@ -34,7 +34,8 @@ In reading order:
     arithmetic.py       bits, halves and powers that all of these share
     matrices.py         matrices rounded to low precisions, by the kernels of matrix_kernels.py
 
-Tests run kernels interpreted on a CPU (`make kernels`): results are compared with torch's to an ulp, forms to the bit. What is
-here is imported on CUDA, or where `fused_optimizer="triton"` asks for it; `mixed_precision/configure.py`
-and `mixed_precision/low_precision/operands.py` alone import it.
+Tests run kernels interpreted on a CPU (`make kernels`): results are compared with torch's to an ulp, forms to the bit.
+
+`mixed_precision/configure.py` and `mixed_precision/low_precision/operands.py` alone import this room: with booster itself
+eligibility.py, switches.py and matrices.py; what needs Triton on CUDA, or where `fused_optimizer="triton"` asks for it.
 """

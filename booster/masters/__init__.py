@@ -56,7 +56,7 @@ Who depends on it: `mixed_precision/` makes `MasterOptions` and `Masters`, `upda
 `kernels/` steps the same buckets, `checkpoint/` asks `update.optimizer_state`, which is `MasterState`. A new format touches
 `formats.py`, `formats_compiled.py` where it is to be compiled, and `kernels/weights.py` where a kernel is to
 step it; the three that compute are held to each other bit for bit by `tests/unit/test_masters_compiled.py` and
-`test_kernels_forms.py`.
+`tests/unit/test_kernels_forms.py`.
 """
 
 from booster.masters.formats import MasterOptions

@@ -28,7 +28,7 @@ _BELOW_HALF_ULP = _HALF_ULP - 2.0**-11  # the largest float32 number below
 
 
 def round_nearest(working: Views, values: torch.Tensor, scratch: torch.Tensor) -> None:
-    """Write `values` to the weights; bfloat16 ties go away from zero, see the module docstring. Overwrites `scratch`."""
+    """Write `values` to the weights; bfloat16 ties go away from zero, see "Ties" in formats.py. Overwrites `scratch`."""
     if working[0].dtype == torch.bfloat16:
         canonical_nan_(values)
         high_half(values.view(torch.int32), working, out=scratch.view(torch.int32))
@@ -83,8 +83,10 @@ def canonical_nan_(values: torch.Tensor) -> None:
 
 
 def whole_steps(distance: torch.Tensor) -> torch.Tensor:
-    """Round the distance of masters to their float16 weights, in 2**-14 ulp, such that their sum rounds to the weight again:
-    what is not half an ulp must not become it."""
+    """Round the distance of masters to their float16 weights, in 2**-14 ulp.
+
+    Weight plus distance must round to the weight again, so what is less than half an ulp is never rounded up to half an ulp.
+    """
     # Shrinking leaves only what is half an ulp, exactly, and makes the others zero; comparing would take longer.
     halves = torch.hardshrink(distance, _BELOW_HALF_ULP)
     return distance.round().clamp_(1 - _HALF_ULP, _HALF_ULP - 1).add_(halves, alpha=1 / _HALF_ULP)

@@ -45,8 +45,8 @@ class DtypePolicy:
     param: what forward and backward read.
     compute: float16 or bfloat16, in which autocast has products made of whatever they read; `MixedPrecision.forward_context`
     sees to it, so plugins need not.
-    gather: what a plugin that shards weights gathers of them: `param`, or, where that is None, `compute`. Then those are meant
-    that only products read (`gathered_modules`), so that nothing is rounded that the products would not round; all others are
+    gather: dtype in which a plugin that shards weights gathers them: `param`, or, if that is None, `compute`. In `compute` only
+    weights that products alone read are gathered (`gathered_modules`), which the products would round anyway; all others are
     gathered as they are stored. Where nothing is gathered it changes nothing.
     store: parameters at rest; None means float32 where the plugin shards, otherwise `param`.
     reduce: dtype of the gradient collectives; None means the dtype of the parameters.

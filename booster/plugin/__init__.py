@@ -23,7 +23,7 @@ In reading order:
     sequence_parallel/ ranks that share sequences
     pipeline/          stages on several ranks
     expert_parallel.py whole experts on each rank
-    hybrid.py          the last four together: who is placed first, and on which dimension of the mesh
+    hybrid.py          fsdp/ and all below it together: who is placed first, and on which dimension of the mesh
 
 A new plugin is one file and a line below (`examples/extending/plugin.py`). Rooms above import the names below alone, but for
 `memory/`, which estimates what these do. Plugins on DTensors are loaded when first asked for: they import much of

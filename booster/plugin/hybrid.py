@@ -1,4 +1,4 @@
-"""Tensor, pipeline and data parallelism at once."""
+"""Data, tensor, sequence, pipeline and expert parallelism at once."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class HybridParallelPlugin(ShardingPlugin):
     tp_plan: module name patterns to styles, a callable that makes them of the model, or None for the plan that is known for it.
     split_points: names of the modules that begin the second and later stages; None divides evenly.
     wrap_policy: what a block is: module classes, name patterns, a predicate `(name, module) -> bool`, or the number of
-        parameters from which on a module is one; None means the repeated blocks of the model, see `wrap_policy.block_names`.
+        parameters from which on a module is one; None means the repeated blocks of the model, see `groups.block_names`.
     reduce_dtype: dtype in which gradients are averaged; None means float32 for half-precision models, otherwise the dtype of
         the parameters.
     ep_size: deal whole experts of mixtures to so many of the ranks that share the batch, which send each other the tokens for

@@ -99,9 +99,11 @@ class SliceReducer(GradientReducer):
     def _put(
         self, bucket: FlatParameters, position: int, param: torch.Tensor, values: torch.Tensor, ratio: float
     ) -> bool:
-        """Write the gradient of `param` times `ratio` to its place in the bucket, `values`, 1-dim, and free it."""
+        """Write the gradient of `param` times `ratio` to its place in the bucket, `values`, 1-dim, and free it.
+
+        Returns whether there is one.
+        """
         grad = self.local_gradient(param)
-        # Return whether there is one.
         if grad is None:
             return False
         if grad.is_sparse:

@@ -15,9 +15,10 @@ a collective: `gather`, `any_rank`, `largest`, `all_or_none` are; each must be c
 Files, in reading order:
 
 - `agreement.py`: `DistCoordinator`, for users: who am I, who goes first; values as JSON from every rank, flags, extremes;
-  all raise or none. How tensors and bytes travel: backends know few dtypes and want contiguous memory; no pickle travels.
+  all raise or none. How tensors and bytes travel: backends know few dtypes and want contiguous memory. No pickle travels
+  here; in a save the plans of `torch.distributed.checkpoint` do.
 
-Everything above calls this room; it calls `common/` alone. `common/hang_watchdog.py` has rounds of ranks that must not wait
-in a collective. A decision of every step goes through `largest`, `agree_on_found_inf` or `all_reduce`; keep it at one
+Everything above calls this room; it calls `common/` and `launch.py`. `common/hang_watchdog.py` has rounds of ranks that must
+not wait in a collective. A decision of every step goes through `largest`, `agree_on_found_inf` or `all_reduce`; keep it at one
 message of 8 bytes.
 """

@@ -199,7 +199,7 @@ class Shards:
         is_distributed: whether other ranks have any share in these parameters; if not, nothing here does anything.
         sync_trackers: by placed module, what knows which gradients `DistributedDataParallel` has averaged.
         unsynchronised: modules that are inside `no_sync`.
-        replica_check: a `replica_check.ReplicaCheck`, where ranks hold parameters alike.
+        replica_check: a `ReplicaCheck` of replicated.py, where ranks hold parameters alike.
         selection: which parameters of the whole optimizer this stage of a pipeline has; None: all.
     """
 
@@ -220,7 +220,7 @@ class Shards:
         """Return a context in which the optimizer's groups hold this rank's shards, in the same order, each with its gradient.
 
         A shard is the same object every time, a leaf, and a view of its parameter. Its `.grad` is a view of the parameter's
-        gradient; a replaced or removed one is carried back on exit. Re-entering does nothing.
+        gradient; if code inside replaces or removes `.grad`, so does the exit that of the parameter. Re-entering does nothing.
         """
         return nullcontext()
 

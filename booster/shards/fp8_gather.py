@@ -33,7 +33,7 @@ from booster.ranks.agreement import all_gather_flat, reduced
 class WeightScales:
     """The largest magnitudes of some divided weights, each over all ranks, of which their float8 scales are made.
 
-    records: of the weights, see `torch_internals.fsdp_params`. group: the ranks over which they are divided.
+    records: of the weights, see `fsdp_internals.fsdp_params`. group: the ranks over which they are divided.
     Weights change by steps, loads and users' own hands, so they are looked at before every forward pass of the model.
     """
 

@@ -41,7 +41,14 @@ In reading order:
 
 An option to clipping goes from `Booster` through `UpdateOptions` (context.py), from a call through `clip_grad_by_norm` of
 `interface/optimizer.py`, to `Gradients.clip_norm`. The factor is `Norms.clipped`: host.py, device.py, `kernels/readings.py`.
-A clip of `Booster(clip_grad_norm=)` on a device waits in `Gradients.deferred_max_norm` until the decision.
+A clip of `Booster(clip_grad_norm=)` on a device waits in `Gradients.deferred_max_norm` until the decision; with kernels it is
+applied in `kernels/launches.py`. There is one factor for all gradients of an optimizer: clipping only some must write `.grad`
+at once, as `clip_value` does. The norm to clip to is also given to in_backward.py and `interface/closures.py`, and is an option
+of `mixed_precision/naive.py`.
+
+Backward passes past `b.backward`, as a bare `loss.backward()` in fp16: `Gradients.require_backward` refuses a step without any
+pass of ours, always. `BarePasses` (context.py) sees one added to ours, by hooks in the first two steps and one in a hundred.
+`GradMutationCheck` sees gradients written between backward and step, as often.
 
 What is true everywhere: what steps gradients runs inside `Shards.local()`, where parameters are this rank's shards; a step
 within backward takes `Shards.local_shards`. A number is a float on a host and a 0-dim tensor on a device; `float(...)` of one

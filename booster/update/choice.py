@@ -7,8 +7,9 @@
 | compiled | `Gradients` | `compiled_norms` | `HostDecision` | `CompiledApplication` | `OptimizerState` |
 
 How it steps is for the precision to say, by `UpdateFactories`: on parameters as they are (`PARAMETERS`), or on masters
-(`masters.update.stepping_masters`). Kernels take the place of norms, decision and application (`kernels.eligibility`), and
-apex has its own gradients (`mixed_precision/apex/apex_gradients.py`).
+(`masters.update.stepping_masters`). Whether kernels step is chosen in `kernels.eligibility`: they take the place of
+norms and decision, and leave to the application what they do not know. Apex has its own gradients
+(`mixed_precision/apex/apex_gradients.py`).
 
 Torch's fused optimizers take the place of others where that is sound (`switch_to_fused`). The compiled step is norms, scaling
 and the optimizer in as few passes as torch.compile finds.
@@ -205,7 +206,6 @@ def switch_to_fused(optimizer: Optimizer, model: nn.Module | None = None) -> boo
         group["fused"] = True
     _move_step_counts(optimizer)
     set_fused_flags(optimizer, True)
-    # One INFO line says so.
     name = type(optimizer).__name__
     _logger.info("%s uses its fused implementation; Booster(fused_optimizer=False) keeps the default", name)
     return True

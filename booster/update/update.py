@@ -158,7 +158,7 @@ class Update:
             if pending:
                 # The method may have written gradients too, so that their norm is no longer known.
                 gradients.read, gradients.joint.found_inf = [], None
-        # Where a step would be skipped, and it changes weights, they are put back, and RuntimeError is raised.
+        # The weights were put back already.
         if culprits is not None and changed:
             raise RuntimeError(
                 f"{name}() of {type(self.optimizer).__name__} changed weights by gradients that are not finite (of "

@@ -1,7 +1,9 @@
 """House rules that a look at the code can check: no override that does nothing, no mixin, no private name of torch."""
 
 import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -140,3 +142,40 @@ def test_a_head_lists_files_that_there_are_and_names_each(head):
     if "order" in text:
         assert sorted({*listed_in_head(text)} - there) == []
     assert sorted(there - {"__init__", *re.findall(r"\w+", text)}) == []
+
+
+FOREIGN = {"b", "dcp", "dist", "nn", "torch"}
+# `name.attribute` of a variable, and not of a module.
+OF_OBJECTS = {"memory.keep", "states.full", "states.local", "states.sharded", "target.largest"}
+
+
+def named_in_prose():
+    """(file, name) of what docstrings and comments have between backticks as `file.py`, `module.name` or `module.Name`."""
+    for path in ROOT.rglob("*.py"):
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.type == tokenize.COMMENT or token.string.startswith('"""'):
+                for name in re.findall(r"`([a-z_]+(?:[./][A-Za-z_]+)+)`", token.string):
+                    if name.endswith(".py") or (name.count(".") == 1 and "/" not in name):
+                        yield path.relative_to(ROOT), name
+
+
+def test_modules_and_names_in_prose_exist():
+    words, paths = {}, set()
+    for path in ROOT.rglob("*.py"):
+        module = path.parent if path.stem == "__init__" else path
+        words.setdefault(module.stem, set()).update(re.findall(r"\w+", path.read_text()))
+        words.setdefault(module.parent.name, set()).add(module.stem)
+        paths |= {"/".join(path.parts[-number:]) for number in range(1, 5)}
+    defined = {
+        name for path in ROOT.rglob("*.py") for name in re.findall(r"^(?:class|def) (\w+)", path.read_text(), re.M)
+    }
+
+    def exists(name):
+        if name.endswith(".py"):
+            return name in paths or (ROOT.parent / name).exists()
+        module, attribute = name.split(".")
+        return attribute in words[module] if module in words else attribute not in defined
+
+    prose = {each for each in named_in_prose() if each[1] not in OF_OBJECTS and each[1].split(".")[0] not in FOREIGN}
+    assert len(prose) > 100
+    assert sorted(f"{path}: {name}" for path, name in prose if not exists(name)) == []

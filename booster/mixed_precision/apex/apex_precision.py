@@ -127,7 +127,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
     max_loss_scale: a dynamic scale stays at or below it.
     scale_window: steps without overflow after which a dynamic scale doubles.
     backend: "native" runs this library's levels, "apex" the apex that is installed, "auto" apex where it can, else native.
-    Errors and their order are those of apex, see `options.resolve`.
+    Errors and their order are those of apex, see `apex_options.resolve`.
 
     What was recorded of apex wins over what other precisions do: a static scale lets inf into the weights, scales move
     with every backward, and may fall below 1.

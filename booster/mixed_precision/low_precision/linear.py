@@ -314,8 +314,8 @@ class ScaleHistories(StepListener):
     """The largest magnitudes in the layers of one model, and the scales of the step that follow from them.
 
     Listens to the optimizer's steps: after each, ranks agree on the largest magnitudes of it, in one collective for all layers,
-    and every scale is made anew. A magnitude that is not finite does not count; a step that shows none but zeros, or none at
-    all, counts as the one before. Gives `layers` recipes of their own.
+    and every scale is made anew. A magnitude that is not finite is ignored. For a layer that saw only zeros, or did not run,
+    the magnitude of the step before is repeated. Gives `layers` recipes of their own.
 
     Where something may be compiled, the host reads which scales are known, after the steps 1, 2, 4, 8 and so on until all are:
     for those the compiler makes a second graph, which reads a matrix once.

@@ -308,7 +308,7 @@ class MXFP8MixedPrecision(LowPrecision):
 class NVFP4MixedPrecision(LowPrecision):
     """NVFP4 training: linear layers multiply in 4 bits with an e4m3 scale for each 16 numbers.
 
-    stochastic_rounding: of gradients; what is random is a hash of the gradient (`number_formats.noise_of`), so that ranks,
+    stochastic_rounding: of gradients; what is random is a hash of the gradient (`number_format.noise_of`), so that ranks,
         recomputations and resumed runs agree.
     hadamard: rotate the operands of the weight gradient, so that no outlier takes up its block's scale.
 

@@ -38,7 +38,6 @@ class DelayedScale:
         here = largest_under(x, "tensor").float()
         finite = torch.isfinite(here)
         if self.largest is not None:
-            # Records the largest magnitude of `x`.
             self.largest.copy_(torch.maximum(self.largest, torch.where(finite, here, 0.0)))
         taken = self.scale
         if not self.known:

@@ -33,7 +33,7 @@ class OptimizerSummary:
         num_samples, num_nonfinite: sampled steps, and those of them in which gradients held an inf or NaN.
         groups: norms of each parameter group in the last sample.
         tensors: each parameter and activation over all samples.
-        best_scale: see `underflow.best_scale`, over all samples.
+        best_scale: see `samples.best_scale`, over all samples.
         nonfinite_losses: steps with a loss that was inf or NaN.
     """
 

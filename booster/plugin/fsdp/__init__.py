@@ -18,7 +18,8 @@ What runs in a pass, in this order; lines without a file are torch's:
     block, before forward    gather; note what forward may write (forward_hooks.py); mark the group (unused_parameters.py)
     block, after forward     hooks on outputs, for backward (unused_parameters.py); free; forward_hooks.py shows dtypes
     backward of a block      gather; zeros where this rank lacks a gradient (unused_parameters.py); reduce-scatter
-    end of backward          one collective: which parameters had a gradient on any rank (unused_parameters.py)
+    end of backward          one collective: which parameters had a gradient on any rank (unused_parameters.py); in the first
+                             passes one before each group instead
 
 The files, in reading order:
 

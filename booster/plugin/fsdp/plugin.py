@@ -147,7 +147,7 @@ class TorchFSDPPlugin(ShardingPlugin):
     reshard_after_forward: free a block's gathered parameters after its forward and gather them again in backward; False keeps
         them, which is faster and takes memory as ZeRO-2 does; a whole number keeps them sharded over that many ranks.
     wrap_policy: what a block is: module classes, name patterns, a predicate `(name, module) -> bool`, or the number of
-        parameters from which on a module is one; None means the repeated blocks of the model, see `wrap_policy.block_names`.
+        parameters from which on a module is one; None means the repeated blocks of the model, see `groups.block_names`.
     cpu_offload: shards, gradients and optimizer states stay in the CPU's memory.
     reduce_dtype: dtype in which gradients are averaged; None means float32 for half-precision models, otherwise the dtype of
         the parameters.

@@ -81,7 +81,7 @@ def shard_module(
 
     mesh: one dimension to shard over, or two named ones, (replicate, shard); of any size, 1 too, and of the type of `device`.
         Parameters may be DTensors of tensor parallelism already.
-    blocks: names of modules with parameters that are gathered separately; see `wrap_policy.block_names`.
+    blocks: names of modules with parameters that are gathered separately; see `groups.block_names`.
     reshard_after_forward: free the gathered parameters of blocks after their forward, and gather them again in backward; a
         whole number reshards to that many ranks. Parameters outside all blocks stay until backward, if there is one.
     cpu_offload: shards, gradients and optimizer states stay on the CPU.

@@ -104,12 +104,12 @@ class UnusedParameters:
 
     `fully_shard` lays the gradients that a rank has end to end and adds these over ranks. If ranks took other branches, it
     would add gradients of different parameters. So a rank brings zeros where it has none, and when backward ends ranks agree,
-    in one small collective, which parameters had a gradient on any; what no rank used gets none. They agree before each group
-    instead, in a collective each, in the first passes, and from then on that a rank reduces groups in another order than in
-    its pass before, or that a hook of `register_post_accumulate_grad_hook` would see zeros. In the first passes ranks compare
-    what they gather too, and in all later ones what they gather without gradients, as in evaluation: one more collective at
-    the end of such a pass, for which a GPU waits. RuntimeError where they gather or reduce different groups: on all ranks; of
-    gradients on a GPU, after the first passes, on those that lack one, which alone wait for it.
+    in one small collective, which parameters had a gradient on any; what no rank used gets none. In the first passes they
+    agree before each group instead, in a collective each. They go back to that whenever a rank reduces groups in another order
+    than in its pass before, or has a hook of `register_post_accumulate_grad_hook` that would see the zeros. In the first
+    passes ranks compare what they gather too, and in all later ones what they gather without gradients, as in evaluation: one
+    more collective at the end of such a pass, for which a GPU waits. Raises RuntimeError on all ranks if they gather or reduce
+    different groups; after the first passes, on a GPU, ranks that lack a gradient alone read the answer and raise.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, device: torch.device, written: ForwardWrites) -> None:
@@ -254,7 +254,7 @@ class UnusedParameters:
                 group.place = self._num_reduced % 254 + 1
                 self._num_reduced += 1
             # Neither, of a group that only joins others: of its call a pass that raised may be all that is left.
-            # Of each group `local` has two numbers, of which ranks agree on the maxima: a, and 255 - a for another a raises.
+            # Each group sends a and 255 - a: the two maxima add up to more than 255 exactly if ranks sent different a.
             local[group.index], local[len(self._groups) + group.index] = (not last or HAS in states), 0
             self._hooked = self._hooked or has_hooks(group.own)
             for place, state in enumerate(states, group.first):

@@ -31,11 +31,12 @@ How it comes about, file by file, in the order in which a model passes them:
                         which foreign parameters it comes from: one that reaches a block of this stage other than as an
                         argument (a skip over the cut, say) is named in the error.
                         `Boundary` is what it found: which arguments cross a cut, their shapes and dtypes, and which are only
-                        passed on (relays). `RecordedOutput`: what a foreign block returns.
+                        passed on (relays); `StageIO` is made of them and declares what is sent. `RecordedOutput`: what a
+                        foreign block returns.
     stage.py            at run time: the first block of the next stage raises `StageEnd` and so leaves the user's forward. A
                         hook on own blocks puts received tensors into their arguments.
     schedule_runner.py  torch's schedules (gpipe, 1f1b, interleaved, zbv) over these stages; `STYLES` has their classes, and
-                        the plugin's `pp_style` chooses. `StageIO` declares what is sent.
+                        the plugin's `pp_style` chooses.
     pipeline.py         `PipelinePlan` splits and copies while the model is whole and changes nothing. `PipelinePlan.cut(rank)`
                         puts the copy's modules in the places of foreign ones. Tensor parallelism comes before, sharding after.
                         `StagePipeline`, what the plugin returns for the model: `run(micro_batches, criterion, seed=...)`; and
