@@ -331,8 +331,7 @@ def kernel_update(
     context: UpdateContext, rule: Rule, application: Application, kept: OptimizerState, *, counts_zeros: bool = False
 ) -> Update:
     """Make an update that steps by kernels as `rule` says, and by `application` what they do not know."""
-    # Half weights are stepped by their masters, so that what kernels know differs.
-    supported: SupportedParams
+    supported: SupportedParams  # half weights are stepped by their masters
     if isinstance(application, MasterApplication):
         supported = SupportedMasters(context, rule, application.master_step, counts_zeros=counts_zeros)
     else:

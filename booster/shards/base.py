@@ -220,7 +220,7 @@ class Shards:
         """Return a context in which the optimizer's groups hold this rank's shards, in the same order, each with its gradient.
 
         A shard is the same object every time, a leaf, and a view of its parameter. Its `.grad` is a view of the parameter's
-        gradient; if code inside replaces or removes `.grad`, so does the exit that of the parameter. Re-entering does nothing.
+        gradient; if code inside replaces or removes it, the parameter's follows on exit. Re-entering does nothing.
         """
         return nullcontext()
 

@@ -46,9 +46,10 @@ applied in `kernels/launches.py`. There is one factor for all gradients of an op
 at once, as `clip_value` does. The norm to clip to is also given to in_backward.py and `interface/closures.py`, and is an option
 of `mixed_precision/naive.py`.
 
-Backward passes past `b.backward`, as a bare `loss.backward()` in fp16: `Gradients.require_backward` refuses a step without any
-pass of ours, always. `BarePasses` (context.py) sees one added to ours, by hooks in the first two steps and one in a hundred.
-`GradMutationCheck` sees gradients written between backward and step, as often.
+Backward passes past `b.backward`, as a bare `loss.backward()`, under a loss scaler: `Gradients.require_backward` refuses a step
+without any pass of ours. With a scale other than 1, in the first two steps and one in a hundred, hooks of `BarePasses`
+(context.py) see one that is added to ours, and raise; `GradMutationCheck` sees gradients that were written between backward
+and step, and warns.
 
 What is true everywhere: what steps gradients runs inside `Shards.local()`, where parameters are this rank's shards; a step
 within backward takes `Shards.local_shards`. A number is a float on a host and a 0-dim tensor on a device; `float(...)` of one

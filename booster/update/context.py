@@ -98,7 +98,7 @@ def name_of_stranger(group: int, place: int) -> str:
     return f"group {group}, parameter {place}"
 
 
-FIRST, EVERY = 2, 100  # steps at which `GradMutationCheck` compares gradients: the first ones, and one in so many
+FIRST, EVERY = 2, 100  # steps in which `GradMutationCheck` and `BarePasses` look: the first ones, and one in so many
 
 
 class Parameters:

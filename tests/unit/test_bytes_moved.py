@@ -93,7 +93,7 @@ def test_a_graph_that_knows_a_delayed_scale_reads_an_operand_once_less(scale):
         raise EnoughSeenError
 
     def both(x):
-        made, transposed = operands.both(x, how.left, other.right)
+        made, transposed = operands.quantize_with_transpose(x, how.left, other.right)
         return made.values, made.scale, transposed.values
 
     with config.patch(cpu_backend="triton", force_disable_caches=True, _post_fusion_custom_pass=note):

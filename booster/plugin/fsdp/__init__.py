@@ -19,7 +19,7 @@ What runs in a pass, in this order; lines without a file are torch's:
     block, after forward     hooks on outputs, for backward (unused_parameters.py); free; forward_hooks.py shows dtypes
     backward of a block      gather; zeros where this rank lacks a gradient (unused_parameters.py); reduce-scatter
     end of backward          one collective: which parameters had a gradient on any rank (unused_parameters.py); in the first
-                             passes one before each group instead
+                             passes, and after the order of groups changed, one before each group instead
 
 The files, in reading order:
 
