@@ -143,7 +143,7 @@ class StateView(Mapping[Any, State]):
         return repr(dict(self))
 
     def _assembled(self, param: torch.Tensor, places: list[tuple[Bucket, int]]) -> State:
-        """Return the state of `param`, which lies in `places` of flat buckets."""
+        """Return the state of `param`, which has `places` in flat buckets."""
         layout = local_shard(param) if is_dtensor(param) else self._layouts[param]
         # Large parameters are cut: their pieces are in several buckets, in any order.
         pieces = sorted(((bucket, bucket.pieces[index]) for bucket, index in places), key=lambda place: place[1].start)

@@ -33,7 +33,7 @@ class GradUse:
     """A use of gradients within backward passes, each as soon as it is complete on all ranks.
 
     Attributes:
-        params: whose gradients are used.
+        params: those of which gradients are used.
         filled: called with each of them.
         held: gradients of earlier passes, not in `.grad`, which are added to those of the pass.
         again: the graph is gone through once more, so that no gradient may stay.

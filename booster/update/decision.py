@@ -206,7 +206,7 @@ class StepResult:
         Raises TypeError for a result that is read by another way.
         """
 
-        def by_itself(value: Any) -> Any:  # what holds tensors that nobody reads later, such as parameters
+        def by_itself(value: Any) -> Any:  # what holds tensors that are not read later, such as parameters
             return value.map_tensors(copy) if hasattr(value, "map_tensors") else NotImplemented
 
         applied = map_tensors(copy, self._applied, instead=by_itself)

@@ -215,7 +215,7 @@ class ErrorFeedback(Part):
             if not fits or not dtype_of(entry).is_floating_point:  # type: ignore[arg-type]
                 yield f"models {name!r}: what is carried of {key} fits no parameter here"
             else:
-                saved.request(reference(value), params[key])  # which it is beside, on its device
+                saved.request(reference(value), params[key])  # on its device
 
     def prepare(self, found: LoadContext) -> None:
         ranks = found.saved.tree.get("carried", [])
